@@ -14,7 +14,6 @@ _OFFLINE = {
     "LLM": "llm",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",
-    "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
-from outrider.client import Client, GenerateOptions, RetryPolicy
+from outrider.client import ChatMessage, Client, GenerateOptions, RetryPolicy
 from outrider.errors import CapacityError, InvalidRequestError, NotSupportedError, OutriderError
 from outrider.llm.outputs import RequestOutput, make_output
-from outrider.llm.prompts import Request, is_chat
+from outrider.llm.prompts import Source
+from outrider.llm.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 MakeBar = Callable[..., Any]
 """tqdm, or what takes its arguments."""
-Encoded = tuple[list[int], str | None]
-"""A prompt's token ids, and its text if it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt of a batch, with its parameters."""
+
+    name: str  # "prompts[3]", for errors
+    source: Source
+    params: SamplingParams
+    options: GenerateOptions
 
 
 class Batch:
@@ -28,34 +37,30 @@ class Batch:
     As a context manager: leaving it, by Ctrl-C too, stops whatever still runs, here and on all nodes.
     """
 
-    def __init__(
-        self, target: str, *, num_outstanding: int, max_model_len: int, decoded: MutableMapping[int, str]
-    ) -> None:
-        """`decoded`: texts of tokens that are known, which grows."""
+    def __init__(self, target: str, *, num_outstanding: int) -> None:
         self._client = Client(target, retry=RetryPolicy())
-        self._max_model_len = max_model_len
-        self._decoded = decoded
         self._pool = ThreadPoolExecutor(num_outstanding, thread_name_prefix="outrider-llm")
         self._has_ended = threading.Event()
+        self._decoded: dict[int, str] = {}  # texts of tokens, for logprobs
 
     def run(self, requests: Sequence[Request], make_bar: MakeBar) -> list[RequestOutput]:
         """In the order of `requests`. A prompt that does not fit is found before anything is generated.
 
         Raises: ValueError that names the prompt of a request that is refused; OutriderError.
         """
+        window = self._client.model().max_model_len
         with make_bar(total=len(requests), desc="Encoded prompts", dynamic_ncols=True, leave=False) as bar:
-            encoded = self._each(requests, lambda index: self._encode(requests[index]), lambda _: bar.update())
+            encoded = self._each(requests, lambda index: self._encode(requests[index], window), lambda _: bar.update())
         with make_bar(total=len(requests), desc="Processed prompts", dynamic_ncols=True) as bar:
+            progress = _Progress(bar)
             return self._each(
-                requests, lambda index: self._complete(requests[index], *encoded[index]), _Progress(bar).add
+                requests, lambda index: self._complete(requests[index], encoded[index], window), progress.add
             )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._has_ended.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()  # calls in flight end, and the router aborts their requests
@@ -76,36 +81,36 @@ class Batch:
                 raise
         return [future.result() for future in futures]
 
-    def _encode(self, request: Request) -> Encoded:
-        """Raises: InvalidRequestError for a prompt without tokens, or that leaves no room for one more."""
+    def _encode(self, request: Request, window: int) -> Source:
+        """The prompt as token ids. Raises: InvalidRequestError for one that is empty or too long for any answer."""
         content, text = request.source.content, request.source.text
         if isinstance(content, str):
             token_ids = self._when_there_is_room(self._client.tokenize, content)
-        elif is_chat(content):
+        elif len(content) > 0 and isinstance(content[0], ChatMessage):
             is_open = request.options.get("add_generation_prompt")
             token_ids = self._when_there_is_room(self._client.tokenize, content, add_generation_prompt=is_open)
             text = self._when_there_is_room(self._client.detokenize, token_ids, skip_special_tokens=False)
         else:
             token_ids = list(cast("Sequence[int]", content))
-        if not 0 < len(token_ids) < self._max_model_len:
+        if not 0 < len(token_ids) < window:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; the window of {self._max_model_len} has room for 1 to "
-                f"{self._max_model_len - 1} and the answer",
+                f"the prompt has {len(token_ids)} tokens; the window of {window} has room for 1 to {window - 1} and "
+                "the answer",
                 field="prompt",
             )
-        return token_ids, text
+        return Source(token_ids, text)
 
-    def _complete(self, request: Request, token_ids: list[int], text: str | None) -> RequestOutput:
-        left = self._max_model_len - len(token_ids)
+    def _complete(self, request: Request, prompt: Source, window: int) -> RequestOutput:
+        left = window - len(prompt.content)
         options: GenerateOptions = {**request.options, "max_tokens": min(request.options.get("max_tokens", left), left)}
-        result = self._when_there_is_room(self._client.complete, token_ids, **options)
+        result = self._when_there_is_room(self._client.complete, prompt.content, **options)
         decode = self._decode if request.params.detokenize else lambda _: None
-        return make_output(request, result, text=text, token_ids=token_ids, decode=decode)
+        return make_output(result, request.params, prompt, decode)
 
     def _decode(self, token_id: int) -> str:
         if token_id not in self._decoded:
-            decoded = self._when_there_is_room(self._client.detokenize, [token_id], skip_special_tokens=False)
-            self._decoded[token_id] = decoded
+            text = self._when_there_is_room(self._client.detokenize, [token_id], skip_special_tokens=False)
+            self._decoded[token_id] = text
         return self._decoded[token_id]
 
     def _when_there_is_room(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:

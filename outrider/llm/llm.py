@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
-from outrider.client import Client, GenerateOptions
+from outrider.client import GenerateOptions
 from outrider.cluster import Cluster, ClusterConfig, ClusterEvent, EventKind, Launch
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gpu_shares import shares_of_gpu
@@ -21,18 +21,9 @@ from outrider.config import CONFIG_FILE_VARIABLE, load_config
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.llm.arguments import check_arguments, settings_of
-from outrider.llm.batch import Batch, MakeBar
+from outrider.llm.batch import Batch, MakeBar, Request
 from outrider.llm.outputs import RequestOutput
-from outrider.llm.prompts import (
-    PromptType,
-    Request,
-    Source,
-    conversations_of,
-    prompts_of,
-    read_each,
-    read_messages,
-    read_prompt,
-)
+from outrider.llm.prompts import PromptType, Source, for_each, read_conversations, read_prompts
 from outrider.llm.sampling_params import SamplingParams
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.locate import locate_model
@@ -88,17 +79,14 @@ class LLM:
         cluster.on_event = partial(_show, EventPrinter(sys.stderr))
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311 no secrets
         self._request_ids = itertools.count()
-        self._decoded: dict[int, str] = {}  # tokens' texts, for logprobs
         self._finalizer = weakref.finalize(self, cluster.stop)  # also at the interpreter's exit
         try:
             cluster.start()
             cluster.wait_serving()
-            self._target = cluster.router_address
-            with Client(self._target) as client:
-                self._max_model_len = client.model().max_model_len
         except BaseException:
             self.close()
             raise
+        self._target = cluster.router_address
         running = [int(node.description["max_running_sequences"]) for node in cluster.nodes if node.role == DECODE]
         self._num_outstanding = sum(running) + NUM_WAITING
 
@@ -109,7 +97,7 @@ class LLM:
         use_tqdm: UseTqdm = True,  # noqa: FBT002 vLLM's
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """The answers, in the order of the prompts: texts, lists of token ids, or dicts (`TextPrompt`, `TokensPrompt`).
+        """The answers, in the order of the prompts: texts, lists of token ids, or dicts (`TokensPrompt`).
 
         Args:
             prompts: one or many.
@@ -122,8 +110,7 @@ class LLM:
         returned.
         """
         check_arguments("generate", unsupported)
-        sources = read_each("prompts", prompts_of(prompts), read_prompt)
-        return self._answer("prompts", sources, sampling_params, use_tqdm)
+        return self._answer("prompts", read_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -139,8 +126,8 @@ class LLM:
         `messages` are OpenAI's, {"role": "user", "content": "…"}, of text only.
         """
         check_arguments("chat", unsupported)
-        sources = read_each("messages", conversations_of(messages), read_messages)
-        return self._answer("messages", sources, sampling_params, use_tqdm, add_generation_prompt=add_generation_prompt)
+        options = GenerateOptions(add_generation_prompt=add_generation_prompt)
+        return self._answer("messages", read_conversations(messages), sampling_params, use_tqdm, options)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, of transformers."""
@@ -164,32 +151,26 @@ class LLM:
         sources: Sequence[Source],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: UseTqdm,
-        **options: Unpack[GenerateOptions],
+        common: GenerateOptions | None = None,
     ) -> list[RequestOutput]:
-        """`name`: what errors call the sources. `options`: of all requests."""
+        """`name`: what errors call the sources. `common`: options of all requests."""
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM is closed")
         each = [params or SamplingParams()] * len(sources) if isinstance(params, SamplingParams | None) else params
         if len(each) != len(sources):
             raise ValueError(f"there are {len(sources)} {name}, but {len(each)} sampling_params")
-        chosen = read_each("sampling_params", each, SamplingParams.to_options)
+        options = for_each("sampling_params", SamplingParams.to_options, each)
         requests = [
             Request(
                 name=f"{name}[{index}]",
                 source=source,
                 params=each[index],
-                options={**self._next_options(), **chosen[index], **options},
+                options={**self._next_options(), **options[index], **(common or {})},
             )
             for index, source in enumerate(sources)
         ]
-        if not self._finalizer.alive:
-            raise RuntimeError("this LLM is closed")
-        batch = Batch(
-            self._target,
-            num_outstanding=self._num_outstanding,
-            max_model_len=self._max_model_len,
-            decoded=self._decoded,
-        )
-        with batch:
-            return batch.run(requests, make_bar=_make_bar(use_tqdm))
+        with Batch(self._target, num_outstanding=self._num_outstanding) as batch:
+            return batch.run(requests, _make_bar(use_tqdm))
 
     def _next_options(self) -> GenerateOptions:
         """What every request has of its own."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from outrider.answer import CompleteResult, Completion, RequestMetrics
-from outrider.llm.prompts import Request
+from outrider.llm.prompts import Source
+from outrider.llm.sampling_params import SamplingParams
 from outrider.request import FinishReason, TokenLogprobs
 
 Decode = Callable[[int], str | None]
@@ -37,9 +39,6 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # the stop string or token that matched; None at the model's own end-of-text
 
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -55,26 +54,23 @@ class RequestOutput:
     num_cached_tokens: int
 
 
-def make_output(
-    request: Request, result: CompleteResult, *, text: str | None, token_ids: list[int], decode: Decode
-) -> RequestOutput:
-    """`text` and `token_ids`: of the prompt."""
-    params = request.params
+def make_output(result: CompleteResult, params: SamplingParams, prompt: Source, decode: Decode) -> RequestOutput:
+    """`prompt`: as token ids."""
     return RequestOutput(
         request_id=result.request_id,
-        prompt=text,
-        prompt_token_ids=token_ids,
+        prompt=prompt.text,
+        prompt_token_ids=cast("list[int]", prompt.content),
         prompt_logprobs=None if params.prompt_logprobs is None else _table(result.started.prompt_logprobs, decode),
-        outputs=[_completion(index, sample, request, decode) for index, sample in enumerate(result.completions)],
+        outputs=[_completion(index, sample, params, decode) for index, sample in enumerate(result.completions)],
         finished=True,
         metrics=result.summary.metrics,
         num_cached_tokens=result.summary.usage.num_cached_tokens,
     )
 
 
-def _completion(index: int, sample: Completion, request: Request, decode: Decode) -> CompletionOutput:
-    finished, has_logprobs = sample.finished, request.params.logprobs is not None
-    stop_token_id = finished.stop_token_id if finished.stop_token_id in (request.params.stop_token_ids or ()) else None
+def _completion(index: int, sample: Completion, params: SamplingParams, decode: Decode) -> CompletionOutput:
+    finished, has_logprobs = sample.finished, params.logprobs is not None
+    stop_token_id = finished.stop_token_id if finished.stop_token_id in (params.stop_token_ids or ()) else None
     return CompletionOutput(
         index=index,
         text=sample.text,

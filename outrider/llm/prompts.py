@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict, TypeGuard, TypeVar
+from typing import Any, NotRequired, TypedDict
 
-from outrider.client.options import GenerateOptions
-from outrider.llm.sampling_params import SamplingParams
-from outrider.request import ChatMessage
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-class TextPrompt(TypedDict):
-    prompt: str
+from outrider.client import ChatMessage, Prompt
 
 
 class TokensPrompt(TypedDict):
@@ -23,28 +14,30 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+PromptType = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A prompt as it was given, and its text if that is known."""
 
-    content: str | Sequence[int] | Sequence[ChatMessage]
+    content: Prompt
     text: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt of a batch, with its parameters."""
-
-    name: str  # "prompts[3]", for errors
-    source: Source
-    params: SamplingParams
-    options: GenerateOptions
+def read_prompts(prompts: PromptType | Sequence[PromptType]) -> list[Source]:
+    """One prompt or several. Raises: ValueError that names the one that is no prompt of a text model."""
+    is_single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return for_each("prompts", _read_prompt, [prompts] if is_single else prompts)
 
 
-def read_each(name: str, items: Sequence[Item], read: Callable[[Item], Result]) -> list[Result]:
+def read_conversations(messages: Sequence[Any]) -> list[Source]:
+    """One conversation or several, of OpenAI's messages. Raises: ValueError that names the one that is not all text."""
+    is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
+    return for_each("messages", _read_messages, [messages] if is_single else messages)
+
+
+def for_each(name: str, read: Callable[[Any], Any], items: Any) -> list[Any]:
     """Raises: ValueError that names the item, such as "prompts[3]"."""
     results = []
     for index, item in enumerate(items):
@@ -55,20 +48,7 @@ def read_each(name: str, items: Sequence[Item], read: Callable[[Item], Result]) 
     return results
 
 
-def prompts_of(prompts: PromptType | Sequence[PromptType]) -> Sequence[Any]:
-    """A single prompt is a batch of one."""
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]
-    return prompts
-
-
-def conversations_of(messages: Sequence[Any]) -> Sequence[Any]:
-    """A single conversation is a batch of one."""
-    return [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
-
-
-def read_prompt(prompt: Any) -> Source:
-    """Raises: ValueError for what is no prompt of a text model."""
+def _read_prompt(prompt: PromptType) -> Source:
     if isinstance(prompt, str):
         return Source(prompt, prompt)
     if not isinstance(prompt, Mapping):
@@ -81,21 +61,14 @@ def read_prompt(prompt: Any) -> Source:
     return Source(content, prompt.get("prompt"))
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]]) -> Source:
-    """OpenAI's messages, of text. Raises: ValueError."""
+def _read_messages(messages: Sequence[Mapping[str, Any]]) -> Source:
     return Source([_read_message(**message) for message in messages])
 
 
 def _read_message(role: str = "", content: Any = None, **other: Any) -> ChatMessage:
     extra = [name for name, value in other.items() if value is not None]
-    if extra:
-        raise ValueError(f"{', '.join(map(repr, extra))} of a message is not supported: it has a role and a content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
-    others = {str(part.get("type")) for part in parts} - {"text"}
-    if others or not parts:
-        raise ValueError(f"the content of a message is text, not {', '.join(sorted(others)) or 'empty'}")
+    extra += [str(part.get("type")) for part in parts if part.get("type") != "text"]
+    if extra or not parts:
+        raise ValueError(f"a message has a role and a text, not {', '.join(extra) or 'nothing'}")
     return ChatMessage(role=role, content="\n".join(part["text"] for part in parts))
-
-
-def is_chat(content: Sequence[object]) -> TypeGuard[Sequence[ChatMessage]]:
-    return len(content) > 0 and isinstance(content[0], ChatMessage)

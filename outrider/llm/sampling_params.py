@@ -10,25 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:  # gRPC is not imported before an LLM is
     from outrider.client.options import GenerateOptions
 
-_SAME_NAMES = (
-    *(
-        "n",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "temperature",
-        "top_p",
-        "min_p",
-        "logit_bias",
-    ),
-    *("seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens", "prompt_logprobs"),
-)
-_OPTIONS = {
-    **{name: name for name in _SAME_NAMES},
-    "logprobs": "top_logprobs",
-    "include_stop_str_in_output": "include_match",
-}
-"""By field, the client's option that takes its value as it is."""
+_OPTIONS = {"logprobs": "top_logprobs", "include_stop_str_in_output": "include_match"}
+"""The client's options that have another name than vLLM's."""
+_CONVERTED = ("detokenize", "structured_outputs", "guided_decoding")
 
 
 def unsupported(default: Any, instead: str) -> Any:
@@ -61,22 +45,20 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         check_supported(self)
-        if len(self.to_options()) != 1:
+        kinds = (self.json, self.regex, self.choice, self.grammar, self.json_object or None)
+        if sum(kind is not None for kind in kinds) != 1:
             raise ValueError("structured outputs need exactly one of json, regex, choice, grammar and json_object")
 
     def to_options(self) -> GenerateOptions:
-        """The one option of our client that is set; more than one, or none, if the fields are wrong."""
-        options: GenerateOptions = {}
-        schema = {"type": "object"} if self.json_object and self.json is None else self.json
-        if schema is not None:
-            options["json_schema"] = schema if isinstance(schema, str) else json.dumps(schema)
-        if self.regex is not None:
-            options["regex"] = self.regex
-        if self.choice is not None:
-            options["choice"] = self.choice
-        if self.grammar is not None:
-            options["grammar"] = self.grammar
-        return options
+        """The one option of our client."""
+        schema = {"type": "object"} if self.json_object else self.json
+        values = {
+            "json_schema": schema if isinstance(schema, str | None) else json.dumps(schema),
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
+        return cast("GenerateOptions", {name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +110,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is 0 to 20: logprobs of the whole vocabulary are not supported")
-        values = {option: getattr(self, name) for name, option in _OPTIONS.items()}
+        taken = [item.name for item in fields(self) if "instead" not in item.metadata and item.name not in _CONVERTED]
+        values = {_OPTIONS.get(name, name): getattr(self, name) for name in taken}
         values["top_k"] = 0 if self.top_k == -1 else self.top_k
         values["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         values["token_ids_only"] = not self.detokenize

@@ -94,7 +94,9 @@ def test_structured_outputs_are_the_constraint_of_the_contract(constraint, field
         assert getattr(sampling, field) == value
 
 
-@pytest.mark.parametrize("constraint", [{}, {"regex": "a", "choice": ["b"]}, {"json_object": False}])
+@pytest.mark.parametrize(
+    "constraint", [{}, {"regex": "a", "choice": ["b"]}, {"json_object": False}, {"json_object": True, "json": "{}"}]
+)
 def test_a_constraint_is_exactly_one(constraint):
     with pytest.raises(ValueError, match="exactly one"):
         StructuredOutputsParams(**constraint)

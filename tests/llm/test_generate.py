@@ -88,7 +88,6 @@ def test_the_reason_of_a_stop_is_what_matched(llm, params, reason):
     (completion,) = llm.generate("abc", params)[0].outputs
     assert completion.finish_reason == "stop"
     assert completion.stop_reason == reason
-    assert completion.finished()
 
 
 def test_logprobs_are_tables_by_token(llm):
@@ -157,9 +156,12 @@ def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, rout
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[0\]: .* text, not image_url"),
-        ({"role": "assistant", "content": None}, "not empty"),
-        ({"role": "assistant", "content": "a", "tool_calls": [1]}, "'tool_calls' of a message is not supported"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            r"messages\[0\]: .* a text, not image_url",
+        ),
+        ({"role": "assistant", "content": None}, "not nothing"),
+        ({"role": "assistant", "content": "a", "tool_calls": [1]}, "not tool_calls"),
     ],
 )
 def test_a_message_that_is_not_text_is_refused(llm, message, problem):
