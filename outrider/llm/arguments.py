@@ -6,39 +6,26 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.config.imports import speculative_settings
+from outrider.config.imports import Imported, open_format
+from outrider.config.imports.formats import flattened
 
-_SETTINGS = {
-    "revision": "model.revision",
-    "served_model_name": "model.name",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "tensor_parallel_size": "model.tensor_parallel_size",
-    "max_num_seqs": "decode_node.max_running_sequences",
-    "max_num_batched_tokens": "decode_node.max_rows_per_step",
-    "enable_prefix_caching": "kv_cache.prefix_cache",
-}
+_UNSET_MEMORY = (0.9, 0.92)
+"""Defaults of vLLM's `gpu_memory_utilization`, which leave ours in force."""
 
 
 def settings_of(engine_args: Mapping[str, Any], *, model: str) -> list[str]:
-    """As `outrider up --set` takes them. None is the default. What only concerns speed may be a warning.
+    """As `outrider up --set` takes them. What concerns speed only, and has no equivalent, is a warning.
 
-    Raises: TypeError and ConfigError for what has no equivalent.
+    Raises: ConfigError for another argument without an equivalent.
     """
-    others = dict(engine_args)
-    settings: list[str] = []
-    if "speculative_config" in others:
-        imported = speculative_settings(others.pop("speculative_config"), target=model, source="LLM()")
-        for warning in imported.warnings:
-            warnings.warn(warning, stacklevel=3)
-        settings += imported.overrides
-    unknown = [name for name in others if name not in _SETTINGS]
-    if unknown:
-        raise TypeError(
-            f"LLM() has no argument {unknown[0]!r}: vLLM's that have an equivalent are speculative_config, "
-            f"{', '.join(_SETTINGS)}; other settings go into settings={{'section.name': value}}, see docs/settings.md"
-        )
-    return settings + [f"{_SETTINGS[name]}={value}" for name, value in others.items() if value is not None]
+    given = dict(engine_args)
+    if given.get("gpu_memory_utilization") in _UNSET_MEMORY:
+        del given["gpu_memory_utilization"]
+    entries = [entry for name, value in given.items() for entry in flattened(value, "LLM()", name)]
+    imported = Imported(outcomes=open_format("vllm").translate(entries, target=model))
+    for warning in imported.warnings:
+        warnings.warn(warning, stacklevel=3)
+    return imported.overrides
 
 
 _RENDER = "render the prompt with get_tokenizer().apply_chat_template and pass its token ids to generate"

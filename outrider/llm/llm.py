@@ -15,7 +15,7 @@ from typing import Any, Self
 from outrider.client import GenerateOptions
 from outrider.cluster import Cluster, ClusterConfig, ClusterEvent, EventKind, Launch
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gpu_shares import shares_of_gpu
+from outrider.cluster.gpu_shares import shares_of_gpu, shares_of_memory
 from outrider.cluster.plan import DECODE
 from outrider.config import CONFIG_FILE_VARIABLE, load_config
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -72,8 +72,13 @@ class LLM:
         given = {"model.id": model, "cluster.draft": draft, **(settings or {})}
         overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
         try:
-            overrides = ["cluster.port=0", *settings_of(engine_args, model=model), *overrides]
-            cluster, self._model = _make_cluster(overrides, log_directory=None if log_dir is None else Path(log_dir))
+            translated = settings_of(engine_args, model=model)
+            overrides = ["cluster.port=0", *translated, *overrides]
+            cluster, self._model = _make_cluster(
+                overrides,
+                divides_memory=any(override.startswith("kv_cache.memory=") for override in translated),
+                log_directory=None if log_dir is None else Path(log_dir),
+            )
         except ConfigError as error:
             raise ValueError(str(error)) from error
         cluster.on_event = partial(_show, EventPrinter(sys.stderr))
@@ -186,15 +191,24 @@ def _make_bar(use_tqdm: UseTqdm) -> MakeBar:
     return partial(tqdm, disable=not use_tqdm)
 
 
-def _make_cluster(overrides: Sequence[str], *, log_directory: Path | None) -> tuple[Cluster, ModelConfig]:
-    """Not started. Raises: ConfigError for a wrong setting of the model, its memory or the cluster."""
+def _make_cluster(
+    overrides: Sequence[str], *, divides_memory: bool, log_directory: Path | None
+) -> tuple[Cluster, ModelConfig]:
+    """Not started. `divides_memory`: `kv_cache.memory` is for all nodes together, if it is a share.
+
+    Raises: ConfigError for a wrong setting of the model, its memory or the cluster.
+    """
     kinds = {"cluster": ClusterConfig, "model": ModelConfig, "kv_cache": KVCacheConfig}
     file = os.environ.get(CONFIG_FILE_VARIABLE)  # which every process reads
     sections = load_config(kinds, file=Path(file) if file else None, environ=os.environ, overrides=overrides).sections
-    config, model = sections["cluster"], sections["model"]
+    config, model, kv_cache = sections["cluster"], sections["model"], sections["kv_cache"]
+    if divides_memory and kv_cache.memory_fraction is not None:
+        shares = shares_of_memory(config, 100 * kv_cache.memory_fraction)
+    else:
+        shares = {} if kv_cache.memory else shares_of_gpu(config, model.device)
     launch = Launch(
         overrides=tuple(overrides),
-        node_overrides={} if sections["kv_cache"].memory else shares_of_gpu(config, model.device),
+        node_overrides=shares,
         log_directory=log_directory,
         # -P: what lies in the working directory of a script is not mistaken for a service.
         command=lambda role: [sys.executable, "-P", "-m", role],

@@ -142,6 +142,22 @@ def test_arguments_are_settings_of_the_cluster(router, clusters):
     }  # fmt: skip
 
 
+def test_memory_is_divided_among_the_nodes_unless_it_is_vllm_s_default(router, clusters):
+    LLM(gpu_memory_utilization=0.85).close()
+    assert clusters[0].launch.node_overrides == {
+        "prefill-0": ("kv_cache.memory=25%",),
+        "decode-0": ("kv_cache.memory=60%",),
+    }
+    LLM(gpu_memory_utilization=0.9).close()
+    assert not any(override.startswith("kv_cache") for override in clusters[1].launch.overrides)
+
+
+def test_what_concerns_speed_only_is_a_warning(router, clusters):
+    with pytest.warns(UserWarning, match="trust_remote_code: code of checkpoints never runs"):
+        LLM(trust_remote_code=True, tokenizer=None, quantization=None, enforce_eager=True).close()
+    assert "model.cuda_graphs=False" in clusters[0].launch.overrides
+
+
 def test_a_speculative_config_is_what_outrider_config_import_makes_of_it(router, clusters):
     with pytest.warns(UserWarning, match="prompt_lookup_max"):
         LLM(speculative_config={"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_max": 4}).close()
@@ -150,13 +166,15 @@ def test_a_speculative_config_is_what_outrider_config_import_makes_of_it(router,
 
 
 def test_wrong_arguments_are_named(llm, clusters):
-    with pytest.raises(TypeError, match="quantisation"):
+    with pytest.raises(ValueError, match=r"LLM\(\) quantization: it changes answers"):
+        LLM(quantization="awq")
+    with pytest.raises(ValueError, match=r"quantisation.*nearest is quantization"):
         LLM(quantisation="awq")
     with pytest.raises(ValueError, match=r"model.dtype = 'half' .* float32, bfloat16"):
         LLM(dtype="half")
     with pytest.raises(ValueError, match=r"cluster.draft.*eagle"):
         LLM(draft="eagle")
-    with pytest.raises(ValueError, match="eagle needs model: the folder of the head"):
+    with pytest.raises(ValueError, match="eagle needs model, the folder of a head"):
         LLM(speculative_config={"method": "eagle"})
     with pytest.raises(TypeError, match="choose one"):
         LLM(draft="ngram", speculative_config=None)
