@@ -21,7 +21,8 @@ from outrider.config import (
     to_plain,
     write_warnings,
 )
-from outrider.config.imports import FORMATS, Imported, Outcome, read_import
+from outrider.config.imports import Imported, Outcome, read_import
+from outrider.errors import ConfigError
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 
@@ -37,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schema.set_defaults(show=_print_schema)
     imported = actions.add_parser("import", help="print what became of a file of TensorRT-LLM, Dynamo or vLLM")
     imported.add_argument("file", metavar="FILE", type=Path, help="YAML or JSON")
-    imported.add_argument("--format", choices=FORMATS, help="default: the one that understands more of the file")
     imported.add_argument(
         "--write", metavar="OUT", help="write our own configuration file; -: to stdout, without table"
     )
@@ -76,7 +76,7 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     """Prints the table. Raises: ConfigError with errors, and nothing is written then."""
-    format_, outcomes = read_import(arguments.file, name=arguments.format)
+    format_, outcomes = read_import(arguments.file)
     if arguments.write != "-":
         sys.stdout.write(f"{arguments.file}, read as {format_.name}\n" + "".join(_table(outcomes)))
     imported = Imported(outcomes=outcomes)  # raises with errors
@@ -86,7 +86,10 @@ def _import(arguments: argparse.Namespace) -> int:
         write_warnings("outrider config", imported.warnings)
         sys.stdout.write(written)
     elif arguments.write is not None:
-        Path(arguments.write).write_text(written, encoding="utf-8")
+        try:
+            Path(arguments.write).write_text(written, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--write {arguments.write}: {error.strerror}") from error
     return 0
 
 

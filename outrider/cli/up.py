@@ -21,8 +21,9 @@ from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_command import require_gateway
 from outrider.cluster.gpu_shares import shares_of_gpu, shares_of_memory
 from outrider.cluster.plan import LOOPBACK
-from outrider.config import add_settings_arguments, load_config, write_warnings
+from outrider.config import ResolvedConfig, add_settings_arguments, load_config, write_warnings
 from outrider.config.imports import add_vllm_flags, parse_reference, read_vllm_flags
+from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
 from outrider.service.server import probe_port
@@ -124,7 +125,7 @@ def make_cluster(
         for role in roles
     }
     write_warnings("outrider", [warning for settings in by_role.values() for warning in settings.warnings])
-    sections, imported = by_role[None].sections, by_role[None].imported
+    sections = by_role[None].sections
     if tls is not None:
         from outrider.cluster.authority import prepare_tls_folder
 
@@ -138,18 +139,30 @@ def make_cluster(
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
         _check_gateway(config.openai_port, sections, has_tls=tls is not None)
-    if "kv_cache.memory" in imported:
-        shares = shares_of_memory(config, 100 * sections["kv_cache"].memory_fraction)
-    else:
-        shares = {} if sections["kv_cache"].memory else shares_of_gpu(config, sections["model"].device)
+    named, overridden = ({text.partition("=")[0] for text in each} for each in (vllm_flags, arguments.overrides))
+    is_share = "kv_cache.memory" in (named - overridden) | by_role[None].imported.keys()
     launch = Launch(
         config_file=arguments.config,
         imports=tuple(arguments.imports),
         overrides=tuple(overrides),
-        node_overrides=shares,
+        node_overrides=_shares_of_memory(config, by_role, is_share=is_share),
         log_directory=arguments.log_dir,
     )
     return Cluster(config, launch)
+
+
+def _shares_of_memory(
+    config: ClusterConfig, by_role: Mapping[str | None, ResolvedConfig], *, is_share: bool
+) -> dict[str, tuple[str, ...]]:
+    """KV memory by node. `is_share`: it was asked for as a share of one server, which all nodes are together."""
+    sections, imported = by_role[None].sections, by_role[None].imported.get("kv_cache.memory")
+    memory: KVCacheConfig = sections["kv_cache"]
+    if is_share:
+        shares = shares_of_memory(config, 100 * (memory.memory_fraction or 0.0))
+    else:
+        shares = {} if memory.memory else shares_of_gpu(config, sections["model"].device)
+    own = {role for role, settings in by_role.items() if settings.imported.get("kv_cache.memory") != imported}
+    return {name: share for name, share in shares.items() if f"{name.partition('-')[0]}_node" not in own}
 
 
 def _check_heads(head: Path | None, draft: DraftChoice) -> None:

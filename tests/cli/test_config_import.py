@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
 from outrider.cli import up
+from outrider.cli.config import ROLES, sections_of
 from outrider.cli.main import main
 from outrider.cluster.plan import child_command, plan_children
+from outrider.config import parse_role_arguments
 from outrider.config.imports import read_vllm_flags
 from outrider.errors import ConfigError
+from outrider.heads.locate import DEFAULT_HEAD
 
 FILE = """\
 backend: pytorch
@@ -60,6 +64,11 @@ def test_errors_are_all_in_the_table_and_nothing_is_written(file, capsys):
     assert not out.exists()
 
 
+def test_a_file_that_cannot_be_written_is_said(file, capsys):
+    assert main(["config", "import", str(file), "--write", str(file / "out.yaml")]) == 1
+    assert "--write" in capsys.readouterr().err
+
+
 def test_a_value_out_of_range_is_an_error_with_its_line(file, capsys):
     file.write_text("max_num_tokens: 3\n")
     assert main(["config", "import", str(file)]) == 1
@@ -83,26 +92,66 @@ def test_what_is_written_is_a_configuration_file_of_ours(file, capsys):
     assert f"memory: 50%  # {file}:4 kv_cache_config.free_gpu_memory_fraction" in imported
 
 
-def test_each_process_of_a_cluster_reads_the_file(file, capsys):
-    cluster = cluster_of("--extra-engine-args", str(file), "--extra-engine-args", f"prefill={file}")
-    assert cluster.config.draft == "ngram"
-    assert f"{file}:3 print_iter_log" in capsys.readouterr().err
+def settings_of(cluster):
+    """What each process reads of its command line, by its name."""
+    found = {}
     for spec in plan_children(cluster.config, cluster.launch):
-        command = child_command(spec, cluster.config, cluster.launch, targets={}, bound={}, turns_file=file)
-        given = [command[place + 1] for place, flag in enumerate(command) if flag == "--extra-engine-args"]
-        assert given == [str(file), f"prefill={file}"]
+        if spec.role in ROLES:
+            command = child_command(
+                spec, cluster.config, cluster.launch, targets={}, bound={}, turns_file=Path("/run/turns")
+            )
+            arguments = command[command.index(spec.role) + 1 :]
+            found[spec.name] = parse_role_arguments(spec.role, sections_of(spec.role), arguments, environ={})
+    return found
 
 
-def test_nodes_of_a_machine_divide_an_imported_share_of_its_memory(file):
-    cluster = cluster_of("--extra-engine-args", str(file), "--decode-nodes", "2")
-    given = {
-        name: float(only.removeprefix("kv_cache.memory=")[:-1])
-        for name, (only,) in cluster.launch.node_overrides.items()
+def memory_of(cluster):
+    found = settings_of(cluster)
+    return {
+        name: each["kv_cache"].memory_fraction for name, each in found.items() if name[:7] in ("prefill", "decode-")
     }
-    assert set(given) == {"prefill-0", "decode-0", "decode-1"}
-    assert sum(given.values()) == pytest.approx(50, rel=1e-3)
-    explicit = cluster_of("--extra-engine-args", str(file), "--set", "kv_cache.memory=1GiB")
-    assert not explicit.launch.node_overrides
+
+
+def test_each_process_of_a_cluster_reads_the_file(file, capsys):
+    cluster = cluster_of("--extra-engine-args", str(file))
+    assert f"{file}:3 print_iter_log" in capsys.readouterr().err
+    found = settings_of(cluster)
+    assert found["draft-0"]["draft_node"].proposer == "ngram"
+    assert found["draft-0"]["draft_node"].num_speculative_tokens == 3
+    assert found["decode-0"]["decode_node"].max_running_sequences == 32
+    assert found["prefill-0"]["prefill_node"].max_running_sequences == 32
+    assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == ""
+
+
+def test_a_head_of_a_file_drafts_in_decode_nodes_and_no_draft_node_starts(file):
+    file.write_text(f"speculative_config: {{decoding_type: Eagle3, speculative_model_dir: {DEFAULT_HEAD}}}\n")
+    cluster = cluster_of("--extra-engine-args", str(file))
+    found = settings_of(cluster)
+    assert set(found) == {"prefill-0", "decode-0", "router"}
+    assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == str(DEFAULT_HEAD)
+    assert found["decode-0"]["decode_node"].local_head
+    for explicit in (("--draft", "none"), ("--set", "cluster.draft=none")):
+        found = settings_of(cluster_of("--extra-engine-args", str(file), *explicit))
+        assert found["decode-0"]["model"].head == found["prefill-0"]["model"].head == ""
+        assert found["decode-0"]["decode_node"].num_speculative_tokens == 0
+
+
+def test_nodes_of_a_machine_divide_a_share_of_its_memory(file):
+    share = {"prefill-0": 0.5 * 25 / 85, "decode-0": 0.25 * 60 / 85, "decode-1": 0.25 * 60 / 85}
+    for flags in (("--extra-engine-args", str(file)), ("--gpu-memory-utilization", "0.5")):
+        assert memory_of(cluster_of(*flags, "--decode-nodes", "2")) == pytest.approx(share, rel=1e-3)
+        explicit = cluster_of(*flags, "--set", "kv_cache.memory=10%")
+        assert memory_of(explicit) == {"prefill-0": 0.1, "decode-0": 0.1}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_share_for_one_role_is_that_of_each_of_its_nodes(file, device):
+    own = file.with_name("prefill.yaml")
+    own.write_text("kv_cache_config: {free_gpu_memory_fraction: 0.3}\n")
+    flags = ("--extra-engine-args", f"prefill={own}", "--set", f"model.device={device}")
+    assert memory_of(cluster_of(*flags))["prefill-0"] == 0.3
+    both = memory_of(cluster_of("--extra-engine-args", str(file), *flags))
+    assert both == pytest.approx({"prefill-0": 0.3, "decode-0": 0.5 * 60 / 85}, rel=1e-3)
 
 
 def test_a_file_for_decode_nodes_says_who_drafts(file):
@@ -116,7 +165,7 @@ def test_flags_of_vllm_are_settings():
     speculative = json.dumps({"method": "suffix", "num_speculative_tokens": 2})
     cluster = cluster_of(
         *("--max-model-len", "2k", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
-        *("--gpu-memory-utilization", "0.3", "--tensor-parallel-size", "1", "--served-model-name", "mine"),
+        *("--tensor-parallel-size", "1", "--served-model-name", "mine"),
         *("--no-enable-prefix-caching", "--enforce-eager", "--speculative-config", speculative),
     )
     assert cluster.config.draft == "suffix"
@@ -124,7 +173,6 @@ def test_flags_of_vllm_are_settings():
         "model.max_model_len=2000",
         "decode_node.max_running_sequences=8",
         "decode_node.max_rows_per_step=256",
-        "kv_cache.memory=30%",
         "model.name=mine",
         "kv_cache.prefix_cache=False",
         "model.cuda_graphs=False",

@@ -108,13 +108,19 @@ def _is_given(value: Any) -> bool:
     return value is not None
 
 
+def _negated(value: Any) -> bool:
+    if value not in (True, False):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return not value
+
+
 CONVERTERS = {
     "same": lambda value: value,
     "percent": _percent,
     "number": _number,
     "only_name": _only_name,
     "is_given": _is_given,
-    "negated": lambda value: not value,
+    "negated": _negated,
 }
 """From a value of another server to ours, by the name in the tables. Each raises ValueError for what cannot be."""
 
@@ -126,14 +132,14 @@ def parse_reference(text: str) -> tuple[str | None, Path]:
     return (role, Path(path)) if equals and role else (None, Path(text))
 
 
-def read_import(path: Path, *, target: str = "", name: str | None = None) -> tuple[Format, list[Outcome]]:
-    """What became of each key of a file. `name`: of the format; None: the one that understands more of it.
+def read_import(path: Path, *, target: str = "") -> tuple[Format, list[Outcome]]:
+    """The format that knows most of a file's keys, and what became of each.
 
     Raises: ConfigError for a file that cannot be read.
     """
     with open_node(path) as (loader, node):
         entries = [] if node is None else list(_entries(loader, node, "", path))
-    formats = [open_format(each) for each in (FORMATS if name is None else (name,))]
+    formats = map(open_format, FORMATS)
     best = max(formats, key=lambda each: sum(each.rule_of(entry.key) is not None for entry in entries))
     return best, best.translate(entries, target=target)
 

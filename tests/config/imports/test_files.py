@@ -199,6 +199,7 @@ def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
         ("max_seq_len: many\n", ":1 max_seq_len: model.max_model_len = 'many' is not of type int"),
         ("served-model-name: [a, b]\n", "a model is served under one name, not 2"),
         ("host: 0.0.0.0\n", "services bind loopback"),
+        ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
         ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len stands in line 1 already"),
         ("- 1\n", ":1: the file is a group of keys"),
         ("a: [\n", "not YAML"),
