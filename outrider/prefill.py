@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from outrider.request import RequestOptions
 from outrider.session import Granted, OpenSequenceGroup
 
+MAX_SCORED_ROWS = 32
+"""Of a step, whose logits are wanted for logprobs of prompts: the output layer over a whole chunk would take as long
+as the other layers, and other requests would wait for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCall:
@@ -23,6 +27,11 @@ class PrefillCall:
     options: RequestOptions
     may_read_held: bool = False  # the KV that the decode node holds may be read: its numerics are equal
     scored_token_ids: tuple[int, ...] = ()  # the prompt's without its first, if their logprobs are wanted
+
+    @property
+    def most_outstanding_tokens(self) -> int:
+        """With which it holds others up: where it is scored, a step has rows for them too."""
+        return MAX_SCORED_ROWS if self.scored_token_ids else len(self.token_ids)
 
     @classmethod
     def of_grant(

@@ -109,7 +109,7 @@ class PrefillLoop:
     def submit(self, command: Command) -> None:
         """From any thread."""
         if isinstance(command, PrefillJob):
-            self.prompt_tokens.set_outstanding(command.job_id, len(command.call.token_ids))
+            self.prompt_tokens.set_outstanding(command.job_id, command.call.most_outstanding_tokens)
         if isinstance(command, Stop):
             self._is_stopping = True
         self._inbox.put(command)
@@ -254,7 +254,7 @@ class PrefillLoop:
             push = task.push or self._start_push(task)
             push.offer(range(self._layers.num_layers), 0, sequence.num_computed)
             push.offer_features(0, sequence.num_computed)
-            self.prompt_tokens.set_outstanding(sequence.key, sequence.num_uncomputed)
+            self.prompt_tokens.set_outstanding(sequence.key, task.num_outstanding_tokens)
             if sequence.num_uncomputed == 0:
                 self._end_compute(task)
         self._time.mark(Part.HAND_OFF)
@@ -361,7 +361,7 @@ class PrefillLoop:
             if not task.num_read_tokens:  # the prefix cache holds what this node has computed itself
                 sequence.kv.publish(sequence.token_ids)
             task.num_computed_tokens += item.num_rows
-            self.prompt_tokens.set_outstanding(sequence.key, sequence.num_uncomputed)
+            self.prompt_tokens.set_outstanding(sequence.key, task.num_outstanding_tokens)
             if sequence.num_uncomputed == 0:
                 self._end_compute(task)
         self._time.mark(Part.COMMIT)

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import xxhash
 
+from outrider.prefill import MAX_SCORED_ROWS
 from outrider.session import Rejected
 from router.node_directory import NodeDirectory
 from router.node_link import DecodeLink, NodeLink, PrefillLink, Refusal
@@ -71,6 +72,7 @@ class Demand:
     cache_salt: bytes = b""
     avoided: frozenset[bytes] = frozenset()  # incarnations that lost this request: used only if no other node serves
     numerics: str = ""  # decode and prefill node compute by these; empty: by any
+    is_scored: bool = False  # logprobs of the prompt are wanted: few of its tokens are computed at a time
 
     @cached_property
     def prefix_hashes(self) -> list[int]:
@@ -267,7 +269,7 @@ class Placement:
             if avoided is not None and link.numerics != avoided.numerics:
                 continue
             held = self._prefixes.num_held_tokens(demand.prefix_hashes, link.incarnation)
-            num_uncached = max(len(demand.token_ids) - 1 - held, 1)
+            num_uncached = MAX_SCORED_ROWS if demand.is_scored else max(len(demand.token_ids) - 1 - held, 1)
             reported = link.report.load.num_outstanding_tokens if link.report is not None else 0
             own = link.num_outstanding_tokens
             outstanding = max(own, reported)

@@ -226,6 +226,7 @@ class RequestFlow:
             cache_salt=request.options.cache_salt,
             avoided=frozenset(self._work.losses.avoided),
             numerics="" if besides is None else besides.numerics,
+            is_scored=self._answer.needs_prompt_logprobs,
         )
 
     # ------------------------------------------------------------ the end

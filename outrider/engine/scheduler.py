@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.prefill import MAX_SCORED_ROWS
 from outrider.request import TokenLogprobs
-
-MAX_SCORED_ROWS = 32
-"""Of a step, whose logits are wanted for logprobs of prompts: the output layer over a whole chunk would take as long
-as the other layers, and other sequences would wait for it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -7,8 +7,9 @@ import torch
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
-from outrider.engine.scheduler import MAX_SCORED_ROWS, StepRoom
+from outrider.engine.scheduler import StepRoom
 from outrider.engine.transfer import read
+from outrider.prefill import MAX_SCORED_ROWS
 from outrider.session import Granted, PromptLogprobs, Rejected, RejectReason, SampleStart, SampleTokens
 from outrider.wire.answer import PackedLogprobs
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.engine.scheduler import MAX_SCORED_ROWS, EngineSequence, PromptScoring, StepRoom
+from outrider.engine.scheduler import EngineSequence, PromptScoring, StepRoom
+from outrider.prefill import MAX_SCORED_ROWS
 from tests.engine.schedules import BLOCK, check, decoding, make_scheduler, rows_of, run, waiting
 
 LONG = 3 * MAX_SCORED_ROWS

@@ -18,7 +18,7 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
-from outrider.engine.scheduler import MAX_SCORED_ROWS, Scheduler
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.transfer import read
@@ -28,6 +28,7 @@ from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
+from outrider.prefill import MAX_SCORED_ROWS
 from outrider.wire.answer import PackedLogprobs
 from prefill_node.forward import PagedForward
 from prefill_node.jobs import Stop
@@ -168,6 +169,7 @@ def assert_alike(model, figures, expected):
 
 def test_chunks_and_company_change_nothing(model, node):
     node.submit(PROMPT[:-1], PROMPT[1:])
+    assert node.loop.prompt_tokens.num_outstanding == MAX_SCORED_ROWS  # others wait for no more of it
     node.submit(PROMPT[::-1], ())
     node.submit(PROMPT[5:25], PROMPT[6:26])
     node.run()

@@ -8,6 +8,7 @@ import math
 import grpc
 import pytest
 
+from outrider.prefill import MAX_SCORED_ROWS
 from outrider.v1 import router_pb2
 from outrider.wire.answer import logprobs_from_proto, most_logprobs_bytes, pack_logprobs
 from tests.router.conftest import PATIENCE_SECONDS
@@ -143,6 +144,24 @@ async def test_a_continuation_that_has_ended_already_has_them(serving):
     assert answer.token_ids() == []
     assert answer.finished[0].reason == router_pb2.FINISH_REASON_LENGTH
     await serving.is_empty()
+
+
+@pytest.mark.parametrize(("num_counted", "waits"), [(MAX_SCORED_ROWS, False), (10_000, True)])
+async def test_other_prompts_are_computed_beside_one_that_is_scored(serving, monkeypatch, num_counted, waits):
+    """It counts as what a step has of it: a whole long prompt would keep others in the queue."""
+    monkeypatch.setattr("router.placement.MAX_SCORED_ROWS", num_counted)
+    serving.prefill.max_rows_per_step = 64
+    await serving.eventually(lambda: serving.service.nodes.prefill_nodes[0].report.load.max_rows_per_step == 64)
+    serving.prefill.answer_gate = asyncio.Event()
+    text = "long" * 100
+    tasks = [asyncio.ensure_future(serving.generate(text=text, max_tokens=8, output=OUTPUT))]
+    await serving.eventually(lambda: len(serving.prefill.requests) == 1)
+    tasks.append(asyncio.ensure_future(serving.generate(max_tokens=8)))
+    await serving.eventually(
+        lambda: (serving.services.queue.num_waiting, len(serving.prefill.requests)) == (waits, 2 - waits)
+    )
+    serving.prefill.answer_gate.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS)
 
 
 async def test_an_abort_does_not_wait_for_them(serving):
