@@ -1,0 +1,153 @@
+"""OpenAI's own SDK through the gateway of `outrider up --openai`, with the default model and a node that dies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from outrider.client import AsyncClient, ChatMessage
+from outrider.cluster import ChildState, ClusterConfig
+from outrider.model_hub.config import DEFAULT_MODEL_ID
+from tests.conftest import START_SECONDS, RunningCluster
+from tests.support.cluster_nodes import wait_for_node
+
+pytestmark = pytest.mark.real_model
+
+WAIT_SECONDS = 120.0
+QUESTION = "Describe the sea in two sentences, then repeat them word for word."
+MESSAGES = [{"role": "user", "content": QUESTION}]
+OURS = [ChatMessage("user", QUESTION)]
+NUM_STREAMS = 32
+
+
+@pytest.fixture(scope="module")
+def real(start_cluster):
+    with start_cluster(ClusterConfig(port=0, openai_port=0), model=DEFAULT_MODEL_ID) as cluster:
+        cluster.wait_serving(START_SECONDS)
+        yield RunningCluster(cluster)
+    assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
+
+
+@pytest.fixture(scope="module")
+def model(real):
+    return real.client.model().name
+
+
+@pytest.fixture(scope="module")
+def sdk(real):
+    url = real.cluster.openai_url
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_SECONDS) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def chat(sdk, model):
+    def chat(**options):
+        options = {"model": model, "messages": MESSAGES, "max_tokens": 48, **options}
+        return sdk.chat.completions.create(**options)
+
+    return chat
+
+
+def test_the_model_has_the_same_name_by_both_doors(sdk, model):
+    assert [listed.id for listed in sdk.models.list()] == [model]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_chat_is_that_of_grpc_with_drafts_and_without(real, chat, temperature):
+    theirs = chat(temperature=temperature, seed=11)
+    sampling = {"temperature": temperature, "seed": 11, "max_tokens": 48}
+    for speculation in (True, False):
+        ours = real.client.complete(OURS, speculation=speculation, **sampling)
+        assert theirs.choices[0].message.content == ours.text
+        assert theirs.choices[0].finish_reason == ours.completions[0].finished.reason.value
+        assert theirs.usage.prompt_tokens == ours.summary.usage.num_prompt_tokens
+        assert theirs.usage.completion_tokens == ours.summary.usage.num_generated_tokens
+    details = theirs.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
+
+
+def test_a_completion_with_samples_and_a_stop(real, sdk, model):
+    prompt, sampling = "Once upon a time", {"max_tokens": 24, "seed": 3, "n": 2}
+    ours = [completion.text for completion in real.client.complete(prompt, **sampling).completions]
+    theirs = sdk.completions.create(model=model, prompt=prompt, **sampling)
+    assert [choice.text for choice in theirs.choices] == ours
+    assert ours[0] != ours[1]
+    stop = ours[0].split()[5]
+    (cut,) = sdk.completions.create(model=model, prompt=prompt, stop=[stop], **{**sampling, "n": 1}).choices
+    assert (cut.text, cut.finish_reason) == (ours[0][: ours[0].index(stop)], "stop")
+
+
+def test_a_stream_with_its_usage(chat):
+    whole = chat(seed=5)
+    text, usages = "", []
+    for chunk in chat(seed=5, stream=True, stream_options={"include_usage": True}):
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usages += [chunk.usage] if chunk.usage else []
+    assert text == whole.choices[0].message.content
+    assert [usage.completion_tokens for usage in usages] == [whole.usage.completion_tokens]
+
+
+def test_logprobs(real, chat):
+    theirs = chat(temperature=0, max_tokens=8, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    ours = real.client.complete(OURS, temperature=0, max_tokens=8, top_logprobs=2).completions[0].logprobs
+    assert [token.logprob for token in theirs] == pytest.approx([token.logprob for token in ours], abs=1e-6)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [top.logprob for top in other.top_logprobs] == pytest.approx([top[1] for top in mine.top], abs=1e-6)
+
+
+async def test_many_streams_at_once_are_those_of_grpc(real, model):
+    """Each with its own seed; both doors are asked at the same time."""
+
+    async def theirs(sdk, seed):
+        stream = await sdk.chat.completions.create(
+            model=model, messages=MESSAGES, max_tokens=12, seed=seed, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+    async def ours(client, seed):
+        return (await client.complete(OURS, max_tokens=12, seed=seed)).text
+
+    url = real.cluster.openai_url
+    async with (
+        openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_SECONDS) as sdk,
+        AsyncClient(real.router_address) as client,
+    ):
+        by_http = asyncio.gather(*(theirs(sdk, seed) for seed in range(NUM_STREAMS)))
+        by_grpc = asyncio.gather(*(ours(client, seed) for seed in range(NUM_STREAMS)))
+        assert await by_http == await by_grpc
+
+
+def test_a_decode_node_that_is_killed_in_a_stream_is_not_noticed(real, chat):
+    options = {"seed": 21, "max_tokens": 96, "extra_body": {"ignore_eos": True}}
+    whole = chat(**options).choices[0].message.content
+    text = ""
+    for number, chunk in enumerate(chat(stream=True, **options)):
+        text += chunk.choices[0].delta.content or ""
+        if number == 5:
+            real.cluster.kill("decode-0")
+    assert text == whole
+    wait_for_node(real.cluster, "decode-0", lambda node: node.num_restarts == 1 and node.state is ChildState.SERVING)
+
+
+def test_a_client_that_leaves_frees_its_request(real, chat):
+    stream = chat(stream=True, max_tokens=4000, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    real.wait_until_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "another"}, openai.NotFoundError, "another"),
+        ({"max_tokens": 900_000}, openai.BadRequestError, "exceed the window of 8192"),
+        ({"messages": [{"role": "user", "content": "sea " * 9000}]}, openai.BadRequestError, "8192"),
+    ],
+    ids=["model", "max_tokens", "prompt"],
+)
+def test_errors_have_openais_form(chat, options, error, message):
+    with pytest.raises(error, match=message):
+        chat(**options)
