@@ -1,4 +1,4 @@
-# One image for all four roles; compose.yaml says which one a container runs.
+# One image for all four roles and the OpenAI gateway; compose.yaml says which one a container runs.
 #
 #   docker build -t outrider .
 #   docker build -t outrider:cuda --build-arg TORCH_BUILD=cuda .
@@ -23,7 +23,7 @@ import tomllib
 
 project = tomllib.loads(pathlib.Path("/pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-wanted = [*project["dependencies"], *extras["router"], *extras["node"], *extras["store"]]
+wanted = [*project["dependencies"], *extras["router"], *extras["node"], *extras["store"], *extras["openai"]]
 wanted.remove("outrider[router]")
 pins = pathlib.Path("/constraints.txt").read_text().splitlines()
 torch = [line for line in pins if line.startswith("torch==")]

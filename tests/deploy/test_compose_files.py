@@ -13,6 +13,7 @@ from outrider import __version__
 from outrider.cli import probe
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.connection import read_tls
+from outrider.cluster.gateway import KILL_SECONDS
 from outrider.config import load_config
 from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS
 from outrider.rpc.peer_security import SecurityConfig
@@ -94,14 +95,14 @@ def test_nodes_take_turns_through_a_volume_that_they_share(compose, config):
     assert compose["volumes"]["turns"]["driver_opts"]["type"] == "tmpfs"
 
 
-@pytest.mark.parametrize("service", ["router", "router_2", "prometheus", "grafana"])
+@pytest.mark.parametrize("service", ["router", "router_2", "openai", "prometheus", "grafana"])
 def test_ports_are_published_on_loopback_only(compose, service):
     assert all(port.startswith("127.0.0.1:") for port in compose["services"][service]["ports"])
 
 
 def test_nobody_else_publishes_a_port(compose):
     published = {name for name, service in compose["services"].items() if "ports" in service}
-    assert published == {"router", "router_2", "prometheus", "grafana"}
+    assert published == {"router", "router_2", "openai", "prometheus", "grafana"}
 
 
 def test_kv_and_drafts_have_a_network_of_their_own(compose):
@@ -117,7 +118,8 @@ def test_kv_and_drafts_have_a_network_of_their_own(compose):
 
 def test_with_tls_every_service_has_the_files_and_its_health_check_shows_them(compose):
     secured = yaml.safe_load((ROOT / "compose.tls.yaml").read_text(encoding="utf-8"))["services"]
-    assert set(secured) == {name for name, service in compose["services"].items() if "env_file" in service} - {"model"}
+    ours = {name for name, service in compose["services"].items() if "env_file" in service}
+    assert set(secured) == ours - {"model", "openai"}  # the gateway speaks no TLS
     for service in secured.values():
         settings = load_config({"security": SecurityConfig}, file=None, environ=service["environment"])
         security = settings.sections["security"]
@@ -172,6 +174,19 @@ def test_every_role_listens_where_the_others_look_for_it(compose, config, role):
     else:
         assert f"{role}:{server.port}" in targets
     assert config["decode_node"].draft_targets == config["router"].draft_targets
+
+
+def test_the_gateway_asks_the_router_and_stops_beside_it(compose, config):
+    gateway = compose["services"]["openai"]
+    assert config["gateway"].router_targets == (f"router:{config['server'].port}",)
+    assert "depends_on" not in gateway
+    environ = gateway["environment"]
+    drain = float(environ["OUTRIDER_SERVER__DRAIN_SECONDS"])
+    assert drain == server_of(compose, "router").drain_seconds
+    assert seconds(gateway["stop_grace_period"]) > drain + KILL_SECONDS
+    (port,) = gateway["ports"]
+    assert port.endswith(f":{environ['OUTRIDER_SERVER__PORT']}")
+    assert f":{environ['OUTRIDER_SERVER__PORT']}/readiness" in gateway["healthcheck"]["test"][-1]
 
 
 @pytest.mark.parametrize("kind", [RouterConfig, DecodeNodeConfig])
