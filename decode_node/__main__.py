@@ -66,8 +66,9 @@ def make_build(
         from decode_node.decode_loop import DecodeLoop
         from decode_node.drafting.client import DraftClient, NoDrafts
         from decode_node.drafting.feature_plane import FeaturePlane
-        from decode_node.drafting.gather import DraftGatherer, log_failed_proposer
+        from decode_node.drafting.gather import DraftGatherer
         from decode_node.drafting.local_head import open_local_head
+        from decode_node.drafting.local_proposers import open_grammar, open_lookups
         from decode_node.ingest import Ingest
         from decode_node.kept_answers import open_kept_answers
         from decode_node.node import DecodeParts
@@ -88,16 +89,10 @@ def make_build(
         from outrider.service.telemetry.logging import get_logger
         from outrider.speculation.draft_controller import DraftController
         from outrider.speculation.draft_stream import DraftHello
-        from outrider.speculation.proposers.factory import NO_PROPOSER, make_proposer
-        from outrider.speculation.proposers.isolated import IsolatedProposer
         from outrider.speculation.step_cost import StepCostModel
         from outrider.speculation.verify.by_request import RequestVerifier
 
-        proposers = [
-            IsolatedProposer(make_proposer(each), on_failure=log_failed_proposer)
-            for each in (config.local_fallback,)
-            if each != NO_PROPOSER
-        ]
+        proposers = open_lookups(config)
         compute = open_compute(
             model_config,
             config.kv_cache,
@@ -110,7 +105,7 @@ def make_build(
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
         head, features_of = open_local_head(config, model_config, model, kv_cache)
-        proposers += [head] if head else []
+        proposers += [*([head] if head else []), open_grammar(model.constraints)]
         info = replace(
             model.info,
             proposer=head.info.name if head else config.local_fallback,
@@ -130,6 +125,7 @@ def make_build(
             known_token_ids=model.known_token_ids,
             device=model.device,
             kernels=model.cpu_kernels,
+            constraints=model.constraints,
         )
         warm_up_sampler(sampler, model.device)
         engine = Engine(pool, scheduler, kv_cache, runner, sampler)
@@ -183,6 +179,7 @@ def make_build(
                 max_running_sequences=config.max_running_sequences,
                 max_model_len=info.max_model_len,
                 vocab_size=info.vocab_size,
+                constraints=model.constraints,
             ),
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             transfer_timeout_seconds=config.transfer_timeout_seconds,

@@ -86,6 +86,7 @@ class DecodeLoop:
         self._inbox = Inbox()
         self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, to be handled after
         self._unreported: StepReport | None = None  # of the last step
+        self._failed: list[Sample] = []  # by the last step: their requests end before the next
         self._stopping = threading.Event()
         self.progress = StepProgress(clock)
         self.is_drained = False  # since DrainStarted every group has ended and its events are emitted
@@ -118,6 +119,7 @@ class DecodeLoop:
         allows runs beside it.
         """
         self.progress.begin()
+        self._end_failed()
         self._process_commands(wait=not self._engine.scheduler.has_work)
         try:
             if self._engine.scheduler.has_work and self._take_turn():
@@ -157,6 +159,14 @@ class DecodeLoop:
         self._groups.report_all(report.events())
         fault_point("decode.before_emit")
         self._emit_events(report.stats)
+
+    def _end_failed(self) -> None:
+        """Ends requests that their constraints do not let go on."""
+        if self._failed:
+            self._report()
+            for sample in self._failed:
+                self._groups.fail(sample, sample.sampling.failure)
+            self._failed.clear()
 
     def _take_turn(self) -> bool:
         """Waits for the processors while there is work for them; attends to commands meanwhile. False: none is left."""
@@ -202,12 +212,13 @@ class DecodeLoop:
         age_before = self.progress.age_seconds()
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
         verifying = [item for item in planned if item.scheduled.reaches_end]
+        draft_rows = [item.draft_rows() for item in verifying]
+        self._verifier.prepare(draft_rows)
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
         logits, scored = take_scored_rows(plan, logits)
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
-        draft_rows = [item.draft_rows() for item in verifying]
         pending = self._verifier.queue(logits, draft_rows)
         if self._engine.is_asynchronous:
             self._time.mark(Part.SAMPLING)
@@ -354,6 +365,8 @@ class DecodeLoop:
         # token has no KV yet: it is the first row of the next step.
         kv.truncate(len(token_ids) - 1)
         self._engine.sampler.commit(sample.sampling, verdict.token_ids)
-        if verdict.finish_reason is not None:
+        if sample.sampling.failure:
+            self._failed.append(sample)
+        elif verdict.finish_reason is not None:
             kv.publish(token_ids)
             self._groups.finish(sample)

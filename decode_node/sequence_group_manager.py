@@ -39,6 +39,7 @@ from outrider.session import (
 from outrider.wire.answer import pack_logprobs
 
 INTERNAL = 13  # google.rpc.Code
+INVALID_ARGUMENT = 3
 UNAVAILABLE = 14
 
 
@@ -354,6 +355,11 @@ class SequenceGroupManager:
 
     def refuse_new_groups(self) -> None:
         self.is_draining = True
+
+    def fail(self, sample: Sample, why: str) -> None:
+        """The request cannot go on, here or anywhere. Nothing happens where another sample has said so."""
+        if sample.group.samples.get(sample.index) is sample:
+            self._fail(sample.group, why, code=INVALID_ARGUMENT)
 
     def give_up_all(self, why: str) -> None:
         for group in self._groups:

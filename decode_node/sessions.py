@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -16,10 +17,11 @@ from decode_node.commands import (
     GroupRetargeted,
     SessionEnded,
 )
-from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
+from outrider.errors import CapacityError, InvalidRequestError, MismatchError, OutriderError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.protocol_versions import ProtocolVersions, negotiate
+from outrider.request import Constraint
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     CancelSequenceGroup,
@@ -79,9 +81,10 @@ class Sessions:
         has_room: Callable[[int], bool],
         info: Callable[[], NodeInfo],
         report: Callable[[], NodeReport],
+        compile_constraint: Callable[[Constraint], None],
         timeout_seconds: float,
     ) -> None:
-        """`has_room`: for one command more of a session.
+        """`has_room`: for one command more of a session. `compile_constraint`: blocks; called in a thread.
 
         `timeout_seconds`: a router that is silent for longer (it sends heartbeats) has lost its lease.
         """
@@ -90,6 +93,7 @@ class Sessions:
         self._has_room = has_room
         self._info = info
         self._report = report
+        self._compile_constraint = compile_constraint
         self._sessions: dict[int, RouterSession] = {}
         self._session_ids = itertools.count(1)
 
@@ -198,11 +202,18 @@ class Sessions:
                 await asyncio.sleep(LOOK_AGAIN_SECONDS)
             match command_from_proto(proto):
                 case OpenSequenceGroup() as opened:
+                    if opened.options.sampling.constraint is not None:
+                        await self._compile(opened.options.sampling.constraint)
                     self._submit(GroupOpened(session.session_id, opened, kv_host))
                 case RetargetSequenceGroup() as retarget:
                     self._submit(GroupRetargeted(session.session_id, retarget))
                 case CancelSequenceGroup() as cancel:
                     self._submit(GroupCancelled(session.session_id, cancel))
+
+    async def _compile(self, constraint: Constraint) -> None:
+        """Before the engine thread needs it, which says what is wrong with it."""
+        with suppress(OutriderError):
+            await asyncio.to_thread(self._compile_constraint, constraint)
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]

@@ -132,6 +132,8 @@ class StepReport:
         """In the order of the batch, each sample's tokens before its end."""
         requested, hits = self.requested, self.hits
         for sample, verdict in zip(self.samples, self.verdicts, strict=True):
+            if sample.sampling.failure:  # its tokens are not what was asked for
+                continue
             sequence, group, token_ids = sample.sequence, sample.group, verdict.token_ids
             group_id = group.opened.sequence_group_id
             counts = speculation_counts(

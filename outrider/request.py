@@ -43,6 +43,24 @@ class VerificationMethod(enum.StrEnum):
         return f"{self.value} (lossy)" if self.is_lossy else self.value
 
 
+class ConstraintKind(enum.StrEnum):
+    """What a constraint is written in; the values are the names of the contract's fields."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # Lark, as llguidance has it
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be, from its first generated token to its end."""
+
+    kind: ConstraintKind
+    text: str = ""  # of every kind but CHOICE
+    options: tuple[str, ...] = ()  # of CHOICE
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: str  # "system", "user", "assistant", or another that the model's template knows
@@ -65,10 +83,16 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), by rising id
     n: int = 1  # samples, 1 to 64
     min_tokens: int = 0
+    constraint: Constraint | None = None
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def constraint_field(self) -> str:
+        """The contract's, for errors; empty without a constraint."""
+        return "" if self.constraint is None else f"sampling.{self.constraint.kind}"
 
     @property
     def has_penalties(self) -> bool:

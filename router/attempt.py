@@ -281,7 +281,8 @@ class Attempt:
             case SequenceGroupFailed():
                 self._running.clear()
                 if event.code == code_pb2.INVALID_ARGUMENT:
-                    raise OutcomeError(Fatal(InvalidRequestError(event.message, field="prompt")))
+                    field = self._work.answer.request.options.sampling.constraint_field
+                    raise OutcomeError(Fatal(InvalidRequestError(event.message, field=field or "prompt")))
                 raise OutcomeError(Lost(self._lost(event.message), "group_failed"))
         if isinstance(event, KvReady):
             self._figures.kv_ready = event

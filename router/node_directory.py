@@ -14,6 +14,7 @@ from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from router.config import RouterConfig
+from router.constraint_checker import ConstraintChecker
 from router.node_link import DecodeLink, NodeLink, PrefillLink
 from router.tokenizer import Tokenizer
 from router.transport import NodeTransport, RouterIdentity
@@ -34,6 +35,7 @@ class ServedModel:
     info: ModelInfo
     tokenizer: Tokenizer
     tokenizer_files: Mapping[str, bytes]  # by name, as the node sent them
+    constraints: ConstraintChecker
     node: str  # its name
 
 
@@ -166,6 +168,7 @@ class NodeDirectory:
         await asyncio.gather(*(nodes.stop() for nodes in self._nodes.values()))
         if self.served is not None:
             self.served.tokenizer.close()
+            self.served.constraints.close()
 
     def _missing(self) -> list[str]:
         found = (("a prefill node", self.prefill_nodes), ("a decode node", self.decode_nodes))
@@ -281,7 +284,8 @@ class NodeDirectory:
         files = await link.transport.tokenizer_files()
         tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
         _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
-        return ServedModel(model, tokenizer, files, name)
+        constraints = ConstraintChecker(files["tokenizer.json"], model)
+        return ServedModel(model, tokenizer, files, constraints, name)
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

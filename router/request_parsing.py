@@ -7,7 +7,7 @@ import secrets
 from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
 from outrider.wire.enums import VERIFICATION_METHODS
-from outrider.wire.request import chat_from_proto, request_from_proto, skips_special_tokens
+from outrider.wire.request import chat_from_proto, constraint_from_proto, request_from_proto, skips_special_tokens
 from router.clients import Caller
 from router.node_directory import ServedModel
 from router.validation import check_lengths
@@ -30,10 +30,14 @@ async def read_request(
 
     `default_method`: how drafts are verified where the request does not say.
 
-    Raises: InvalidRequestError when the prompt does not fit; CapacityError when too many texts wait.
+    Raises: InvalidRequestError when the prompt does not fit or a constraint does not compile; CapacityError when too
+    many texts or constraints wait.
     """
     token_ids = await encode_prompt(proto, served, client=caller.share)
     max_tokens = check_lengths(proto, len(token_ids), served.info)
+    constraint = constraint_from_proto(proto.sampling)
+    if constraint is not None:
+        await served.constraints.check(constraint, client=caller.share)
     prompt_text = ""
     if proto.output.echo and not proto.output.token_ids_only and not proto.generated_token_ids:
         skip = skips_special_tokens(proto.output)

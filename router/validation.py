@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 
-from outrider.errors import InvalidRequestError, NotFoundError, NotSupportedError
+from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.node import ModelInfo
 from outrider.request import GREEDY_TEMPERATURE, MAX_TOP_LOGPROBS
 from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
@@ -34,7 +34,7 @@ _MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's own range
 
 
 def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
-    """Raises: InvalidRequestError, NotFoundError (model), NotSupportedError (after all ranges)."""
+    """Raises: InvalidRequestError, NotFoundError (model)."""
     check_request_id(proto.request_id)
     if proto.model and proto.model != model.name:
         raise NotFoundError(f"model {proto.model!r} is not served here, {model.name!r} is", reason="MODEL_NOT_FOUND")
@@ -45,7 +45,6 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
     _check_speculation(proto.speculation)
     _check_resume_window(proto)
     _check_generated(proto, model)
-    _check_supported(proto)
 
 
 def check_lengths(proto: router_pb2.GenerateRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
@@ -233,12 +232,6 @@ def _check_generated(proto: router_pb2.GenerateRequest, model: ModelInfo) -> Non
     message = f"{num_generated} tokens exceed the window of {model.max_model_len}"
     _require(num_generated <= model.max_model_len, message, field="generated_token_ids")
     check_token_ids(proto.generated_token_ids, model, field="generated_token_ids")
-
-
-def _check_supported(proto: router_pb2.GenerateRequest) -> None:
-    kind = proto.sampling.WhichOneof("constraint")
-    if kind is not None:
-        raise NotSupportedError("constrained output is not supported by this version", field=f"sampling.{kind}")
 
 
 def _check_count(number: int, limit: int, what: str, *, field: str) -> None:

@@ -44,6 +44,7 @@ class LocalProposer:
 
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.source = proposer.info.name
+        self.needs_constraint = proposer.info.needs_constraint
         self._proposer = proposer
         self._features_of = features_of
         self._starts: dict[int, SequenceStart] = {}
@@ -52,6 +53,8 @@ class LocalProposer:
         self._behind: set[int] = set()  # sequences that it was asked for, and was still reading
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
+        if self.needs_constraint and start.options.sampling.constraint is None:
+            return
         self._starts[sequence_id] = start
         if self._proposer.info.features is None:  # a head's come with the KV
             self._unread[sequence_id] = token_ids
@@ -62,6 +65,10 @@ class LocalProposer:
         self._behind.discard(sequence_id)
         if self._starts.pop(sequence_id, None) is not None:
             self._proposer.forget(sequence_id)
+
+    def serves(self, sample: Sample) -> bool:
+        """Whether it has anything to do with the sequence."""
+        return sample.sequence.key in self._starts
 
     def num_missed(self, sample: Sample) -> int:
         """Tokens of the sequence that it has not read."""
@@ -203,6 +210,11 @@ class DraftGatherer:
     ) -> Iterable[int]:
         """Betters the drafts at hand by that proposer's where this pays. Returns the sequences it is asked for."""
         controller, source = self._controller, local.source
+        if local.needs_constraint:
+            samples = [sample for sample in samples if local.serves(sample)]
+            if not samples:
+                return ()
+            wanted = {sample.sequence.key: wanted[sample.sequence.key] for sample in samples}
         is_cheap = controller.is_cheap(source)
         asked = controller.choose_asked(
             source,

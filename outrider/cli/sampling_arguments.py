@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from outrider.client import GenerateOptions
 
@@ -23,10 +24,21 @@ _NUMBERS = {
 }
 
 
+_CONSTRAINTS = {
+    "json_schema": ("SCHEMA", "answer with JSON of this schema"),
+    "regex": ("PATTERN", "answer with a text that matches all of it"),
+    "grammar": ("LARK", "answer with a text of this grammar"),
+}
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, metavar, text) in _NUMBERS.items():
         flag = "--timeout" if name == "timeout_seconds" else "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, metavar=metavar, dest=name, help=text)
+    for name, (metavar, text) in _CONSTRAINTS.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=_text_or_file, metavar=metavar, help=f"{text}; @FILE reads it")
+    parser.add_argument("--choice", action="append", metavar="TEXT", help="answer with one of these; repeatable")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="continue past the model's end of text")
     parser.add_argument("--no-speculation", action="store_true", help="decode without drafts; the tokens are the same")
@@ -35,7 +47,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def read_options(arguments: argparse.Namespace) -> GenerateOptions:
     """Only the flags that were given; the rest has the defaults of the public API."""
     options = GenerateOptions()
-    for name in (*_NUMBERS, "stop"):
+    for name in (*_NUMBERS, *_CONSTRAINTS, "choice", "stop"):
         value = getattr(arguments, name)
         if value is not None:
             options[name] = value  # type: ignore[literal-required]
@@ -44,3 +56,13 @@ def read_options(arguments: argparse.Namespace) -> GenerateOptions:
     if arguments.no_speculation:
         options["speculation"] = False
     return options
+
+
+def _text_or_file(value: str) -> str:
+    """Raises: argparse.ArgumentTypeError for a file that cannot be read."""
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {value[1:]}: {error}") from error

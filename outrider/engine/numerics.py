@@ -26,6 +26,10 @@ class Numerics:
     promise: Promise
     kernels: str  # "amx", "torch bfloat16"
 
+    def with_grammars(self, library: str) -> Numerics:
+        """`library`: what decides which tokens a constraint allows."""
+        return Numerics(self.promise, f"{self.kernels}, {library}")
+
     def __str__(self) -> str:
         return f"{self.promise} ({self.kernels})"
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from outrider.constraints.base import ConstraintCompiler
+from outrider.constraints.grammar import NUMERICS
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers
@@ -22,6 +24,7 @@ from outrider.model_hub.locate import ModelLocation
 from outrider.model_hub.vocabulary import (
     TOKENIZER_FILE,
     eos_token_ids,
+    grammar_compiler,
     known_token_ids,
     read_json,
     read_tokenizer_files,
@@ -48,6 +51,7 @@ class LoadedModel:
     info: ModelInfo
     tokenizer_files: dict[str, bytes]  # by file name
     known_token_ids: Tensor  # [vocab_size] bool, on the CPU: ids that the tokenizer has
+    constraints: ConstraintCompiler  # for its vocabulary
     directory: Path
     weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
 
@@ -109,7 +113,7 @@ def describe_model(
             directory, dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, {config.weights}"
         ),
         vocabulary_fingerprint=vocabulary_fingerprint(strings),
-        numerics=str(numerics),
+        numerics=str(numerics.with_grammars(NUMERICS)),
     )
     return LoadedModel(
         model=model,
@@ -120,6 +124,7 @@ def describe_model(
         info=info,
         tokenizer_files=tokenizer_files,
         known_token_ids=known,
+        constraints=grammar_compiler(tokenizer_files, spec.vocab_size),
         directory=directory,
         weights_from=weights_from,
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from outrider.constraints.grammar import GrammarCompiler
 from outrider.errors import ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -84,6 +85,21 @@ def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any
         if value is not None:
             found.update(int(token_id) for token_id in (value if isinstance(value, Iterable) else (value,)))
     return tuple(sorted(found))
+
+
+def eos_token_ids_of(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """As `eos_token_ids`, of files as of `read_tokenizer_files`."""
+    config, generation_config = (
+        json.loads(files.get(f"{name}.json", b"{}")) for name in ("config", "generation_config")
+    )
+    return eos_token_ids(config, generation_config)
+
+
+def grammar_compiler(tokenizer_files: Mapping[str, bytes], vocab_size: int) -> GrammarCompiler:
+    """For a model with logits of this width."""
+    return GrammarCompiler(
+        tokenizer_files[TOKENIZER_FILE], vocab_size=vocab_size, eos_token_ids=eos_token_ids_of(tokenizer_files)
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from outrider.request import (
+    Constraint,
+    ConstraintKind,
     LogprobsMode,
     LogprobsRequest,
     OutputOptions,
@@ -36,7 +38,7 @@ def request_from_proto(
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
     """The complete request. `seed` and `max_tokens` are the ones in force; `prompt_text` is for echo."""
-    sampling = _SAMPLING.from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
+    sampling = _sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
     method = VERIFICATION_METHODS.known_from_proto(proto.speculation.method) or default_method
     eos_token_ids = () if proto.stop.ignore_eos else eos_token_ids
     options = RequestOptions(
@@ -68,10 +70,34 @@ def request_from_proto(
 _SAMPLING = Fields(
     SamplingParams,
     router_pb2.SamplingParams,
-    elsewhere=("json_schema", "regex", "grammar", "choice"),
+    elsewhere=("constraint", *ConstraintKind),
     logit_bias=Conversion(dict, lambda biases: tuple(sorted(biases.items()))),
 )
 """Every field is set, defaults included; floats are the float32 that travels."""
+
+
+def constraint_from_proto(proto: router_pb2.SamplingParams) -> Constraint | None:
+    """None: the output is free."""
+    name = proto.WhichOneof("constraint")
+    if name is None:
+        return None
+    kind = ConstraintKind(name)
+    if kind is ConstraintKind.CHOICE:
+        return Constraint(kind, options=tuple(proto.choice.options))
+    return Constraint(kind, getattr(proto, name))
+
+
+def _sampling_to_proto(sampling: SamplingParams) -> router_pb2.SamplingParams:
+    constraint = sampling.constraint
+    others: dict[str, str | router_pb2.Choice] = {}
+    if constraint is not None:
+        is_choice = constraint.kind is ConstraintKind.CHOICE
+        others[constraint.kind] = router_pb2.Choice(options=constraint.options) if is_choice else constraint.text
+    return _SAMPLING.to_proto(sampling, **others)
+
+
+def _sampling_from_proto(proto: router_pb2.SamplingParams, **others: int) -> SamplingParams:
+    return _SAMPLING.from_proto(proto, constraint=constraint_from_proto(proto), **others)
 
 
 def options_to_proto(options: RequestOptions) -> node_pb2.RequestOptions:
@@ -92,7 +118,7 @@ _OPTIONS = Fields(
     RequestOptions,
     node_pb2.RequestOptions,
     elsewhere=("logprobs", "top_logprobs", "logprobs_mode"),
-    sampling=_SAMPLING,
+    sampling=Conversion(_sampling_to_proto, _sampling_from_proto),
     verification_method=VERIFICATION_METHODS.or_else(VerificationMethod.COUPLED),
 )
 OPTIONS = Conversion(options_to_proto, options_from_proto)

@@ -63,6 +63,7 @@ def sessions_of(engine, *, timeout_seconds=10 * PATIENCE_SECONDS):
         has_room=lambda session_id: engine.inbox.has_room(session_id),  # noqa: PLW0108 `inbox` may be replaced later
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
+        compile_constraint=lambda constraint: None,
         timeout_seconds=timeout_seconds,
     )
 

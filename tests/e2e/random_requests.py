@@ -36,6 +36,7 @@ def sampling_of(choice):
         "ignore_eos": True,
         "min_tokens": 3,
         "stop": ["e", "\n\n"],
+        "regex": r"([A-Za-z0-9 ,.]{1,60}\n)+",
     }
     return options | {name: value for name, value in rare.items() if choice.random() < 0.15}
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from outrider.constraints.grammar import NUMERICS
 from outrider.engine.cpu_kernels.compiler import NO_COMPILER
 from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 from outrider.engine.cpu_kernels.paths import AUTO, PREFERENCE, TORCH, KernelChoice, choose_kernels
@@ -35,11 +36,11 @@ def facts(loaded):
 @needs_native
 def test_native_kernels_are_exact_in_the_checkpoints_dtype_and_in_float32(bfloat16_checkpoint):
     loaded = load(bfloat16_checkpoint)
-    assert facts(loaded) == ("bfloat16", f"exact ({NATIVE.path})", True)
+    assert facts(loaded) == ("bfloat16", f"exact ({NATIVE.path}, {NUMERICS})", True)
     assert loaded.kernels == NATIVE
     assert loaded.spec.dtype == "bfloat16"
     assert loaded.model is None  # native kernels hold the only copy of the weights
-    assert facts(load(bfloat16_checkpoint, dtype="float32")) == ("float32", f"exact ({NATIVE.path})", True)
+    assert facts(load(bfloat16_checkpoint, dtype="float32")) == ("float32", f"exact ({NATIVE.path}, {NUMERICS})", True)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_native_kernels_are_exact_in_the_checkpoints_dtype_and_in_float32(bfloat
 )
 def test_torch_on_a_cpu_says_how_far_answers_depend_on_the_batch(bfloat16_checkpoint, settings, dtype, promise):
     loaded = load(bfloat16_checkpoint, kernels="torch", **settings)
-    assert facts(loaded) == (dtype, f"{promise} (torch {dtype})", False)
+    assert facts(loaded) == (dtype, f"{promise} (torch {dtype}, {NUMERICS})", False)
     assert str(loaded.kernels) == "native kernels: none (model.kernels is torch); torch kernels are used"
 
 
@@ -57,7 +58,7 @@ def test_without_libraries_or_a_compiler_torch_is_used_and_the_reason_told(bfloa
     monkeypatch.setenv(LIBRARIES_VARIABLE, str(tmp_path))
     monkeypatch.setenv("CXX", "/nonexistent")
     loaded = load(bfloat16_checkpoint)
-    assert facts(loaded) == ("float32", "exact up to ties (torch float32)", False)
+    assert facts(loaded) == ("float32", f"exact up to ties (torch float32, {NUMERICS})", False)
     assert NO_COMPILER in str(loaded.kernels)
 
 
@@ -65,7 +66,7 @@ def test_without_libraries_or_a_compiler_torch_is_used_and_the_reason_told(bfloa
 def test_a_model_that_native_kernels_cannot_compute_is_torchs_in_torchs_dtype(tmp_path):
     path = make_tiny_model(tmp_path / "odd", dtype="bfloat16", overrides={"head_dim": 20})
     loaded = load(path)
-    assert facts(loaded) == ("float32", "exact up to ties (torch float32)", False)
+    assert facts(loaded) == ("float32", f"exact up to ties (torch float32, {NUMERICS})", False)
     assert "its heads have 20 dimensions" in str(loaded.kernels)
     assert loaded.model.dtype == torch.float32
     with pytest.raises(ConfigError, match=f"model.kernels {NATIVE.path} cannot be had: its heads have 20 dimensions"):
@@ -96,7 +97,7 @@ def test_the_setting_offers_every_path():
 @needs_native
 def test_int8_weights_are_named_lossy_and_are_another_model(bfloat16_checkpoint):
     plain, rounded = load(bfloat16_checkpoint), load(bfloat16_checkpoint, weights="int8")
-    assert rounded.info.numerics == f"exact ({NATIVE.path}, lossy int8 weights)"
+    assert rounded.info.numerics == f"exact ({NATIVE.path}, lossy int8 weights, {NUMERICS})"
     assert rounded.info.fingerprint != plain.info.fingerprint
     assert rounded.native.weights.num_matrix_bytes < plain.native.weights.num_matrix_bytes
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.constraints.grammar import NUMERICS
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -149,7 +150,7 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
         assert two.kv_cache.planes == one.kv_cache.planes
         assert two.kv_cache.num_blocks == one.kv_cache.num_blocks == 64
         assert two.model.info.fingerprint == one.model.info.fingerprint
-        assert two.model.info.numerics == "exact up to ties (torch float32, 2 ranks)"
+        assert two.model.info.numerics == f"exact up to ties (torch float32, 2 ranks, {NUMERICS})"
 
         (logits, tokens), (expected, expected_tokens) = run(two), run(one)
         assert tokens == expected_tokens

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from outrider.constraints.grammar import NUMERICS
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -95,7 +96,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32, gen
 
 @pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE))
 def test_in_bfloat16_logits_are_the_same_bits_with_drafts_and_without(loaded, num_tokens):
-    assert (loaded.info.dtype, loaded.info.numerics) == ("bfloat16", f"exact ({NATIVE.path})")
+    assert (loaded.info.dtype, loaded.info.numerics) == ("bfloat16", f"exact ({NATIVE.path}, {NUMERICS})")
     prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
     alone, alone_logits = decode(loaded, prompt, num_rows=1, num_tokens=num_tokens)
     drafted, drafted_logits = decode(loaded, prompt, num_rows=5, num_tokens=num_tokens)

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.request import SamplingParams
+from outrider.request import Constraint, ConstraintKind, SamplingParams
 from tests.oracle.sampler import OracleSampler
+from tests.support.random_masks import RandomMasks
 
 NUM_STEPS = {1: 20, 2: 20, 63: 30, 64: 30, 65: 30, 300: 40, 1000: 40, 5000: 40, 49_152: 4, 151_936: 2}
 """Random steps by size of the vocabulary; a quarter of them but in a full run."""
@@ -57,11 +58,14 @@ def random_params(rng, vocab_size, **fixed):
         "presence_penalty": [0.0, 0.0, -1.1, 0.7],
         "min_tokens": [0, 0, 3, 12],
     }
+    constraint = Constraint(ConstraintKind.REGEX, str(rng.integers(99))) if rng.random() < 0.3 else None
     settings = {name: values[rng.integers(len(values))] for name, values in choices.items()}
     biased = sorted({int(token_id) for token_id in rng.integers(0, vocab_size + 2, rng.choice([0, 0, 4]))})
     biases = [-100.0, 5.0, 3e38, -3e38]
     settings["logit_bias"] = tuple((token_id, biases[rng.integers(len(biases))]) for token_id in biased)
-    return SamplingParams(seed=int(rng.integers(2**63)) * 2 + 1, max_tokens=99, **{**settings, **fixed})
+    return SamplingParams(
+        seed=int(rng.integers(2**63)) * 2 + 1, max_tokens=99, **{**settings, "constraint": constraint, **fixed}
+    )
 
 
 def some_ids(rng, limit, most):
@@ -85,10 +89,14 @@ class Pair:
     def __init__(self, vocab_size, known, *kernels, device="cpu"):
         self.vocab_size, mask = vocab_size, torch.from_numpy(known)
         kinds = kernels or (None,)
+        masks = RandomMasks(vocab_size)
         self.devices = [*(device for _ in kinds), "cpu"]
         self.samplers = [
-            *(Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kind, device=device) for kind in kinds),
-            OracleSampler(vocab_size=vocab_size, known_token_ids=mask),
+            *(
+                Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kind, device=device, constraints=masks)
+                for kind in kinds
+            ),
+            OracleSampler(vocab_size=vocab_size, known_token_ids=mask, constraints=masks),
         ]
 
     def start(self, params, *, committed, **options):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from outrider.constraints.base import ConstraintCompiler
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision
@@ -31,8 +32,10 @@ MASS_ONE = 2**44
 class OracleSampler(Sampler):
     """As a Sampler, for the same states."""
 
-    def __init__(self, *, vocab_size: int, known_token_ids: Tensor) -> None:
-        super().__init__(vocab_size=vocab_size, known_token_ids=known_token_ids)
+    def __init__(
+        self, *, vocab_size: int, known_token_ids: Tensor, constraints: ConstraintCompiler | None = None
+    ) -> None:
+        super().__init__(vocab_size=vocab_size, known_token_ids=known_token_ids, constraints=constraints)
         self._known: Bools = known_token_ids.numpy()
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRows]) -> SampledRows:
@@ -51,6 +54,8 @@ def edited(logits: Floats, known: Bools, decision: Decision) -> Floats:
     """Steps 1 to 4: [num_ids] float32, ids up to the last known one."""
     row = logits.copy()
     row[~known] = -np.inf
+    if decision.mask is not None:
+        row[[not (decision.mask[token_id // 32] >> (token_id % 32)) & 1 for token_id in range(len(row))]] = -np.inf
     apply_penalties(row, decision.params, decision.state.penalties, decision.assumed_token_ids)
     return row[: np.flatnonzero(known)[-1] + 1]
 

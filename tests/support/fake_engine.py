@@ -131,6 +131,8 @@ class ScriptedSampling:
     stop_token_ids: tuple[int, ...]
     generated_token_ids: list[int]
     logprobs: LogprobsRequest | None = None
+    constraint: None = None
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ class SamplingStruct(ctypes.Structure):
 class SampleRowsStruct(ctypes.Structure):
     _fields_ = (
         ("sampling", c_void_p),
+        ("masks", c_void_p),
+        ("num_mask_words", c_int64),
         ("assumed_start", c_int64),
         ("num_assumed", c_int64),
         ("num_rows", c_int64),

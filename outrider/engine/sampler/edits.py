@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.engine.sampler.decider import Vocabulary
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.transfer import upload
+from outrider.engine.transfer import upload, upload_ids
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -113,7 +113,7 @@ class LogitEditor:
             self._holes = upload(holes, device)
 
     def edit(self, logits: Tensor, decisions: Sequence[Decision]) -> Tensor:
-        """Holes go, then bans, biases and penalties apply.
+        """Holes and what constraints forbid go, then bans, biases and penalties apply.
 
         Args:
             logits: [num_rows, vocab_size] float32, not changed.
@@ -127,12 +127,25 @@ class LogitEditor:
             for row, decision in enumerate(decisions)
             if decision.state.penalties.changes(len(decision.assumed_token_ids))
         ]
-        if not changed and self._holes is None:
+        masked = [row for row, decision in enumerate(decisions) if decision.mask is not None]
+        if not changed and not masked and self._holes is None:
             return logits.narrow(1, 0, self._num_ids)
         logits = logits.clone(memory_format=torch.contiguous_format)
         values = logits.narrow(1, 0, self._num_ids)
         if self._holes is not None:
             values.masked_fill_(self._holes, -torch.inf)
+        if masked:
+            words = np.stack([mask for each in decisions if (mask := each.mask) is not None])
+            rows = upload_ids(masked, values.device)
+            is_out = _unpacked(upload(words, values.device), self._num_ids).logical_not_()
+            values.index_copy_(0, rows, values.index_select(0, rows).masked_fill_(is_out, -torch.inf))
         if changed:
             self._apply(logits.view(-1), Edits.of(changed))
         return values
+
+
+def _unpacked(words: Tensor, num_ids: int) -> Tensor:
+    """Masks [num_rows, num_words] int32, a bit for each token, as [num_rows, num_ids] bool."""
+    places = torch.arange(32, device=words.device, dtype=torch.int32)
+    bits = (words.unsqueeze(2) >> places) & 1  # [num_rows, num_words, 32]
+    return bits.flatten(1).narrow(1, 0, num_ids).to(torch.bool)

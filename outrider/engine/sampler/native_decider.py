@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outrider.constraints.base import Masks
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct, SamplingStruct
 from outrider.engine.sampler.decider import Vocabulary
@@ -98,6 +99,7 @@ class NativeDecider:
             self._rows = (SampleRowsStruct * len(rows))()
         token_ids = torch.empty(num_rows, dtype=torch.int64)
         assumed = array("q")
+        all_masks: list[Masks] = []  # kept until the call is over
         weight = 0
         for native, part in zip(self._rows, rows, strict=False):
             prepared: Any = part.state.prepared
@@ -107,6 +109,11 @@ class NativeDecider:
             native.position = part.position
             native.assumed_start = len(assumed)
             weight += part.num_rows * prepared.weight
+            masks = part.masks()
+            native.masks = None if masks is None else masks.ctypes.data
+            if masks is not None:
+                native.num_mask_words = masks.shape[1]
+                all_masks.append(masks)
             if prepared.has_penalties:
                 assumed.extend(part.assumed_token_ids)
                 assumed.extend(part.draft_token_ids)

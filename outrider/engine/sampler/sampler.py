@@ -8,10 +8,12 @@ where a draft came from. All arithmetic is row by row, in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from outrider.constraints.base import ConstraintCompiler, NoConstraints
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.pending import Pending
@@ -44,16 +46,21 @@ class Sampler:
         known_token_ids: Tensor,
         device: torch.device | str = "cpu",
         kernels: CpuKernels | None = None,
+        constraints: ConstraintCompiler | None = None,
     ) -> None:
         """Args:
         vocab_size: width of the logits.
         known_token_ids: [vocab_size] bool, ids that the tokenizer has; at least one.
         device: where the logits will be.
         kernels: of logits on the CPU. None: torch decides, to the same ids.
+        constraints: compiles those of requests for the same vocabulary. None: there are none.
         """
+        self._masks_thread: ThreadPoolExecutor | None = None  # from the first constraint on
+        self._masks_in_making: Future[None] | None = None
         shape = tuple(known_token_ids.shape)
         assert shape == (vocab_size,), f"known_token_ids {shape} does not fit vocab_size {vocab_size}"
         self.vocab_size = vocab_size
+        self.constraints = NoConstraints() if constraints is None else constraints
         vocabulary = Vocabulary.of(known_token_ids)
         device = torch.device(device)
         has_triton = not why_no_triton(device)
@@ -88,6 +95,8 @@ class Sampler:
             stop_token_ids: cannot be drawn while fewer than min_tokens are generated;
                 end-of-text ids included unless the request ignores them.
             logprobs: None for none.
+
+        Raises: what `ConstraintCompiler.start` raises.
         """
         penalties = PenaltyState(
             params,
@@ -97,11 +106,39 @@ class Sampler:
             vocab_size=self.vocab_size,
         )
         prepared = self._decider.prepare(params, sample=sample, penalties=penalties)
-        return SequenceSampling(params=params, sample=sample, logprobs=logprobs, penalties=penalties, prepared=prepared)
+        constraint = None
+        if params.constraint is not None:
+            constraint = self.constraints.start(params.constraint, generated_token_ids)
+        return SequenceSampling(
+            params=params,
+            sample=sample,
+            logprobs=logprobs,
+            penalties=penalties,
+            prepared=prepared,
+            constraint=constraint,
+        )
 
     def commit(self, state: SequenceSampling, token_ids: Sequence[int]) -> None:
-        """Counts accepted tokens as generated."""
-        state.penalties.commit(token_ids)
+        """Counts accepted tokens as generated; `state.failure` says where a constraint does not allow them."""
+        constraint, penalties = state.constraint, state.penalties
+        if constraint is not None:
+            constraint.commit(token_ids)
+            if any(penalties.bans_stops(place) and each in penalties.stop_ids for place, each in enumerate(token_ids)):
+                state.failure = "the constraint is complete before min_tokens"
+            state.failure = constraint.failure or state.failure
+        penalties.commit(token_ids)
+
+    def prepare_masks(self, rows: Sequence[SampleRows]) -> None:
+        """Makes the masks of constrained rows in a thread, while the forward computes their logits.
+
+        What decides these rows waits for them. Until then no other call may be about their samples.
+        """
+        constrained = [part for part in rows if part.state.constraint is not None]
+        if not constrained:
+            return
+        if self._masks_thread is None:
+            self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._masks_in_making = self._masks_thread.submit(_make_masks, constrained)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRows]) -> SampledRows:
         """Decides every row.
@@ -154,7 +191,15 @@ class Sampler:
 
     def _checked(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         """Float32 and contiguous. Raises: InternalError where they do not fit the rows."""
+        if self._masks_in_making is not None:
+            self._masks_in_making.result()
+            self._masks_in_making = None
         num_rows = sum(part.num_rows for part in rows)
         if logits.shape != (num_rows, self.vocab_size):
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
         return logits.detach().to(torch.float32).contiguous()
+
+
+def _make_masks(rows: Sequence[SampleRows]) -> None:
+    for part in rows:
+        part.masks()

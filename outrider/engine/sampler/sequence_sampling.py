@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outrider.constraints.base import Masks, SequenceConstraint
 from outrider.engine.sampler.arrivals import RaceKey
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.request import LogprobsRequest, SamplingParams, TokenLogprobs
@@ -24,6 +25,8 @@ class SequenceSampling:
     logprobs: LogprobsRequest | None
     penalties: PenaltyState
     prepared: object = None  # what the sampler's Decider keeps for it
+    constraint: SequenceConstraint | None = None  # None: the output is free
+    failure: str = ""  # why the constraint ends the request
 
 
 class SampleRows(NamedTuple):
@@ -44,10 +47,17 @@ class SampleRows(NamedTuple):
     def num_rows(self) -> int:
         return len(self.draft_token_ids) + 1
 
+    def masks(self) -> Masks | None:
+        """What the sample's constraint allows: [num_rows, num_words]. None: everything."""
+        constraint = self.state.constraint
+        return None if constraint is None else constraint.masks(self.assumed_token_ids, self.draft_token_ids)
+
     def decisions(self) -> Iterator[Decision]:
         """One for each of the rows, in order."""
+        masks = self.masks()
         for j in range(self.num_rows):
-            yield Decision(self.state, self.position + j, self.assumed_token_ids + self.draft_token_ids[:j])
+            assumed_token_ids = self.assumed_token_ids + self.draft_token_ids[:j]
+            yield Decision(self.state, self.position + j, assumed_token_ids, None if masks is None else masks[j])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,7 @@ class Decision:
     state: SequenceSampling
     position: int  # absolute
     assumed_token_ids: tuple[int, ...]  # count as generated, besides the committed
+    mask: Masks | None = None  # [num_words], what the constraint allows; None: everything
 
     @property
     def params(self) -> SamplingParams:

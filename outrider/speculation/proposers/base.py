@@ -83,6 +83,7 @@ class ProposerInfo:
     can_look_ahead: bool = False  # drafting while the target verifies gains something
     features: FeatureFormat | None = None  # of the target, that a head needs; None: no features are needed
     memory_bytes: int = 0  # the most that it holds of its sequences, besides a model's weights
+    needs_constraint: bool = False  # it proposes for sequences that have one, and for no others
     description: Mapping[str, Any] = field(default_factory=dict)  # how its model is computed; empty without a model
 
 

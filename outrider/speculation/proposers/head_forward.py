@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.constraints.base import ConstraintCompiler
 from outrider.engine.attention import AttentionBackend, AttentionOptions, make_attention_backend
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.decoder import NativeStep
@@ -57,12 +58,14 @@ class HeadForward(PathSampler):
         *,
         num_cached_tokens: int,
         known_token_ids: Tensor,
+        constraints: ConstraintCompiler | None = None,
         device: torch.device,
         kernels: CpuKernels | None = None,
     ) -> HeadForward:
         """Args:
         num_cached_tokens: for which its cache has room, of all sequences; longer sequences are not drafted for.
         known_token_ids: [vocab_size] bool, as for the target's Sampler.
+        constraints: likewise.
         kernels: of the target on a CPU; None: torch computes.
         """
         spec = model.spec
@@ -76,7 +79,13 @@ class HeadForward(PathSampler):
             attention = NativeAttention(kernels)
         else:
             attention = make_attention_backend("auto", device, spec.dtype)
-        sampler = Sampler(vocab_size=spec.vocab_size, known_token_ids=known_token_ids, device=device, kernels=kernels)
+        sampler = Sampler(
+            vocab_size=spec.vocab_size,
+            known_token_ids=known_token_ids,
+            device=device,
+            kernels=kernels,
+            constraints=constraints,
+        )
         warm_up_sampler(sampler, device)
         max_own_rows = None if spec.max_depth is None else spec.max_depth - 1
         rules = HeadRules(

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.constraints.base import ConstraintCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, free_memory_bytes
 from outrider.heads.base import HeadModel
@@ -20,6 +21,7 @@ from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.vocabulary import (
     TOKENIZER_FILE,
+    grammar_compiler,
     known_token_ids,
     read_tokenizer_files,
     vocabulary,
@@ -44,6 +46,7 @@ class HeadTarget:
     device: torch.device
     dtype: str  # of its features
     known_token_ids: Tensor  # [vocab_size] bool, on the CPU
+    constraints: ConstraintCompiler  # for the same vocabulary
     vocabulary_fingerprint: str
     kernels: CpuKernels | None  # on a CPU: what computes the sampler and attention; None: torch
 
@@ -55,6 +58,7 @@ class HeadTarget:
             device=model.device,
             dtype=model.spec.dtype,
             known_token_ids=model.known_token_ids,
+            constraints=model.constraints,
             vocabulary_fingerprint=model.info.vocabulary_fingerprint,
             kernels=model.cpu_kernels,
         )
@@ -67,7 +71,8 @@ class HeadTarget:
         directory = locate_model(config, progress=progress).directory
         device = resolve_device(config.device)
         choice = choose_model_kernels(config, device, progress=progress)
-        strings = vocabulary(read_tokenizer_files(directory)[TOKENIZER_FILE])
+        files = read_tokenizer_files(directory)
+        strings = vocabulary(files[TOKENIZER_FILE])
         known = torch.zeros(Target.open(directory).vocab_size, dtype=torch.bool)
         known[known_token_ids(strings, len(known))] = True
         return cls(
@@ -75,6 +80,7 @@ class HeadTarget:
             device=device,
             dtype=resolve_dtype(config.dtype, device, read_config(directory), is_native=choice.library is not None),
             known_token_ids=known,
+            constraints=grammar_compiler(files, len(known)),
             vocabulary_fingerprint=vocabulary_fingerprint(strings),
             kernels=None if choice.library is None else start_kernels(choice, config),
         )
@@ -110,6 +116,7 @@ def make_head_proposer(
         model,
         num_cached_tokens=num_cached_tokens,
         known_token_ids=target.known_token_ids,
+        constraints=target.constraints,
         device=target.device,
         kernels=target.kernels,
     )

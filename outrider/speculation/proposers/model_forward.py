@@ -81,6 +81,7 @@ class ModelForward(PathSampler):
             known_token_ids=model.known_token_ids,
             device=model.device,
             kernels=model.cpu_kernels,
+            constraints=model.constraints,
         )
         warm_up_sampler(sampler, model.device)
         return cls(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size)

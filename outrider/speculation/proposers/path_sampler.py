@@ -103,7 +103,9 @@ class PathSampler:
 def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     assert isinstance(row.sampling, SequenceSampling)
     position = row.start_position + len(row.token_ids) + num_ahead
-    return SampleRows(row.sampling, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
+    # What a grammar allows after tokens that are not known yet is not known either.
+    state = replace(row.sampling, constraint=None) if num_ahead else row.sampling
+    return SampleRows(state, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
 
 
 def _without(logits: Tensor, rows: Sequence[int], token_ids: Tensor) -> Tensor:

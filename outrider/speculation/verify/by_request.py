@@ -14,7 +14,7 @@ from outrider.request import VerificationMethod
 from outrider.speculation.verify.base import DraftRows, Verified, Verifier
 from outrider.speculation.verify.coupled import CoupledVerifier
 from outrider.speculation.verify.rejection import RejectionVerifier
-from outrider.speculation.verify.rows import row_starts
+from outrider.speculation.verify.rows import row_starts, runs_of_tree
 from outrider.speculation.verify.typical import TypicalVerifier
 
 
@@ -22,11 +22,19 @@ class RequestVerifier:
     """All methods over one sampler. One owner thread."""
 
     def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
         self.verifiers: dict[VerificationMethod, Verifier] = {
             VerificationMethod.COUPLED: CoupledVerifier(sampler),
             VerificationMethod.REJECTION: RejectionVerifier(sampler),
             VerificationMethod.TYPICAL: TypicalVerifier(sampler),
         }
+
+    def prepare(self, drafts: Sequence[DraftRows]) -> None:
+        """Before the forward whose logits decide these drafts: masks of constraints are made beside it."""
+        constrained = [draft for draft in drafts if draft.rows.state.constraint is not None]
+        if constrained:
+            rows = [run for draft in constrained for run in (runs_of_tree(draft) if draft.parents else (draft.rows,))]
+            self._sampler.prepare_masks(rows)
 
     def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
         """As `queue`, and waits for the outcomes."""

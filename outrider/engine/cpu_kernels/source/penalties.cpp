@@ -44,15 +44,25 @@ void penalise(const OutriderSampling& sampling, const Assumed& assumed, int64_t 
   }
 }
 
-}  // namespace
-
-bool changes_row(const OutriderSampling& sampling, const Assumed& assumed) {
-  return sampling.num_biases > 0 || sampling.has_penalties || bans_stops(sampling, assumed);
+void apply_mask(const uint32_t* mask, int64_t vocab_size, float* logits) {
+  for (int64_t begin = 0; begin < vocab_size; begin += 32) {
+    const uint32_t word = mask[begin / 32];
+    if (word == ~uint32_t{0}) continue;
+    const int64_t num = std::min<int64_t>(32, vocab_size - begin);
+    for (int64_t i = 0; i < num; i++) logits[begin + i] = word >> i & 1 ? logits[begin + i] : kOut;
+  }
 }
 
-void edit_row(const OutriderSampling& sampling, const Holes& holes, const Assumed& assumed, int64_t vocab_size,
-              float* logits, float* scratch) {
+}  // namespace
+
+bool changes_row(const OutriderSampling& sampling, const uint32_t* mask, const Assumed& assumed) {
+  return mask != nullptr || sampling.num_biases > 0 || sampling.has_penalties || bans_stops(sampling, assumed);
+}
+
+void edit_row(const OutriderSampling& sampling, const Holes& holes, const uint32_t* mask, const Assumed& assumed,
+              int64_t vocab_size, float* logits, float* scratch) {
   for (int64_t i = 0; i < holes.num; i++) logits[holes.ids[i]] = kOut;
+  if (mask != nullptr) apply_mask(mask, vocab_size, logits);
   if (bans_stops(sampling, assumed))
     for (int64_t i = 0; i < sampling.num_stop_ids; i++) logits[sampling.stop_ids[i]] = kOut;
   for (int64_t i = 0; i < sampling.num_biases; i++) logits[sampling.bias_ids[i]] += sampling.biases[i];

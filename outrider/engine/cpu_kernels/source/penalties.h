@@ -21,12 +21,12 @@ struct Assumed {
   int64_t num;
 };
 
-// Whether `edit_row` would change anything but holes.
-bool changes_row(const OutriderSampling& sampling, const Assumed& assumed);
+// Whether `edit_row` would change anything but holes. `mask` as in OutriderSampleRows, of one row.
+bool changes_row(const OutriderSampling& sampling, const uint32_t* mask, const Assumed& assumed);
 
 // On `logits` [vocab_size], in place. `scratch` has room for a value of each assumed token: a
 // thread of a team must not run out of memory.
-void edit_row(const OutriderSampling& sampling, const Holes& holes, const Assumed& assumed, int64_t vocab_size,
-              float* logits, float* scratch);
+void edit_row(const OutriderSampling& sampling, const Holes& holes, const uint32_t* mask, const Assumed& assumed,
+              int64_t vocab_size, float* logits, float* scratch);
 
 }  // namespace outrider

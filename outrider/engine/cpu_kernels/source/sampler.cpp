@@ -32,6 +32,7 @@ struct Scratch {
 struct Decision {
   const OutriderSampling& sampling;
   const float* logits;
+  const uint32_t* mask;  // null: all tokens can be drawn
   Assumed assumed;
   int64_t position;
 };
@@ -72,7 +73,7 @@ int64_t decide(const OutriderSampler& sampler, const Decision& decision, Scratch
   const OutriderSampling& sampling = decision.sampling;
   const Holes holes{sampler.holes.data(), static_cast<int64_t>(sampler.holes.size())};
   const float* logits = decision.logits;
-  const bool changes = changes_row(sampling, decision.assumed);
+  const bool changes = changes_row(sampling, decision.mask, decision.assumed);
   if (sampling.is_greedy && !changes) {
     // No copy for the sake of holes: leaving them out changes nothing where another id is found.
     const int64_t id = first_of_largest(logits, sampler.num_ids);
@@ -81,7 +82,8 @@ int64_t decide(const OutriderSampler& sampler, const Decision& decision, Scratch
   if (changes || holes.num > 0) {
     float* const edited = scratch.edited.get<float>();
     std::copy(logits, logits + sampler.vocab_size, edited);
-    edit_row(sampling, holes, decision.assumed, sampler.vocab_size, edited, scratch.assumed.get<float>());
+    edit_row(sampling, holes, decision.mask, decision.assumed, sampler.vocab_size, edited,
+             scratch.assumed.get<float>());
     logits = edited;
   }
   if (sampling.is_greedy) return first_of_largest(logits, sampler.num_ids);
@@ -140,7 +142,8 @@ int32_t outrider_sample(OutriderSampler* sampler, const float* logits, int64_t r
     for (const OutriderSampleRows* rows = sequences; rows != sequences + num_sequences; rows++) {
       for (int64_t j = 0; j < rows->num_rows; j++, row++) {
         const Assumed assumed{assumed_ids + rows->assumed_start, rows->num_assumed + j};
-        new (decisions + row) Decision{*rows->sampling, logits + row * row_stride, assumed, rows->position + j};
+        const uint32_t* const mask = rows->masks == nullptr ? nullptr : rows->masks + j * rows->num_mask_words;
+        new (decisions + row) Decision{*rows->sampling, logits + row * row_stride, mask, assumed, rows->position + j};
       }
     }
     sampler->team.share(num_rows, [&](int64_t index, int thread) {

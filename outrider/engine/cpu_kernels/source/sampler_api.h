@@ -41,9 +41,12 @@ struct OutriderSampling {
 
 // A sequence's share of a step: num_rows consecutive rows of logits. Row j decides position
 // + j, and num_assumed + j ids from assumed_ids[assumed_start] on count as generated too;
-// which they are matters only to penalties, otherwise they need not be there.
+// which they are matters only to penalties, otherwise they need not be there. Of the tokens only
+// those can be drawn whose bit in row j of `masks` is set, from the lowest of each word on.
 struct OutriderSampleRows {
   const OutriderSampling* sampling;
+  const uint32_t* masks;  // [num_rows, num_mask_words], or null: all can be drawn
+  int64_t num_mask_words;  // at least one for each 32 of vocab_size
   int64_t assumed_start;
   int64_t num_assumed;
   int64_t num_rows;

@@ -1,0 +1,1 @@
+"""Constrained output: grammars compiled by llguidance, and the masks of the tokens that they allow."""

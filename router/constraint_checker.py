@@ -1,0 +1,104 @@
+"""Constraints are compiled before a request is admitted: in a process of its own, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+from collections import OrderedDict
+from dataclasses import asdict
+
+from outrider.constraints.compile_process import MAX_CPU_SECONDS
+from outrider.errors import CapacityError, InternalError, InvalidRequestError
+from outrider.node import ModelInfo
+from outrider.request import Constraint
+from outrider.service.telemetry.logging import get_logger
+from router.encoding_queue import EncodingQueue
+
+ANSWER_SECONDS = 20.0
+"""On a machine that has much else to do; the process itself stops far earlier."""
+MAX_VERDICTS = 1024
+MAX_VERDICT_BYTES = 4 << 20
+"""Of the constraints of which the verdict is known."""
+
+_log = get_logger("constraints")
+
+
+class ConstraintChecker:
+    """Owned by the event loop. The process starts with the first constraint, and again after one that ended it."""
+
+    def __init__(self, tokenizer_json: bytes, info: ModelInfo) -> None:
+        self._tokenizer = {
+            "tokenizer": tokenizer_json.decode(),
+            "vocab_size": info.vocab_size,
+            "eos_token_ids": info.eos_token_ids,
+        }
+        self._queue = EncodingQueue(1)
+        self._process: subprocess.Popen[str] | None = None  # of the queue's thread
+        self._verdicts: OrderedDict[Constraint, str | None] = OrderedDict()  # most recently asked for last
+        self._num_bytes = 0  # of those constraints
+
+    async def check(self, constraint: Constraint, *, client: str = "") -> None:
+        """Raises: InvalidRequestError for one that cannot be compiled in time; CapacityError when too many wait."""
+        if constraint not in self._verdicts:
+            size = _num_bytes(constraint)
+            verdict = await self._queue.run(lambda: self._compile(constraint), client=client, num_bytes=size)
+            if constraint not in self._verdicts:
+                self._verdicts[constraint] = verdict
+                self._num_bytes += size
+        self._verdicts.move_to_end(constraint)
+        while len(self._verdicts) > MAX_VERDICTS or self._num_bytes > MAX_VERDICT_BYTES:
+            self._num_bytes -= _num_bytes(self._verdicts.popitem(last=False)[0])
+        if constraint in self._verdicts and (message := self._verdicts[constraint]) is not None:
+            raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
+
+    def close(self) -> None:
+        """Ends the process; a second call does nothing."""
+        self._queue.close()
+        if self._process is not None:
+            self._process.kill()
+
+    def _compile(self, constraint: Constraint) -> str | None:
+        """What is wrong. In the queue's thread. Raises: CapacityError, InternalError."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = ""
+        try:
+            process.stdin.write(json.dumps(asdict(constraint)) + "\n")
+            process.stdin.flush()
+            if not select.select([process.stdout], [], [], ANSWER_SECONDS)[0]:
+                process.kill()
+                raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            pass  # it ended before it had read all
+        if line:
+            verdict: str | None = json.loads(line)
+            return verdict
+        status = process.wait(ANSWER_SECONDS)
+        if status >= 0:
+            raise InternalError(f"compiling a {constraint.kind} failed: the process ended with {status}")
+        _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=-status)
+        return (
+            f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
+            "intersect fewer patterns, or repeat less"
+        )
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outrider.constraints.compile_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(self._tokenizer) + "\n")
+        return process
+
+
+def _num_bytes(constraint: Constraint) -> int:
+    return len(constraint.text) + sum(map(len, constraint.options))

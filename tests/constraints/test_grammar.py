@@ -1,0 +1,179 @@
+"""Masks and places in grammars: a function of the generated tokens, whatever drafts were looked at."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from outrider.constraints.grammar import GrammarCompiler
+from outrider.errors import InvalidRequestError
+from outrider.request import Constraint, ConstraintKind
+from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+VOCAB_SIZE = 300
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = {
+    "json_schema": Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    "regex": Constraint(ConstraintKind.REGEX, "[a-c]{2,6}(x|yz)+"),
+    "grammar": Constraint(ConstraintKind.GRAMMAR, 'start: "a" start "b" | "mid"\n'),
+    "choice": Constraint(ConstraintKind.CHOICE, options=("the cat", 'the "dog"\n', "été")),
+}
+EXPLODING = Constraint(ConstraintKind.GRAMMAR, "start: " + "a? " * 3000 + '\na: "x" | b\nb: "y"?\n')
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(TOKENIZER.to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
+
+
+def allowed(mask):
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def random_answer(compiler, constraint, rng, most=60):
+    """Tokens, each one of those that are allowed, up to end-of-text or to `most`."""
+    state, token_ids = compiler.start(constraint), []
+    while len(token_ids) < most and EOS_TOKEN_ID not in token_ids:
+        token_ids.append(rng.choice(sorted(allowed(state.masks((), ())[0]))))
+        state.commit(token_ids[-1:])
+        assert not state.failure
+    return token_ids
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS.values(), ids=CONSTRAINTS)
+def test_masks_along_drafts_are_those_of_committed_tokens(compiler, constraint):
+    rng = random.Random(1)
+    for _ in range(20):
+        token_ids = tuple(random_answer(compiler, constraint, rng))
+        expected = []
+        state = compiler.start(constraint)
+        for token_id in token_ids:
+            expected.append(allowed(state.masks((), ())[0]))
+            state.commit([token_id])
+        known, assumed = (rng.randrange(len(token_ids)) for _ in range(2))
+        known, assumed = min(known, assumed), max(known, assumed)
+        state = compiler.start(constraint, token_ids[:known])
+        for _ in range(2):  # looking ahead leaves the place as it was
+            masks = state.masks(token_ids[known:assumed], token_ids[assumed:-1])
+            assert [allowed(mask) for mask in masks] == expected[assumed:]
+            assert allowed(state.masks((), ())[0]) == expected[known]
+
+
+def test_a_draft_that_is_not_allowed_ends_the_path_and_changes_nothing(compiler):
+    state = compiler.start(CONSTRAINTS["choice"])
+    first = allowed(state.masks((), ())[0])
+    forbidden = next(token_id for token_id in range(VOCAB_SIZE) if token_id not in first)
+    masks = state.masks((), (forbidden, *sorted(first)[:1]))
+    assert allowed(masks[0]) == first
+    assert (masks[1:] == -1).all()  # never reached
+    assert not state.failure
+    assert allowed(state.masks((), ())[0]) == first
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS.values(), ids=CONSTRAINTS)
+def test_answers_are_what_was_asked_for(compiler, constraint):
+    rng = random.Random(2)
+    for _ in range(30):
+        token_ids = random_answer(compiler, constraint, rng, most=400)
+        if token_ids[-1] != EOS_TOKEN_ID:
+            continue
+        text = TOKENIZER.decode(token_ids[:-1])
+        match constraint.kind:
+            case ConstraintKind.JSON_SCHEMA:
+                found = json.loads(text)
+                assert sorted(found) == ["age", "name"]
+                assert len(found["name"]) <= 5
+            case ConstraintKind.CHOICE:
+                assert text in constraint.options
+            case ConstraintKind.REGEX:
+                assert set(text) <= set("abcxyz")
+            case ConstraintKind.GRAMMAR:
+                assert text.count("a") == text.count("b")
+                assert "mid" in text
+
+
+def test_after_the_end_only_end_of_text_follows_as_often_as_wanted(compiler):
+    state = compiler.start(CONSTRAINTS["choice"])
+    text = TOKENIZER.encode("the cat", add_special_tokens=False).ids
+    masks = state.masks((), (*text, EOS_TOKEN_ID, EOS_TOKEN_ID, EOS_TOKEN_ID))
+    assert [allowed(mask) for mask in masks[len(text) :]] == [{EOS_TOKEN_ID}] * 4
+    state.commit([*text, EOS_TOKEN_ID, EOS_TOKEN_ID])
+    assert not state.failure
+    assert allowed(state.masks((), ())[0]) == {EOS_TOKEN_ID}
+    state.commit([5])
+    assert "allows no token" in state.failure
+
+
+def test_a_committed_token_that_is_not_allowed_is_a_failure(compiler):
+    state = compiler.start(CONSTRAINTS["regex"])
+    state.commit(TOKENIZER.encode("zz", add_special_tokens=False).ids)
+    assert "allows no token" in state.failure
+    assert (state.masks((), ()) == -1).all()
+    assert state.forced_tokens() == []
+
+
+def test_forced_tokens_spell_what_alone_can_follow(compiler):
+    state = compiler.start(CONSTRAINTS["choice"])
+    state.commit(TOKENIZER.encode("the c", add_special_tokens=False).ids)
+    assert TOKENIZER.decode(state.forced_tokens()).startswith("at")
+    state.commit([*TOKENIZER.encode("at", add_special_tokens=False).ids, EOS_TOKEN_ID])
+    assert state.forced_tokens() == []
+
+
+def test_a_grammar_that_explodes_is_a_failure_of_its_sample_and_leaves_others_alone(compiler):
+    state, other = compiler.start(EXPLODING), compiler.start(CONSTRAINTS["regex"])
+    assert not state.masks((), ())[0].any()
+    assert "too much work" in state.failure
+    assert len(state.failure) < 500
+    assert allowed(other.masks((), ())[0])
+
+
+def test_an_error_on_a_drafts_path_costs_the_draft_only(compiler):
+    """The grammar explodes behind "qqq", where the text need not go."""
+    lark = 'start: "ok" | "qqq" tail\ntail: ' + "a? " * 3000 + '\na: "x" | b\nb: "y"?\n'
+    state = compiler.start(Constraint(ConstraintKind.GRAMMAR, lark))
+    q, ok = (TOKENIZER.encode(text, add_special_tokens=False).ids for text in ("q", "ok"))
+    masks = state.masks((), (*q, *q, *q))
+    assert allowed(masks[0]) >= {q[0]}
+    assert not masks[2].any()  # a text that comes here fails
+    assert not state.failure
+    state.commit(ok)
+    assert not state.failure
+    assert allowed(state.masks((), ())[0]) == {EOS_TOKEN_ID}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json_schema", '{"type": "strin"}', "strin"),
+        ("json_schema", "false", "cannot be compiled"),
+        ("json_schema", '{"$ref": "https://example.com/schema"}', "not fetch"),
+        ("regex", "(ab", "unclosed group"),
+        ("grammar", "start: foo", 'unknown name: "foo"'),
+    ],
+)
+def test_what_cannot_be_compiled_says_why_and_where(compiler, kind, text, message):
+    with pytest.raises(InvalidRequestError, match="cannot be compiled") as raised:
+        compiler.prepare(Constraint(ConstraintKind(kind), text))
+    assert message in raised.value.message
+    assert raised.value.field == f"sampling.{kind}"
+
+
+def test_whitespace_between_jsons_tokens_ends(compiler):
+    """A small model may write nothing else for ever."""
+    state = compiler.start(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+    state.commit(TOKENIZER.encode("{", add_special_tokens=False).ids)
+    space = TOKENIZER.encode("\n", add_special_tokens=False).ids[0]
+    num_spaces = 0
+    while space in allowed(state.masks((), ())[0]):
+        state.commit([space])
+        num_spaces += 1
+        assert num_spaces <= 32
+    assert num_spaces

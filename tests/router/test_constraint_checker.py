@@ -1,0 +1,85 @@
+"""Constraints are compiled in a process that ends with one that takes too much, and only then."""
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from outrider.errors import InternalError, InvalidRequestError
+from outrider.node import ModelInfo
+from outrider.request import Constraint, ConstraintKind
+from router.constraint_checker import ConstraintChecker
+from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
+
+GOOD = Constraint(ConstraintKind.REGEX, "a+b")
+BAD = Constraint(ConstraintKind.REGEX, "(a")
+ENDLESS = Constraint(
+    ConstraintKind.JSON_SCHEMA,
+    json.dumps({"allOf": [{"type": "string", "pattern": f"a.{{{number}}}b"} for number in range(400)]}),
+)
+"""Minutes of work."""
+
+
+@pytest.fixture
+def checker():
+    info = ModelInfo(
+        name="m", vocab_size=300, max_model_len=10, eos_token_ids=(EOS_TOKEN_ID,), dtype="float32",
+        fingerprint="f", vocabulary_fingerprint="v",
+    )  # fmt: skip
+    checker = ConstraintChecker(tiny_tokenizer().to_str().encode(), info)
+    yield checker
+    checker.close()
+
+
+async def verdict(checker, constraint):
+    """The error's message; empty where there is none."""
+    async with asyncio.timeout(60):
+        (error,) = await asyncio.gather(checker.check(constraint), return_exceptions=True)
+    if error is None:
+        return ""
+    if not isinstance(error, InvalidRequestError):
+        raise error
+    assert (error.field, error.reason) == (f"sampling.{constraint.kind}", "INVALID_CONSTRAINT")
+    return error.message
+
+
+async def test_the_endless_one_is_refused_in_time_and_the_next_ones_are_compiled(checker):
+    found = await asyncio.gather(*(verdict(checker, each) for each in (GOOD, ENDLESS, BAD, GOOD)))
+    assert found[0] == found[3] == ""
+    assert "takes more than 0.5 s to compile" in found[1]
+    assert "unclosed group" in found[2]
+
+
+async def test_a_verdict_is_kept(checker, monkeypatch):
+    before = [await verdict(checker, each) for each in (GOOD, BAD)]
+    monkeypatch.setattr(checker, "_compile", None)
+    assert [await verdict(checker, each) for each in (GOOD, BAD)] == before
+
+
+async def test_a_process_that_was_killed_is_started_again(checker):
+    assert await verdict(checker, GOOD) == ""
+    process = checker._process
+    process.kill()
+    process.wait(10)
+    assert "unclosed" in await verdict(checker, BAD)
+
+
+async def test_a_failure_of_ours_is_not_the_clients(checker, monkeypatch):
+    assert await verdict(checker, GOOD) == ""
+    process = checker._process
+    monkeypatch.setattr(checker, "_tokenizer", {"tokenizer": "none of ours"})
+    process.kill()
+    process.wait(10)
+    with pytest.raises(InternalError, match="ended with 1"):
+        await verdict(checker, BAD)
+
+
+async def test_closing_ends_the_process(checker):
+    await verdict(checker, GOOD)
+    process = checker._process
+    checker.close()
+    assert process.wait(10) == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
