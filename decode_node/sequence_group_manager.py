@@ -6,6 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from google.rpc import code_pb2
+
 from decode_node.admission import Admission
 from decode_node.commands import (
     EventsBySession,
@@ -37,10 +39,6 @@ from outrider.session import (
     SequenceGroupFailed,
 )
 from outrider.wire.answer import pack_logprobs
-
-INTERNAL = 13  # google.rpc.Code
-INVALID_ARGUMENT = 3
-UNAVAILABLE = 14
 
 
 class SequenceGroupManager:
@@ -211,7 +209,7 @@ class SequenceGroupManager:
         if group is None or not group.is_waiting_for_kv:
             return
         if retarget.transfer_id and self._reservations.is_known(retarget.transfer_id):
-            self._fail(group, "the transfer id is in use", code=INTERNAL)
+            self._fail(group, "the transfer id is in use", code=code_pb2.INTERNAL)
         elif self._reservations.retarget(group, retarget.transfer_id, keeps_received=retarget.keeps_received):
             self._start_samples(group)
 
@@ -359,7 +357,7 @@ class SequenceGroupManager:
     def fail(self, sample: Sample, why: str) -> None:
         """The request cannot go on, here or anywhere. Nothing happens where another sample has said so."""
         if sample.group.samples.get(sample.index) is sample:
-            self._fail(sample.group, why, code=INVALID_ARGUMENT)
+            self._fail(sample.group, why, code=code_pb2.INVALID_ARGUMENT)
 
     def give_up_all(self, why: str) -> None:
         for group in self._groups:
@@ -369,7 +367,7 @@ class SequenceGroupManager:
         for group in self._groups:
             self._free(group)
 
-    def _fail(self, group: SequenceGroup, message: str, *, code: int = UNAVAILABLE) -> None:
+    def _fail(self, group: SequenceGroup, message: str, *, code: int = code_pb2.UNAVAILABLE) -> None:
         self.report(
             group,
             SequenceGroupFailed(sequence_group_id=group.opened.sequence_group_id, code=code, message=message),

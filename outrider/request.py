@@ -90,9 +90,9 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
-    def constraint_field(self) -> str:
-        """The contract's, for errors; empty without a constraint."""
-        return "" if self.constraint is None else f"sampling.{self.constraint.kind}"
+    def field_to_blame(self) -> str:
+        """The contract's, for a request that a node finds impossible: its constraint, else its prompt."""
+        return "prompt" if self.constraint is None else f"sampling.{self.constraint.kind}"
 
     @property
     def has_penalties(self) -> bool:

@@ -4,8 +4,7 @@
 go straight to the answer; what concerns the sequence group goes to the attempt's queue, which
 `_serve` reads.
 
-A transfer that fails is tried again whole under a new transfer id, so that the KV of two transfers
-is never mixed; the reservation on the decode node stays meanwhile.
+A transfer that fails is tried again whole under a new transfer id: the KV of two is never mixed. The reservation stays.
 """
 
 from __future__ import annotations
@@ -281,8 +280,8 @@ class Attempt:
             case SequenceGroupFailed():
                 self._running.clear()
                 if event.code == code_pb2.INVALID_ARGUMENT:
-                    field = self._work.answer.request.options.sampling.constraint_field
-                    raise OutcomeError(Fatal(InvalidRequestError(event.message, field=field or "prompt")))
+                    sampling = self._work.answer.request.options.sampling
+                    raise OutcomeError(Fatal(InvalidRequestError(event.message, field=sampling.field_to_blame)))
                 raise OutcomeError(Lost(self._lost(event.message), "group_failed"))
         if isinstance(event, KvReady):
             self._figures.kv_ready = event

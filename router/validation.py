@@ -1,8 +1,8 @@
 """Every way in which a request can be wrong, found before any compute is spent.
 
-Two passes: `check_request` looks at the message alone (ranges first, then what this
-version does not have), `check_lengths` at what needs the encoded prompt. Each raises
-InvalidRequestError naming the field by its path, such as "sampling.top_p".
+Two passes: `check_request` looks at the message alone, `check_lengths` at what needs the
+encoded prompt. Each raises InvalidRequestError naming the field by its path, such as
+"sampling.top_p". Constraints are compiled by `constraint_checker.py`.
 """
 
 from __future__ import annotations
