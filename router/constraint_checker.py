@@ -7,10 +7,12 @@ import select
 import subprocess
 import sys
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from outrider.constraints.compile_process import MAX_CPU_SECONDS
-from outrider.errors import CapacityError, InternalError, InvalidRequestError
+from outrider.errors import CapacityError, InternalError, InvalidRequestError, NotSupportedError
 from outrider.node import ModelInfo
 from outrider.request import Constraint
 from outrider.service.telemetry.logging import get_logger
@@ -40,7 +42,9 @@ class ConstraintChecker:
         self._num_bytes = 0  # of those constraints
 
     async def check(self, constraint: Constraint, *, client: str = "") -> None:
-        """Raises: InvalidRequestError for one that cannot be compiled in time; CapacityError when too many wait."""
+        """Raises: InvalidRequestError for one that cannot be compiled in time; CapacityError when too many wait;
+        NotSupportedError where the tokenizer is of no known kind.
+        """
         if constraint not in self._verdicts:
             size = _num_bytes(constraint)
             verdict = await self._queue.run(lambda: self._compile(constraint), client=client, num_bytes=size)
@@ -60,44 +64,56 @@ class ConstraintChecker:
             self._process.kill()
 
     def _compile(self, constraint: Constraint) -> str | None:
-        """What is wrong. In the queue's thread. Raises: CapacityError, InternalError."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = ""
+        """What is wrong. In the queue's thread. Raises: CapacityError, InternalError, NotSupportedError."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+            if (message := _ask(self._process, self._tokenizer)) is not None:
+                self._process.wait(ANSWER_SECONDS)  # it ends
+                raise NotSupportedError(message, field=f"sampling.{constraint.kind}")
         try:
-            process.stdin.write(json.dumps(asdict(constraint)) + "\n")
-            process.stdin.flush()
-            if not select.select([process.stdout], [], [], ANSWER_SECONDS)[0]:
-                process.kill()
-                raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            pass  # it ended before it had read all
-        if line:
-            verdict: str | None = json.loads(line)
-            return verdict
-        status = process.wait(ANSWER_SECONDS)
-        if status >= 0:
-            raise InternalError(f"compiling a {constraint.kind} failed: the process ended with {status}")
-        _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=-status)
-        return (
-            f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
-            "intersect fewer patterns, or repeat less"
-        )
+            return _ask(self._process, asdict(constraint))
+        except _EndedError as error:
+            _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=error.signal)
+            return (
+                f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
+                "intersect fewer patterns, or repeat less"
+            )
 
     def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "outrider.constraints.compile_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(self._tokenizer) + "\n")
-        return process
+
+
+class _EndedError(Exception):
+    """The system has ended the process."""
+
+    def __init__(self, signal: int) -> None:
+        self.signal = signal
+
+
+def _ask(process: subprocess.Popen[str], message: dict[str, Any]) -> str | None:
+    """Its answer. Raises: _EndedError; CapacityError when there is none in time; InternalError for a fault of ours."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    line = ""
+    with suppress(BrokenPipeError):  # it ended before it had read all
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
+        if not select.select([process.stdout], [], [], ANSWER_SECONDS)[0]:
+            process.kill()
+            raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
+        line = process.stdout.readline()
+    if line:
+        answer: str | None = json.loads(line)
+        return answer
+    status = process.wait(ANSWER_SECONDS)
+    if status >= 0:
+        raise InternalError(f"the compiler of constraints has ended with {status}")
+    raise _EndedError(-status)
 
 
 def _num_bytes(constraint: Constraint) -> int:

@@ -2,8 +2,8 @@
 
     python -m outrider.constraints.compile_process
 
-Reads lines of JSON: one that describes the tokenizer, then constraints. Answers each of those with a line: null, or
-what is wrong. It is ended by the system when one takes too much of the processor or of memory.
+Reads lines of JSON: one that describes the tokenizer, then constraints. Answers each with a line: null, or what is
+wrong. It is ended by the system when one takes too much of the processor or of memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from outrider.constraints.grammar import GrammarCompiler
+from llguidance import LLTokenizer
+
+from outrider.constraints.grammar import compile_grammar, open_tokenizer
 from outrider.errors import OutriderError
 from outrider.request import Constraint, ConstraintKind
 
@@ -36,39 +38,43 @@ _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    compiler: GrammarCompiler | None = None
+    described = json.loads(sys.stdin.readline())
+    try:
+        tokenizer = open_tokenizer(
+            described["tokenizer"], vocab_size=described["vocab_size"], eos_token_ids=described["eos_token_ids"]
+        )
+    except OutriderError as error:
+        _answer(error.message)
+        return
+    _answer(None)
     for line in sys.stdin:
-        message = json.loads(line)
-        if compiler is None:
-            compiler = GrammarCompiler(
-                message["tokenizer"].encode(),
-                vocab_size=message["vocab_size"],
-                eos_token_ids=message["eos_token_ids"],
-            )
-            continue
-        constraint = Constraint(ConstraintKind(message["kind"]), message["text"], tuple(message["options"]))
-        sys.stdout.write(json.dumps(why_invalid(compiler, constraint)) + "\n")
-        sys.stdout.flush()
+        asked = json.loads(line)
+        constraint = Constraint(ConstraintKind(asked["kind"]), asked["text"], tuple(asked["options"]))
+        _answer(why_invalid(tokenizer, constraint))
 
 
-def why_invalid(compiler: GrammarCompiler, constraint: Constraint) -> str | None:
+def _answer(message: str | None) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
     """The error's message, with the place in a schema. Ends the process beyond `MAX_CPU_SECONDS`."""
-    compiler.open()  # which the first constraint is not to pay for
     signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS)  # SIGVTALRM ends the process
     try:
-        compiler.prepare(constraint)
+        compile_grammar(tokenizer, constraint)
     except OutriderError as error:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         schema = json.loads(constraint.text) if constraint.kind is ConstraintKind.JSON_SCHEMA else None
         if not isinstance(schema, dict):
             return error.message
-        place = "/".join(map(str, ("", *faulty_part(schema, _compiles(compiler)))))
+        place = "/".join(map(str, ("", *faulty_part(schema, _compiles(tokenizer)))))
         return f"{error.message} (at {place})" if place else error.message
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     return None
 
 
-def _compiles(compiler: GrammarCompiler) -> Callable[[Schema], bool]:
+def _compiles(tokenizer: LLTokenizer) -> Callable[[Schema], bool]:
     deadline = time.monotonic() + LOCATE_SECONDS
 
     def compiles(schema: Schema) -> bool:
@@ -76,7 +82,7 @@ def _compiles(compiler: GrammarCompiler) -> Callable[[Schema], bool]:
             return True  # not looked into
         signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS)
         try:
-            compiler.prepare(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+            compile_grammar(tokenizer, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
         except OutriderError:
             return False
         finally:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.constraints.grammar import GrammarCompiler
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.errors import ModelError
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -5,19 +5,18 @@ import json
 import pytest
 
 from outrider.constraints.compile_process import faulty_part, why_invalid
-from outrider.constraints.grammar import GrammarCompiler
+from outrider.constraints.grammar import open_tokenizer
 from outrider.request import Constraint, ConstraintKind
 from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
-def compiler():
-    tokenizer_json = tiny_tokenizer().to_str().encode()
-    return GrammarCompiler(tokenizer_json, vocab_size=300, eos_token_ids=[EOS_TOKEN_ID])
+def tokenizer():
+    return open_tokenizer(tiny_tokenizer().to_str(), vocab_size=300, eos_token_ids=[EOS_TOKEN_ID])
 
 
-def of_schema(compiler, schema):
-    return why_invalid(compiler, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+def of_schema(tokenizer, schema):
+    return why_invalid(tokenizer, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
 
 
 @pytest.mark.parametrize(
@@ -31,15 +30,15 @@ def of_schema(compiler, schema):
         ({"type": "strin"}, ""),
     ],
 )
-def test_the_place_in_a_schema_is_named(compiler, schema, place):
-    message = of_schema(compiler, schema)
+def test_the_place_in_a_schema_is_named(tokenizer, schema, place):
+    message = of_schema(tokenizer, schema)
     assert message.endswith(place)
     assert ("(at " in message) == bool(place)
 
 
 @pytest.mark.parametrize("schema", [True, {}, {"$defs": {"x": {"type": "null"}}, "$ref": "#/$defs/x"}])
-def test_what_compiles_has_no_fault(compiler, schema):
-    assert of_schema(compiler, schema) is None
+def test_what_compiles_has_no_fault(tokenizer, schema):
+    assert of_schema(tokenizer, schema) is None
 
 
 def test_the_innermost_part_is_looked_for_with_the_definitions_at_hand():

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from outrider.errors import InternalError, InvalidRequestError
+from outrider.errors import InternalError, InvalidRequestError, NotSupportedError
 from outrider.node import ModelInfo
 from outrider.request import Constraint, ConstraintKind
 from router.constraint_checker import ConstraintChecker
@@ -69,11 +69,19 @@ async def test_a_process_that_was_killed_is_started_again(checker):
 async def test_a_failure_of_ours_is_not_the_clients(checker, monkeypatch):
     assert await verdict(checker, GOOD) == ""
     process = checker._process
-    monkeypatch.setattr(checker, "_tokenizer", {"tokenizer": "none of ours"})
+    monkeypatch.setattr(checker, "_tokenizer", {"no tokenizer": "in it"})
     process.kill()
     process.wait(10)
-    with pytest.raises(InternalError, match="ended with 1"):
+    with pytest.raises(InternalError, match="has ended with 1"):
         await verdict(checker, BAD)
+
+
+async def test_a_tokenizer_of_an_unknown_kind_supports_no_constraint(checker, monkeypatch):
+    unknown = {"tokenizer": '{"model": {"type": "Mystery"}}', "vocab_size": 300, "eos_token_ids": [2]}
+    monkeypatch.setattr(checker, "_tokenizer", unknown)
+    for _ in range(2):
+        with pytest.raises(NotSupportedError, match="no constraints with this model's tokenizer"):
+            await verdict(checker, GOOD)
 
 
 async def test_closing_ends_the_process(checker):

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from outrider.constraints.grammar import GrammarCompiler
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.errors import InvalidRequestError
 from outrider.request import Constraint, ConstraintKind
 from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
