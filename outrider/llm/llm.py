@@ -1,4 +1,4 @@
-"""READ FIRST: `LLM`, a cluster of this process's own, and batches that it answers."""
+"""`LLM`, a cluster of this process's own, and batches that it answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LLM:
         cluster.on_event = partial(_show, EventPrinter(sys.stderr))
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311 no secrets
         self._request_ids = itertools.count()
-        self._finalizer = weakref.finalize(self, cluster.stop)  # also at the interpreter's exit
+        self._finalizer = weakref.finalize(self, _stop, cluster)  # also at the interpreter's exit
         try:
             cluster.start()
             cluster.wait_serving()
@@ -141,8 +141,9 @@ class LLM:
         return AutoTokenizer.from_pretrained(locate_model(self._model).directory)
 
     def close(self) -> None:
-        """Stops all processes, within some 5 s, and frees what they hold. Idempotent."""
-        self._finalizer()
+        """Stops all processes, within some 5 s or, with Ctrl-C, at once, and frees what they hold. Idempotent."""
+        if self._finalizer():
+            raise KeyboardInterrupt
 
     def __enter__(self) -> Self:
         return self
@@ -214,6 +215,17 @@ def _make_cluster(
         command=lambda role: [sys.executable, "-P", "-m", role],
     )
     return Cluster(config, launch), model
+
+
+def _stop(cluster: Cluster) -> bool:
+    """Whether Ctrl-C came meanwhile. At the interpreter's exit nobody else would catch it."""
+    try:
+        cluster.stop()
+    except KeyboardInterrupt:
+        cluster.kill_all()
+        cluster.stop()
+        return True
+    return False
 
 
 def _show(printer: EventPrinter, event: ClusterEvent) -> None:

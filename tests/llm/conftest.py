@@ -19,6 +19,7 @@ class FakeCluster:
         self.config = config
         self.launch = launch
         self.num_stops = 0
+        self.is_interrupted = self.was_killed = False
         self.nodes = [
             NodeProcess(
                 name="decode-0", role="decode_node", state=ChildState.SERVING, pid=1, address="", metrics_address=None,
@@ -38,6 +39,11 @@ class FakeCluster:
 
     def stop(self):
         self.num_stops += 1
+        if self.is_interrupted and not self.was_killed:
+            raise KeyboardInterrupt
+
+    def kill_all(self):
+        self.was_killed = True
 
 
 @pytest.fixture

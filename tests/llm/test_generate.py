@@ -220,6 +220,15 @@ def test_a_closed_llm_says_so(llm, clusters):
         llm.generate("a")
 
 
+def test_ctrl_c_while_it_closes_ends_the_processes_at_once(llm, clusters):
+    clusters[0].is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert clusters[0].was_killed
+    assert clusters[0].num_stops == 2
+    llm.close()
+
+
 def test_an_llm_that_nobody_holds_any_more_ends_its_processes(router, clusters):
     LLM().generate("a")
     gc.collect()
