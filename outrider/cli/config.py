@@ -21,7 +21,7 @@ from outrider.config import (
     to_plain,
     write_warnings,
 )
-from outrider.config.imports import Imported, Outcome, read_import
+from outrider.config.imports import ForeignKey, Imported, parse_reference, read_import
 from outrider.errors import ConfigError
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
@@ -61,7 +61,9 @@ def _load(arguments: argparse.Namespace, imports: Sequence[str]) -> ResolvedConf
 
 def _show(arguments: argparse.Namespace) -> int:
     resolved = _load(arguments, arguments.imports)
-    write_warnings("outrider config", resolved.warnings)
+    others = [text for text in arguments.imports if parse_reference(text)[0] not in (None, arguments.role)]
+    hints = [f"{text} is for {parse_reference(text)[0]}, which --role shows" for text in others]
+    write_warnings("outrider config", [*resolved.warnings, *hints])
     for name, section in resolved.sections.items():
         sys.stdout.write(f"{name}:\n")
         for line in _lines(to_plain(section), (name,), resolved.sources):
@@ -76,10 +78,10 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     """Prints the table. Raises: ConfigError with errors, and nothing is written then."""
-    format_, outcomes = read_import(arguments.file)
+    format_, keys = read_import(arguments.file)
     if arguments.write != "-":
-        sys.stdout.write(f"{arguments.file}, read as {format_.name}\n" + "".join(_table(outcomes)))
-    imported = Imported(outcomes=outcomes)  # raises with errors
+        sys.stdout.write(f"{arguments.file}, read as {format_.name}\n" + "".join(_table(keys)))
+    imported = Imported(keys=keys)  # raises with errors
     _load(arguments, [str(arguments.file)])  # raises for values that are out of range
     written = "".join(_written(imported))
     if arguments.write == "-":
@@ -93,14 +95,13 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _table(keys: Sequence[ForeignKey]) -> Iterator[str]:
     """A line for each key, and one more for each further setting that it is."""
     rows = [("line", "key", "value", "result", "setting", "note")]
-    for outcome in outcomes:
-        entry = outcome.entry
-        settings = [f"{key}: {format_value(value)}" for key, value in outcome.settings.items()] or [""]
-        line, value = entry.source.rpartition(":")[2], format_value(entry.value)
-        rows += [(line, entry.key, value, outcome.kind.value, settings[0], outcome.note)]
+    for key in keys:
+        settings = [f"{name}: {format_value(value)}" for name, value in key.settings.items()] or [""]
+        line = key.source.rpartition(":")[2]
+        rows += [(line, key.key, format_value(key.value), key.kind.value, settings[0], key.note)]
         rows += [("", "", "", "", setting, "") for setting in settings[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -109,7 +110,7 @@ def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def _written(imported: Imported) -> Iterator[str]:
     """A configuration file with the origin of each value."""
-    origins = {key: (value, each.origin) for each in imported.outcomes for key, value in each.settings.items()}
+    origins = {key: (value, each.origin) for each in imported.keys for key, value in each.settings.items()}
     for section, keys in groupby(sorted(origins), key=lambda key: key.partition(".")[0]):
         yield f"{section}:\n"
         for key in keys:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.config.imports.base import Imported
+from outrider.config.imports.base import SPECULATIVE, Imported
 from outrider.config.imports.formats import parse_reference, read_import
-from outrider.config.imports.speculation import SPECULATIVE
 from outrider.config.settings import default_of, nested_type, setting_fields
 from outrider.config.unknown_keys import unknown_key
 from outrider.config.values import checked, from_text, without_passwords
@@ -140,20 +139,22 @@ class _Settings:
             only_role, path = parse_reference(reference)
             if only_role not in (None, role):
                 continue
-            imported = Imported(outcomes=read_import(path, target=model[0] if model else "")[1])
+            imported = Imported(keys=read_import(path, target=model[0] if model else "")[1])
             warnings += imported.warnings
-            for outcome in imported.outcomes:
-                paths = [tuple(key.split(".")) for key in outcome.settings]
-                here = [key for key in paths if self._type_at(key, outcome.origin) is not None]
-                if paths and only_role and not here:
-                    warnings.append(f"{outcome.origin}: nothing that a {only_role} has")
-                if has_draft and outcome.entry.key.startswith(SPECULATIVE):
+            for foreign in imported.keys:
+                here = {
+                    name: tuple(name.split("."))
+                    for name in foreign.settings
+                    if self._type_at(tuple(name.split(".")), foreign.origin) is not None
+                }
+                if foreign.settings and only_role and not here:
+                    warnings.append(f"{foreign.origin}: nothing that a {only_role} has")
+                if has_draft and foreign.key.startswith(SPECULATIVE):
                     continue
-                for key in here:
+                for name, key in here.items():
                     if key not in explicit._values:
-                        name = ".".join(key)
-                        taken[name] = outcome.settings[name]
-                        self._values[key] = (taken[name], outcome.origin)
+                        taken[name] = foreign.settings[name]
+                        self._values[key] = (taken[name], foreign.origin)
         return taken, warnings
 
     def take_all(self, other: _Settings) -> None:

@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.config.imports import Imported, open_format
-from outrider.config.imports.formats import flattened
+from outrider.config.imports import vllm_settings
 
 _UNSET_MEMORY = (0.9, 0.92)
 """Defaults of vLLM's `gpu_memory_utilization`, which leave ours in force."""
@@ -21,8 +20,7 @@ def settings_of(engine_args: Mapping[str, Any], *, model: str) -> list[str]:
     given = dict(engine_args)
     if given.get("gpu_memory_utilization") in _UNSET_MEMORY:
         del given["gpu_memory_utilization"]
-    entries = [entry for name, value in given.items() for entry in flattened(value, "LLM()", name)]
-    imported = Imported(outcomes=open_format("vllm").translate(entries, target=model))
+    imported = vllm_settings(given, target=model, source="LLM()")
     for warning in imported.warnings:
         warnings.warn(warning, stacklevel=3)
     return imported.overrides

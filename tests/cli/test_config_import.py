@@ -92,6 +92,15 @@ def test_what_is_written_is_a_configuration_file_of_ours(file, capsys):
     assert f"memory: 50%  # {file}:4 kv_cache_config.free_gpu_memory_fraction" in imported
 
 
+def test_a_file_for_one_role_is_shown_with_that_role(file, capsys):
+    assert main(["config", "--extra-engine-args", f"prefill={file}"]) == 0
+    shown = capsys.readouterr()
+    assert str(file) not in shown.out
+    assert f"warning: prefill={file} is for prefill_node, which --role shows" in shown.err
+    assert main(["config", "--role", "prefill_node", "--extra-engine-args", f"prefill={file}"]) == 0
+    assert f"max_running_sequences: 32  # {file}:2 max_batch_size" in capsys.readouterr().out
+
+
 def settings_of(cluster):
     """What each process reads of its command line, by its name."""
     found = {}
@@ -183,10 +192,10 @@ def test_flags_of_vllm_are_settings():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size pipeline_parallel_size: a model is not divided"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype kv_cache_dtype: KV is kept in the model's dtype"),
+        (["--pipeline-parallel-size", "2"], "flag pipeline_parallel_size: a model is not divided"),
+        (["--kv-cache-dtype", "fp8"], "flag kv_cache_dtype: KV is kept in the model's dtype"),
         (["--host", "0.0.0.0"], "services bind loopback"),
-        (["--speculative-config", "{"], "--speculative-config: neither a value nor JSON"),
+        (["--speculative-config", "{"], "flag speculative_config: neither a value nor JSON"),
         (["--speculative-config", '{"method": "eagl"}'], "the nearest is eagle"),
         (["--speculative-config", '{"method": "ngram"}', "--draft", "suffix"], "choose one"),
         (["--max-model-len", "-1"], "model.max_model_len = -1 is out of range"),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.config.imports.base import Entry, Kind, Outcome, Rule
-from outrider.config.imports.speculation import OFF, SPECULATIVE, Speculation
+from outrider.config.imports.base import SPECULATIVE, ForeignKey, Kind
+from outrider.config.imports.speculation import OFF, Speculation
 from outrider.config.unknown_keys import unknown_key
 from outrider.config.yaml_files import open_node
 from outrider.errors import ConfigError
@@ -24,6 +24,26 @@ MAX_SHARE = 0.95  # of kv_cache.memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What a key is here, unless its value is one of `allowed`, which ask for what is done anyway."""
+
+    kind: Kind
+    note: str = ""
+    settings: Sequence[str] = ()  # of kind SET: they get the converted value
+    convert: str = "same"  # one of CONVERTERS
+    allowed: Sequence[Any] = ()
+
+    def apply(self, key: ForeignKey) -> ForeignKey:
+        if key.value in self.allowed or (key.value is None and self.convert != "is_given"):
+            return key.became(Kind.SAME)  # null is the default
+        try:
+            settings = dict.fromkeys(self.settings, CONVERTERS[self.convert](key.value))
+        except ValueError as error:
+            return key.became(Kind.ERROR, str(error))
+        return key.became(self.kind, self.note, settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """A server's configuration. A rule for "moe_config.*" is for every key of that group."""
 
@@ -31,19 +51,14 @@ class Format:
     rules: Mapping[str, Rule]
     speculation: Speculation
 
-    def translate(self, entries: Iterable[Entry], *, target: str = "") -> list[Outcome]:
-        """`target`: the served model, with which a head may come; empty: the one that the entries name."""
-        entries = list(entries)
-        speculative = [entry for entry in entries if entry.key.startswith(f"{SPECULATIVE}.")]
-        if not target:
-            target = next((str(entry.value) for entry in entries if entry.key == "model"), "")
-        outcomes = self.speculation.translate(speculative, target, self._by_rule) if speculative else []
-        for entry in entries:
-            if entry.key == SPECULATIVE and not entry.value:
-                outcomes.append(Outcome(entry=entry, kind=Kind.SET, settings=OFF))
-            elif entry not in speculative:
-                outcomes.append(self._by_rule(entry))
-        return sorted(outcomes, key=lambda outcome: entries.index(outcome.entry))
+    def translate(self, keys: Sequence[ForeignKey], *, target: str = "") -> list[ForeignKey]:
+        """`target`: the served model, with which a head may come; empty: the one that the keys name."""
+        inner = [key for key in keys if key.key.startswith(f"{SPECULATIVE}.")]
+        target = target or next((str(key.value) for key in keys if key.key == "model"), "")
+        found = [self._by_rule(key) for key in keys if key not in inner]
+        found += self.speculation.translate(inner, target, self._by_rule) if inner else []
+        order = [key.key for key in keys]
+        return sorted(found, key=lambda key: order.index(key.key))
 
     def rule_of(self, key: str) -> Rule | None:
         """The key's own rule, or that of its group."""
@@ -51,16 +66,18 @@ class Format:
         names = [key, *(".".join((*parts[:end], "*")) for end in range(len(parts), 0, -1))]
         return next((self.rules[name] for name in names if name in self.rules), None)
 
-    def _by_rule(self, entry: Entry) -> Outcome:
+    def _by_rule(self, key: ForeignKey) -> ForeignKey:
         """An error with the nearest key where there is no rule."""
-        rule = self.rule_of(entry.key)
+        if key.key == SPECULATIVE and not key.value:
+            return key.became(Kind.SET, "", OFF)
+        rule = self.rule_of(key.key)
         if rule is not None:
-            return rule.apply(entry)
-        *owner, name = entry.key.split(".")
-        known = [key.split(".") for key in self.rules]
-        beside = {key[len(owner)] for key in known if key[: len(owner)] == owner and len(key) > len(owner)}
-        note = unknown_key("", name, ".".join(owner), sorted(beside)).removeprefix(": ")
-        return Outcome(entry=entry, kind=Kind.ERROR, note=note)
+            return rule.apply(key)
+        *owner, name = key.key.split(".")
+        known = [known.split(".") for known in self.rules]
+        beside = {parts[len(owner)] for parts in known if parts[: len(owner)] == owner and len(parts) > len(owner)}
+        message = unknown_key("", name, ".".join(owner), sorted(beside))
+        return key.became(Kind.ERROR, message.removeprefix(": "))
 
 
 @cache
@@ -70,18 +87,15 @@ def open_format(name: str) -> Format:
 
     table = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
     speculation = Speculation(**table["speculative"])
-    rules = dict.fromkeys(speculation.keys, Rule(note="nothing that this method has"))
-    rules[SPECULATIVE] = Rule(otherwise=Kind.ERROR, note="it is a group of keys")
-    for kind, part in ((Kind.ERROR, table["only"]), (Kind.WARNING, table["ignored"])):
-        for item in part:
-            rule = Rule(allowed=tuple(item.get("allowed", ())), otherwise=kind, note=item["note"])
-            rules |= dict.fromkeys(item["keys"], rule)
+    names = (speculation.method, *speculation.model, *speculation.count)
+    rules = {f"{SPECULATIVE}.{name}": Rule(kind=Kind.WARNING, note="nothing that this method has") for name in names}
+    rules[SPECULATIVE] = Rule(kind=Kind.ERROR, note="it is a group of keys")
+    for kind, items in ((Kind.ERROR, table["only"]), (Kind.WARNING, table["ignored"])):
+        for item in items:
+            rules |= dict.fromkeys(item["keys"], Rule(kind=kind, note=item["note"], allowed=item.get("allowed", ())))
     for key, item in table["sets"].items():
-        settings = item["to"] if isinstance(item["to"], list) else [item["to"]]
-        convert = CONVERTERS[item.get("by", "same")]
-        rules[key] = Rule(
-            settings=tuple(settings), convert=convert, takes_null=convert is _is_given, note=item.get("note", "")
-        )
+        settings, convert = item["to"].split(), item.get("by", "same")
+        rules[key] = Rule(kind=Kind.SET, note=item.get("note", ""), settings=settings, convert=convert)
     return Format(name=name, rules=rules, speculation=speculation)
 
 
@@ -103,11 +117,6 @@ def _only_name(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
-def _is_given(value: Any) -> bool:
-    """Whether a group is there at all: null turns it off."""
-    return value is not None
-
-
 def _negated(value: Any) -> bool:
     if value not in (True, False):
         raise ValueError(f"{value!r} is neither true nor false")
@@ -119,7 +128,7 @@ CONVERTERS = {
     "percent": _percent,
     "number": _number,
     "only_name": _only_name,
-    "is_given": _is_given,
+    "is_given": lambda value: value is not None,  # null turns a group off
     "negated": _negated,
 }
 """From a value of another server to ours, by the name in the tables. Each raises ValueError for what cannot be."""
@@ -132,7 +141,7 @@ def parse_reference(text: str) -> tuple[str | None, Path]:
     return (role, Path(path)) if equals and role else (None, Path(text))
 
 
-def read_import(path: Path, *, target: str = "") -> tuple[Format, list[Outcome]]:
+def read_import(path: Path, *, target: str = "") -> tuple[Format, list[ForeignKey]]:
     """The format that knows most of a file's keys, and what became of each.
 
     Raises: ConfigError for a file that cannot be read.
@@ -144,7 +153,7 @@ def read_import(path: Path, *, target: str = "") -> tuple[Format, list[Outcome]]
     return best, best.translate(entries, target=target)
 
 
-def _entries(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: Path) -> Iterator[Entry]:
+def _entries(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: Path) -> Iterator[ForeignKey]:
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
@@ -165,10 +174,10 @@ def _entries(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: Path) 
         yield from flattened(value, f"{path}:{line}", key)
 
 
-def flattened(value: Any, source: str, key: str) -> list[Entry]:
+def flattened(value: Any, source: str, key: str) -> list[ForeignKey]:
     """The entries of a value that has no lines of its own, such as a flag's JSON."""
     if not isinstance(value, Mapping) or not value:
-        return [Entry(key=key, value=value, source=source)]
+        return [ForeignKey(key=key, value=value, source=source)]
     return [
         entry
         for name, inner in value.items()

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.base import Entry, Kind, Outcome
+from outrider.config.imports.base import SPECULATIVE, ForeignKey, Kind
 
-SPECULATIVE = "speculative_config"
 OFF = {"cluster.draft": "none", "decode_node.num_speculative_tokens": 0, "model.head": ""}
 COUNTS = ("decode_node.num_speculative_tokens", "draft_node.num_speculative_tokens")
 
@@ -25,31 +24,28 @@ class Speculation:
     count: Sequence[str]  # name the number of draft tokens
     of_target: Sequence[str]  # methods whose head may come with the served model
 
-    @property
-    def keys(self) -> list[str]:
-        return [f"{SPECULATIVE}.{name}" for name in (self.method, *self.model, *self.count)]
-
-    def translate(self, entries: Sequence[Entry], target: str, by_rule: Callable[[Entry], Outcome]) -> list[Outcome]:
-        """`entries`: those of the group, at least one. `target`: the served model; empty: unknown."""
-        by_name = {entry.key.removeprefix(f"{SPECULATIVE}."): entry for entry in entries}
-        given = {name: entry for name, entry in by_name.items() if entry.value is not None}
-        method = given.get(self.method)
-        model = next((name for name in self.model if name in given), None)
+    def translate(
+        self, keys: Sequence[ForeignKey], target: str, by_rule: Callable[[ForeignKey], ForeignKey]
+    ) -> list[ForeignKey]:
+        """`keys`: those of the group, at least one. `target`: the served model; empty: unknown."""
+        by_name = {key.key.removeprefix(f"{SPECULATIVE}."): key for key in keys}
+        given = {name: key for name, key in by_name.items() if key.value is not None}
+        method, model = given.get(self.method), next((name for name in self.model if name in given), None)
         try:
             chosen = self._choose(str(method.value) if method else "", str(given[model].value) if model else "", target)
         except ValueError as error:
-            others = [by_rule(entry) for entry in entries if entry is not method]
-            wrong = [outcome for outcome in others if outcome.kind is Kind.ERROR]
-            return [Outcome(entry=method or entries[0], kind=Kind.ERROR, note=str(error)), *wrong]
+            others = [by_rule(key) for key in keys if key is not method]
+            wrong = [key for key in others if key.kind is Kind.ERROR]
+            return [(method or keys[0]).became(Kind.ERROR, str(error)), *wrong]
         meanings = {name: dict.fromkeys(COUNTS, given[name].value) for name in self.count if name in given}
         if model:  # the model's name says which, the method's all the rest
-            meanings[model] = {key: chosen.pop(key) for key in ("model.head", "draft_node.model") if chosen.get(key)}
+            meanings[model] = {
+                name: chosen.pop(name) for name in ("model.head", "draft_node.model") if chosen.get(name)
+            }
         meanings[self.method] = chosen
         return [
-            Outcome(entry=entry, kind=Kind.SET, settings=meanings[name])
-            if name in given and meanings.get(name)
-            else by_rule(entry)
-            for name, entry in by_name.items()
+            key.became(Kind.SET, "", meanings[name]) if name in given and meanings.get(name) else by_rule(key)
+            for name, key in by_name.items()
         ]
 
     def _choose(self, method: str, model: str, target: str) -> dict[str, Any]:

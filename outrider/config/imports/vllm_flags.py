@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` that `outrider up` has too, and vLLM's `speculative_config` from Python."""
+"""Arguments of vLLM from Python, and flags of `vllm serve` that `outrider up` has too."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.config.imports.base import Imported
+from outrider.config.imports.base import SPECULATIVE, Imported
 from outrider.config.imports.formats import flattened, open_format
-from outrider.config.imports.speculation import SPECULATIVE
 from outrider.errors import ConfigError
 
 FLAGS = (
@@ -20,39 +19,34 @@ SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", 
 """Those that have `--no-…`."""
 
 
-def speculative_settings(config: Mapping[str, Any] | None, *, target: str = "", source: str = "argument") -> Imported:
-    """A `speculative_config` of vLLM in our settings: `.overrides` for a `Launch`, and `.warnings`.
+def vllm_settings(arguments: Mapping[str, Any], *, target: str = "", source: str = "argument") -> Imported:
+    """Arguments of vLLM in our settings: `.overrides` for a `Launch`, and `.warnings`.
 
-    `target`: the served model, which MTP heads come with. None as a config is no speculation.
+    `target`: the served model, which MTP heads come with. A `speculative_config` of None is no speculation; any other
+    None is the default. `source` begins errors and warnings, before the argument's name.
 
-    Raises: ConfigError, naming the key, for what cannot be honoured.
+    Raises: ConfigError for what cannot be honoured.
     """
-    entries = flattened(config, source, SPECULATIVE)
-    return Imported(outcomes=open_format("vllm").translate(entries, target=target))
+    keys = [key for name, value in arguments.items() for key in flattened(value, source, name)]
+    return Imported(keys=open_format("vllm").translate(keys, target=target))
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("flags of vllm serve, as far as they mean something here")
+    group = parser.add_argument_group("flags of vllm serve, see docs/configuration.md")
     for name in FLAGS:
-        group.add_argument(_flag(name), metavar="JSON" if name == SPECULATIVE else "X")
+        group.add_argument(f"--{name.replace('_', '-')}", metavar="JSON" if name == SPECULATIVE else "X")
     for name in SWITCHES:
-        group.add_argument(_flag(name), action=argparse.BooleanOptionalAction)
+        group.add_argument(f"--{name.replace('_', '-')}", action=argparse.BooleanOptionalAction)
 
 
 def read_vllm_flags(arguments: argparse.Namespace, *, target: str = "") -> Imported:
     """Of those flags that were given. Raises: ConfigError."""
     import yaml
 
-    entries = []
-    for name in (*FLAGS, *SWITCHES):
-        value = getattr(arguments, name)
+    given = {name: getattr(arguments, name) for name in (*FLAGS, *SWITCHES) if getattr(arguments, name) is not None}
+    for name, value in given.items():
         try:
-            value = yaml.safe_load(value) if isinstance(value, str) else value  # JSON is YAML
+            given[name] = yaml.safe_load(value) if isinstance(value, str) else value  # JSON is YAML
         except yaml.YAMLError as error:
-            raise ConfigError(f"{_flag(name)}: neither a value nor JSON: {value!r}") from error
-        entries += [] if getattr(arguments, name) is None else flattened(value, _flag(name), name)
-    return Imported(outcomes=open_format("vllm").translate(entries, target=target))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            raise ConfigError(f"flag {name}: neither a value nor JSON: {value!r}") from error
+    return vllm_settings(given, target=target, source="flag")

@@ -234,4 +234,4 @@ def test_the_tables_name_settings_that_there_are(name):
     assert {key for rule in table.rules.values() for key in rule.settings} <= known
     for rule in table.rules.values():
         assert rule.note or rule.settings, "what is refused or ignored says why"
-        assert rule.otherwise in (Kind.WARNING, Kind.ERROR)
+        assert bool(rule.settings) is (rule.kind is Kind.SET)

@@ -6,9 +6,13 @@ import pytest
 
 from outrider.cli.config import sections_of
 from outrider.config import load_config
-from outrider.config.imports import speculative_settings
+from outrider.config.imports import vllm_settings
 from outrider.errors import ConfigError
 from outrider.heads.locate import DEFAULT_HEAD
+
+
+def speculative_settings(config, **context):
+    return vllm_settings({"speculative_config": config}, **context)
 
 
 def sections(config, **context):
