@@ -78,7 +78,9 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     """Prints the table. Raises: ConfigError with errors, and nothing is written then."""
-    format_, keys = read_import(arguments.file)
+    explicit = _load(arguments, ())
+    target = explicit.sections["model"].id if "model.id" in explicit.sources else ""
+    format_, keys = read_import(arguments.file, target=target)
     if arguments.write != "-":
         sys.stdout.write(f"{arguments.file}, read as {format_.name}\n" + "".join(_table(keys)))
     imported = Imported(keys=keys)  # raises with errors

@@ -69,6 +69,14 @@ def test_a_file_that_cannot_be_written_is_said(file, capsys):
     assert "--write" in capsys.readouterr().err
 
 
+def test_an_mtp_head_is_that_of_the_model_that_settings_name(file, capsys):
+    file.write_text("speculative_config: {decoding_type: MTP, max_draft_len: 1}\n")
+    assert main(["config", "import", str(file)]) == 1
+    assert "MTP needs speculative_model_dir" in capsys.readouterr().err
+    assert main(["config", "--set", f"model.id={file.parent}", "import", str(file)]) == 0
+    assert f"model.head: {file.parent}\n" in capsys.readouterr().out
+
+
 def test_a_value_out_of_range_is_an_error_with_its_line(file, capsys):
     file.write_text("max_num_tokens: 3\n")
     assert main(["config", "import", str(file)]) == 1

@@ -64,6 +64,7 @@ class Speculation:
             model = target
         if not model:
             wanted = "a model" if proposer == "draft_model" else "the folder of a head"
+            wanted += " (or the served model's own folder, as model)" if method in self.of_target else ""
             raise ValueError(f"{method} needs {self.model[0]}, {wanted}")
         if proposer == "head":
             folder = Path(model).expanduser().absolute()

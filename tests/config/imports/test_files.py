@@ -86,6 +86,10 @@ def test_what_a_file_asks_to_no_effect_is_named_with_its_line(write):
     ]
 
 
+def test_the_flag_of_trtllm_serve_is_a_key_too(write):
+    assert load(write("kv_cache_free_gpu_memory_fraction: 0.5\n")).sections["kv_cache"].memory == "50%"
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_file_of_vllm_is_settings(write, as_json):
     keys = {
