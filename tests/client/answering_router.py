@@ -23,6 +23,10 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 NUM_PROMPT_TOKENS = 3
 NUM_TOKENS = 40
 TOKENS_PER_DELTA = 2
+PROMPT_LOGPROBS = [
+    router_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5 * token_id if token_id else None)
+    for token_id in range(NUM_PROMPT_TOKENS)
+]
 WAIT_SECONDS = 60.0
 POLL_SECONDS = 0.002
 
@@ -126,6 +130,8 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         request_id, seed, n = request.request_id, request.sampling.seed, request.sampling.n or 1
         number = self._attached[request_id] = next(self._numbers)
         started = router_pb2.Started(num_prompt_tokens=NUM_PROMPT_TOKENS, seed=seed)
+        if request.output.HasField("prompt_logprobs"):
+            started.prompt_logprobs.extend(PROMPT_LOGPROBS)
         first = router_pb2.GenerateResponse(request_id=request_id, started=started)
         for num_sent, message in enumerate([first, *answer(seed, n=n, starts=starts)]):
             if num_messages is not None and num_sent == num_messages:

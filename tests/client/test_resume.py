@@ -100,6 +100,16 @@ def test_without_a_common_store_the_request_is_sent_again_with_what_has_come(rea
     assert (again.request_id, again.sampling.seed) == (stream.request_id, stream.started.seed)
 
 
+def test_logprobs_of_the_prompt_that_have_come_are_not_asked_for_again(reader_of, start):
+    first, second = start("one", held_at=HELD_AT), start("other")
+    reader = reader_of([first.address, second.address])
+    stream = reader.generate(prompt_logprobs=0, on_delta=at(4, first.stop))
+    assert_whole(reader, stream)
+    assert second.router.methods() == ["Resume", "Generate"]
+    assert not second.router.calls[1][1].output.HasField("prompt_logprobs")
+    assert [entry.logprob for entry in stream.started.prompt_logprobs[1:]] == [-0.5, -1.0]
+
+
 def test_several_samples_that_had_begun_cannot_be_sent_again(reader_of, start):
     first, second = start("one", held_at=HELD_AT), start("other")
     with pytest.raises(NotFoundError) as raised:

@@ -11,8 +11,8 @@ import pytest
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.v1 import router_pb2
 from outrider.wire.answer import logprobs_from_proto, most_logprobs_bytes, pack_logprobs
-from tests.router.conftest import PATIENCE_SECONDS
-from tests.support.router_fakes.decode_node import fake_logprobs
+from tests.router.conftest import PATIENCE_SECONDS, told
+from tests.support.router_fakes.decode_node import fake_logprobs, letters
 
 TEXT = "a prompt"
 OUTPUT = router_pb2.OutputOptions(prompt_logprobs=2)
@@ -68,6 +68,27 @@ async def test_resume_tells_them_again(serving):
     call = serving.resume_call()
     assert_complete((await call.read()).started)
     call.cancel()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_another_router_that_takes_the_answer_over_has_them_computed_again(router_pair, has_ended):
+    """Also of an answer all of whose tokens are in the store."""
+    pair = await router_pair.serve(store_append_seconds=0.01)
+    num_tokens = 20 if has_ended else pair.num_tokens
+    pair.first.decode.step_seconds = 0.0 if has_ended else 0.01
+    call = pair.first.stub.Generate(pair.request(max_tokens=num_tokens, output=OUTPUT))
+    assert_complete((await call.read()).started)
+    if has_ended:
+        record = pair.records.get("r")
+        await pair.first.eventually(lambda: len(record.tokens.token_ids().get(0, ())) == num_tokens)
+    else:
+        await call.read()
+    await pair.kill_first()
+    messages = await pair.resume()
+    assert_complete(messages[0].started)
+    assert told(messages) == letters(pair.first.decode.opened[0], 0)
+    assert messages[-1].HasField("summary")
+    assert pair.first.decode.opened[-1].options.prompt_logprobs == 2
 
 
 async def test_tokens_wait_for_them(serving):
