@@ -29,6 +29,8 @@ def settings_of(engine_args: Mapping[str, Any], *, model: str) -> list[str]:
 _RENDER = "render the prompt with get_tokenizer().apply_chat_template and pass its token ids to generate"
 _INSTEAD = {
     "priority": "requests of one LLM are equal, and start in their order",
+    "prompt_token_ids": "pass token ids as prompts",
+    "guided_options_request": "use structured_outputs of SamplingParams",
     "lora_request": "merge the adapter into the model",
     "tokenization_kwargs": "encode with get_tokenizer() and pass token ids",
     "mm_processor_kwargs": "prompts are text",

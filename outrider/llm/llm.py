@@ -140,6 +140,10 @@ class LLM:
 
         return AutoTokenizer.from_pretrained(locate_model(self._model).directory)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """`SamplingParams()`: what the model's generation_config.json says is not read."""
+        return SamplingParams()
+
     def close(self) -> None:
         """Stops all processes, within some 5 s or, with Ctrl-C, at once, and frees what they hold. Idempotent."""
         if self._finalizer():

@@ -63,7 +63,7 @@ def test_a_script_ends_with_its_processes(end, status, complaint, tmp_path):
 SCRIPT = """
 import json, sys
 import psutil
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, StructuredOutputsParams
 from outrider.client import Client
 
 llm = LLM(draft="ngram", settings=json.loads(sys.argv[1]))
@@ -80,6 +80,8 @@ except KeyboardInterrupt:
     say(interrupted=True)
 sys.stdin.readline()
 say(text=llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text)
+constrained = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+say(answer=llm.chat([{"role": "user", "content": "Is it?"}], constrained)[0].outputs[0].text)
 llm.generate(prompts * 30, endless)
 """
 
@@ -119,6 +121,7 @@ def follow(script):
         wait_for(client, is_idle)
         go_on(script)
         assert next(lines) == {"text": expected[0]}
+        assert next(lines)["answer"] in ("yes", "no")
         wait_for(client, lambda status: status.num_requests_running > 0)
     script.kill()
     wait_until_gone(started["pids"])
