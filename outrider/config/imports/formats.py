@@ -73,6 +73,8 @@ class Format:
         rule = self.rule_of(key.key)
         if rule is not None:
             return rule.apply(key)
+        if any(name.startswith(f"{key.key}.") for name in self.rules):
+            return key.became(Kind.ERROR, "it is a group of keys") if key.value else key.became(Kind.SAME)
         *owner, name = key.key.split(".")
         known = [known.split(".") for known in self.rules]
         beside = {parts[len(owner)] for parts in known if parts[: len(owner)] == owner and len(parts) > len(owner)}
@@ -89,7 +91,6 @@ def open_format(name: str) -> Format:
     speculation = Speculation(**table["speculative"])
     names = (speculation.method, *speculation.model, *speculation.count)
     rules = {f"{SPECULATIVE}.{name}": Rule(kind=Kind.WARNING, note="nothing that this method has") for name in names}
-    rules[SPECULATIVE] = Rule(kind=Kind.ERROR, note="it is a group of keys")
     for kind, items in ((Kind.ERROR, table["only"]), (Kind.WARNING, table["ignored"])):
         for item in items:
             rules |= dict.fromkeys(item["keys"], Rule(kind=kind, note=item["note"], allowed=item.get("allowed", ())))

@@ -177,7 +177,7 @@ def test_mtp_takes_the_head_of_the_served_model(write, tmp_path):
 
 
 def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
-    resolved = load(write("max_seq_len: null\nspeculative_config: null\ncuda_graph_config:\n"))
+    resolved = load(write("max_seq_len: null\nspeculative_config: null\ncuda_graph_config:\nkv_cache_config: {}\n"))
     assert resolved.sections["model"].max_model_len == 0
     assert resolved.sections["cluster"].draft == "none"
     assert resolved.sections["model"].cuda_graphs is False
@@ -199,6 +199,7 @@ def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
         ("speculative_config: {decoding_type: Lookahead}\n", "speculative_config.decoding_type: Lookahead is none of"),
         ("speculative_config: {decoding_type: Eagle3, max_draft_len: 3}\n", "Eagle3 needs speculative_model_dir"),
         ("speculative_config: 3\n", ":1 speculative_config: it is a group of keys"),
+        ("kv_cache_config: [0.5]\n", ":1 kv_cache_config: it is a group of keys"),
         ("max_batch_size: 0\n", ":1 max_batch_size: prefill_node.max_running_sequences = 0 is out of range"),
         ("max_seq_len: many\n", ":1 max_seq_len: model.max_model_len = 'many' is not of type int"),
         ("served-model-name: [a, b]\n", "a model is served under one name, not 2"),
