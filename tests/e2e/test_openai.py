@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+from pathlib import Path
 
+import jsonschema
 import openai
 import pytest
 
@@ -20,6 +24,12 @@ QUESTION = "Describe the sea in two sentences, then repeat them word for word."
 MESSAGES = [{"role": "user", "content": QUESTION}]
 OURS = [ChatMessage("user", QUESTION)]
 NUM_STREAMS = 32
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +59,13 @@ def chat(sdk, model):
         return sdk.chat.completions.create(**options)
 
     return chat
+
+
+def test_the_documented_example_runs(real, capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs/clients/openai.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(example.replace("http://127.0.0.1:8000/v1", real.cluster.openai_url), {})
+    assert re.search(r"\n48 tokens\n$", capsys.readouterr().out)
 
 
 def test_the_model_has_the_same_name_by_both_doors(sdk, model):
@@ -98,6 +115,29 @@ def test_logprobs(real, chat):
         assert [top.logprob for top in other.top_logprobs] == pytest.approx([top[1] for top in mine.top], abs=1e-6)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_in_a_schema_is_that_of_grpc(real, chat, stream):
+    response_format = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    answer = chat(seed=3, max_tokens=80, response_format=response_format, stream=stream)
+    if stream:
+        text = "".join(choice.delta.content or "" for chunk in answer for choice in chunk.choices)
+    else:
+        text = answer.choices[0].message.content
+    ours = real.client.complete(OURS, seed=3, max_tokens=80, json_schema=json.dumps(SCHEMA), speculation=False)
+    assert text == ours.text
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_tool_is_called(chat, choice):
+    tool = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": SCHEMA}}
+    (answer,) = chat(seed=3, max_tokens=80, tools=[tool], tool_choice=choice).choices
+    assert answer.finish_reason == "tool_calls"
+    assert {call.function.name for call in answer.message.tool_calls} == {"weather"}
+    for call in answer.message.tool_calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
 async def test_many_streams_at_once_are_those_of_grpc(real, model):
     """Each with its own seed; both doors are asked at the same time."""
 
@@ -144,9 +184,10 @@ def test_a_client_that_leaves_frees_its_request(real, chat):
     [
         ({"model": "another"}, openai.NotFoundError, "another"),
         ({"max_tokens": 900_000}, openai.BadRequestError, "exceed the window of 8192"),
+        ({"extra_body": {"regex": "[a"}}, openai.BadRequestError, "the regex cannot be compiled"),
         ({"messages": [{"role": "user", "content": "sea " * 9000}]}, openai.BadRequestError, "8192"),
     ],
-    ids=["model", "max_tokens", "prompt"],
+    ids=["model", "max_tokens", "regex", "prompt"],
 )
 def test_errors_have_openais_form(chat, options, error, message):
     with pytest.raises(error, match=message):
