@@ -6,6 +6,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -51,10 +52,23 @@ class TlsFiles:
         """Of a server whose clients show a certificate, where there is an authority. Raises: ConfigError."""
         if self._config.certificate is None:
             raise ConfigError("tls: a server needs a certificate and its private key")
+        in_force = self.newest()
+
+        def renewed() -> Any:  # the stubs know of no None
+            """Asked before each handshake; None where nothing has changed.
+
+            gRPC's core (1.85) crashes when a configuration is replaced while another handshake fails: replacing it
+            each time, a few hundred plaintext connections in parallel ended a process.
+            """
+            nonlocal in_force
+            newest = self.newest()
+            if newest is in_force:
+                return None
+            in_force = newest
+            return _server_configuration(newest)
+
         return grpc.dynamic_ssl_server_credentials(
-            _server_configuration(self.newest()),
-            lambda: _server_configuration(self.newest()),  # asked before each handshake
-            require_client_authentication=self._config.authority is not None,
+            _server_configuration(in_force), renewed, require_client_authentication=self._config.authority is not None
         )
 
     def _take(self, present: TlsMaterial | None) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,6 +16,7 @@ from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.tls_files import TlsFiles
 
 Authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography").Authority
+CALL_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -64,3 +70,43 @@ def test_files_that_never_were_usable_are_an_error(issued, tmp_path):
     ):
         with pytest.raises(ConfigError, match=r"tls: .*\.pem: "):
             TlsFiles(broken).newest()
+
+
+SERVER = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import grpc
+from outrider.rpc.credentials import TlsConfig
+from outrider.rpc.tls_files import TlsFiles
+certificate, private_key, authority = map(Path, sys.argv[1:])
+tls = TlsConfig(certificate=certificate, private_key=private_key, authority=authority)
+server = grpc.server(ThreadPoolExecutor(2))
+print(server.add_secure_port("127.0.0.1:0", TlsFiles(tls).server_credentials()), flush=True)
+server.start()
+sys.stdin.read()
+"""
+PLAINTEXT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def test_many_failed_handshakes_at_once_end_no_server(issued):
+    """In plaintext, by anybody: they crashed gRPC's core as long as each was given a configuration of its own."""
+    _, tls = issued
+    files = [str(path) for path in (tls.certificate, tls.private_key, tls.authority)]
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, *files],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as server:  # fmt: skip
+        port = int(server.stdout.readline())
+
+        def connect(_number):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), CALL_SECONDS) as sock:
+                sock.settimeout(CALL_SECONDS)
+                sock.sendall(PLAINTEXT)
+                sock.recv(1)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(connect, range(4000)))
+        assert server.poll() is None
+        server.stdin.close()
+        assert server.wait(CALL_SECONDS) == 0
