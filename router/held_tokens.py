@@ -67,10 +67,7 @@ class HeldTokens:
 
     def _take(self, packed: bytes) -> None:
         """The next ones. Raises: InternalError for what cannot be read, or is too much."""
-        try:
-            self._num_missing -= num_packed_logprobs(packed)
-        except ValueError as error:
-            raise InternalError(str(error)) from error
+        self._num_missing -= num_packed_logprobs(packed)
         self._pieces.append(packed)
         if self._num_missing < 0:
             raise InternalError("there are more logprobs than tokens of the prompt")

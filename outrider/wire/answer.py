@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import overload
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -23,6 +23,7 @@ from outrider.answer import (
     Summary,
     Usage,
 )
+from outrider.errors import InternalError
 from outrider.request import FinishReason, TokenLogprobs
 from outrider.v1 import router_pb2
 from outrider.wire.enums import FINISH_REASONS
@@ -114,11 +115,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
     def _values(self) -> tuple[TokenLogprobs, ...]:
         return logprobs_from_proto(router_pb2.Started.FromString(self.packed).prompt_logprobs)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprobs: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[TokenLogprobs, ...]: ...
-    def __getitem__(self, index: int | slice) -> TokenLogprobs | tuple[TokenLogprobs, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self._values[index]
 
     def __len__(self) -> int:
@@ -131,11 +128,11 @@ def pack_logprobs(logprobs: Iterable[TokenLogprobs]) -> bytes:
 
 
 def num_packed_logprobs(packed: bytes) -> int:
-    """Raises: ValueError for what was not packed so."""
+    """Raises: InternalError for what was not packed so."""
     try:
         return len(router_pb2.Started.FromString(packed).prompt_logprobs)
     except DecodeError as error:
-        raise ValueError("logprobs cannot be read") from error
+        raise InternalError("logprobs of a prompt cannot be read") from error
 
 
 def most_logprobs_bytes(num_tokens: int, num_top: int) -> int:

@@ -104,7 +104,7 @@ async def test_tokens_wait_for_them(serving):
     assert answer.summary.metrics.attempts == 1
 
 
-@pytest.mark.parametrize("how", ["dies", "fails", "sends too few", "sends too many"])
+@pytest.mark.parametrize("how", ["dies", "fails", "sends too few", "sends too many", "sends nonsense"])
 async def test_what_is_lost_with_its_prefill_node_is_computed_again(node_pair, how):
     """After the KV has been committed and the answer's tokens have been computed."""
     pair = await node_pair.serve()
@@ -124,6 +124,8 @@ async def test_what_is_lost_with_its_prefill_node_is_computed_again(node_pair, h
             busy.most_logprobs = 3
         case "sends too many":
             busy.most_logprobs, busy.repeats_logprobs = 7, 2
+        case "sends nonsense":
+            busy._logprobs = lambda _request: b"\xff"
     busy.answer_gate.set()
     answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert_complete(answer.started)
