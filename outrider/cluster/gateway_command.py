@@ -52,7 +52,7 @@ def gateway_command(
     command += ["--worker-startup-check-interval", "1"]  # a router that starts later would be seen after 30 s
     command += ["--shutdown-grace-period-secs", str(math.ceil(drain_seconds))]
     command += ["--max-payload-size", str(MAX_BODY_BYTES)]
-    # Adding workers, flushing caches and the like would be open to every caller: this key is known to nobody.
+    # Adding workers, flushing caches and the like would be open to every caller: this key is told to nobody.
     command += ["--control-plane-api-keys", f"outrider:outrider:admin:{secrets.token_hex(16)}"]
     if config.tool_call_parser:
         command += ["--tool-call-parser", config.tool_call_parser]
