@@ -27,6 +27,8 @@ from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 
 ROLES = ("router", "prefill_node", "decode_node", "draft_node")
+SECRETS = ("api_key", "hf_token")
+"""Keys of other servers whose values are not shown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +105,8 @@ def _table(keys: Sequence[ForeignKey]) -> Iterator[str]:
     for key in keys:
         settings = [f"{name}: {format_value(value)}" for name, value in key.settings.items()] or [""]
         line = key.source.rpartition(":")[2]
-        rows += [(line, key.key, format_value(key.value), key.kind.value, settings[0], key.note)]
+        value = "…" if key.key in SECRETS else format_value(key.value)
+        rows += [(line, key.key, value, key.kind.value, settings[0], key.note)]
         rows += [("", "", "", "", setting, "") for setting in settings[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -33,6 +33,8 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         parse_draft_choice(self.draft)
+        if self.port and self.openai_port and self.openai_port - self.port in range(self.routers):
+            raise ValueError(f"openai_port {self.openai_port} is a router's: choose another")
 
     @property
     def draft_choice(self) -> DraftChoice:

@@ -197,6 +197,11 @@ def test_flags_of_vllm_are_settings():
     }
 
 
+def test_names_are_texts_whatever_they_would_be_in_yaml():
+    cluster = cluster_of("--served-model-name", "on", "--revision", "0123456")
+    assert set(cluster.launch.overrides) >= {"model.name=on", "model.revision=0123456"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -222,6 +222,13 @@ def test_up_refuses_what_the_gateway_cannot_do(tmp_path, capsys, option, reason)
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("routers", ["1", "2"])
+def test_up_says_that_a_router_has_the_port(capsys, routers):
+    port = 50050 + int(routers)
+    assert main(["up", "--port", "50051", "--routers", routers, "--openai", str(port)]) != 0
+    assert f"openai_port {port} is a router's" in capsys.readouterr().err
+
+
 def test_up_says_that_the_port_is_taken(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["up", "--port", "0", "--openai", str(taken.getsockname()[1])]) != 0

@@ -34,8 +34,11 @@ class Rule:
     allowed: Sequence[Any] = ()
 
     def apply(self, key: ForeignKey) -> ForeignKey:
-        if key.value in self.allowed or (key.value is None and self.convert != "is_given"):
-            return key.became(Kind.SAME)  # null is the default
+        is_empty = key.value in (None, {}, []) and self.convert != "is_given"  # then it is the default
+        if is_empty or any(
+            key.value == one and isinstance(key.value, bool) is isinstance(one, bool) for one in self.allowed
+        ):
+            return key.became(Kind.SAME)
         try:
             settings = dict.fromkeys(self.settings, CONVERTERS[self.convert](key.value))
         except ValueError as error:
@@ -154,7 +157,10 @@ def read_import(path: Path, *, target: str = "") -> tuple[Format, list[ForeignKe
     return best, best.translate(entries, target=target)
 
 
-def _entries(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: Path) -> Iterator[ForeignKey]:
+def _entries(
+    loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: Path, outer: Sequence[yaml.Node] = ()
+) -> Iterator[ForeignKey]:
+    """`outer`: the groups around `node`. Raises: ConfigError."""
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
@@ -167,7 +173,9 @@ def _entries(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: Path) 
             raise ConfigError(f"{path}:{line}: {key} stands in line {lines[key]} already")
         lines[key] = line
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
-            yield from _entries(loader, value_node, f"{key}.", path)
+            if value_node in (*outer, node):  # by an alias
+                raise ConfigError(f"{path}:{line}: {key} contains itself")
+            yield from _entries(loader, value_node, f"{key}.", path, (*outer, node))
             continue
         value = loader.construct_object(value_node, deep=True)
         if key == SPECULATIVE and isinstance(value, str):

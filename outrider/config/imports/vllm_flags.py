@@ -17,6 +17,8 @@ FLAGS = (
 )
 SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "trust_remote_code")
 """Those that have `--no-…`."""
+TEXTS = ("served_model_name", "revision")
+"""Those whose values stand as they are: 0123456 is no octal number, and `on` is a name."""
 
 
 def vllm_settings(arguments: Mapping[str, Any], *, target: str = "", source: str = "argument") -> Imported:
@@ -46,7 +48,7 @@ def read_vllm_flags(arguments: argparse.Namespace, *, target: str = "") -> Impor
     given = {name: getattr(arguments, name) for name in (*FLAGS, *SWITCHES) if getattr(arguments, name) is not None}
     for name, value in given.items():
         try:
-            given[name] = yaml.safe_load(value) if isinstance(value, str) else value  # JSON is YAML
+            given[name] = yaml.safe_load(value) if isinstance(value, str) and name not in TEXTS else value  # or JSON
         except yaml.YAMLError as error:
             raise ConfigError(f"flag {name}: neither a value nor JSON: {value!r}") from error
     return vllm_settings(given, target=target, source="flag")

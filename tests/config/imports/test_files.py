@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.config import sections_of
+from outrider.cli.main import main
 from outrider.config import describe_settings, load_config, parse_role_arguments
 from outrider.config.imports import FORMATS, Kind, open_format, read_import
 from outrider.errors import ConfigError
@@ -184,6 +185,26 @@ def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
     assert not resolved.warnings
 
 
+def test_true_is_not_the_number_one(write):
+    text = "moe_expert_parallel_size: 1\nenable_attention_dp: true\nattention_dp_config: {enable_balance: true}\n"
+    kinds = [key.kind for key in read_import(Path(write(text)))[1]]
+    assert kinds == [Kind.SAME, Kind.WARNING, Kind.WARNING]
+
+
+def test_empty_groups_are_defaults_whatever_their_keys_mean(write):
+    path = write("max_num_seqs: 8\nhf_overrides: {}\nrope-scaling: {}\ncompilation-config: {}\n")
+    assert [key.kind for key in read_import(Path(path))[1][1:]] == [Kind.SAME] * 3
+
+
+def test_the_table_shows_no_secret(write, capsys):
+    path = write("max_num_seqs: 8\napi-key: sk-private\nhf_token: hf-private\n")
+    assert main(["config", "import", path]) == 1
+    shown = "".join(capsys.readouterr())
+    assert "api_key" in shown
+    assert "set HF_TOKEN" in shown
+    assert "private" not in shown
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -208,6 +229,7 @@ def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
         ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len stands in line 1 already"),
         ("- 1\n", ":1: the file is a group of keys"),
         ("a: [\n", "not YAML"),
+        ("a: &a {b: *a}\n", "a.b contains itself"),
         ("speculative-config: '{'\n", "not YAML"),
     ],
 )
