@@ -17,6 +17,7 @@ class GroupOpened:
     session_id: int
     group: OpenSequenceGroup
     kv_host: str
+    compiled_constraint: object = None  # kept until the group ends, so that its samples start quickly
 
 
 @dataclass(frozen=True, slots=True)

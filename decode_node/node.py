@@ -171,9 +171,8 @@ class DecodeNode:
 
     # --- engine thread ⇄ event loop -------------------------------------------------------
 
-    def _compile_constraint(self, constraint: Constraint) -> None:
-        if self._parts is not None:
-            self._parts.engine.sampler.constraints.prepare(constraint)
+    def _compile_constraint(self, constraint: Constraint) -> object:
+        return None if self._parts is None else self._parts.engine.sampler.constraints.prepare(constraint)
 
     def _submit(self, command: Any) -> None:
         if self._parts is not None:

@@ -162,7 +162,8 @@ class SequenceGroupManager:
             num_query_tokens=lookups.num_query_tokens + len(shared) + 1,
             num_hit_tokens=lookups.num_hit_tokens + kv.num_cached_tokens,
         )
-        group = SequenceGroup(command.session_id, opened, shared, command.kv_host, self._num_arrived, kv)
+        compiled = command.compiled_constraint
+        group = SequenceGroup(command.session_id, opened, shared, command.kv_host, self._num_arrived, kv, compiled)
         self._groups.add(group)
         for start in opened.samples:
             group.sequence_ids[start.sample] = self._groups.next_sequence_id()

@@ -81,7 +81,7 @@ class Sessions:
         has_room: Callable[[int], bool],
         info: Callable[[], NodeInfo],
         report: Callable[[], NodeReport],
-        compile_constraint: Callable[[Constraint], None],
+        compile_constraint: Callable[[Constraint], object],
         timeout_seconds: float,
     ) -> None:
         """`has_room`: for one command more of a session. `compile_constraint`: blocks; called in a thread.
@@ -202,18 +202,19 @@ class Sessions:
                 await asyncio.sleep(LOOK_AGAIN_SECONDS)
             match command_from_proto(proto):
                 case OpenSequenceGroup() as opened:
-                    if opened.options.sampling.constraint is not None:
-                        await self._compile(opened.options.sampling.constraint)
-                    self._submit(GroupOpened(session.session_id, opened, kv_host))
+                    compiled = await self._compiled(opened.options.sampling.constraint)
+                    self._submit(GroupOpened(session.session_id, opened, kv_host, compiled))
                 case RetargetSequenceGroup() as retarget:
                     self._submit(GroupRetargeted(session.session_id, retarget))
                 case CancelSequenceGroup() as cancel:
                     self._submit(GroupCancelled(session.session_id, cancel))
 
-    async def _compile(self, constraint: Constraint) -> None:
+    async def _compiled(self, constraint: Constraint | None) -> object:
         """Before the engine thread needs it, which says what is wrong with it."""
-        with suppress(OutriderError):
-            await asyncio.to_thread(self._compile_constraint, constraint)
+        if constraint is not None:
+            with suppress(OutriderError):
+                return await asyncio.to_thread(self._compile_constraint, constraint)
+        return None
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]

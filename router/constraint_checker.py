@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import select
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
@@ -24,6 +25,9 @@ MAX_VERDICTS = 1024
 MAX_VERDICT_BYTES = 4 << 20
 """Of the constraints of which the verdict is known."""
 
+_TOO_MUCH = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
+"""Of a processor, or of memory; other signals say nothing of a constraint."""
+
 _log = get_logger("constraints")
 
 
@@ -40,6 +44,7 @@ class ConstraintChecker:
         self._process: subprocess.Popen[str] | None = None  # of the queue's thread
         self._verdicts: OrderedDict[Constraint, str | None] = OrderedDict()  # most recently asked for last
         self._num_bytes = 0  # of those constraints
+        self._is_closed = False
 
     async def check(self, constraint: Constraint, *, client: str = "") -> None:
         """Raises: InvalidRequestError for one that cannot be compiled in time; CapacityError when too many wait;
@@ -59,6 +64,7 @@ class ConstraintChecker:
 
     def close(self) -> None:
         """Ends the process; a second call does nothing."""
+        self._is_closed = True
         self._queue.close()
         if self._process is not None:
             self._process.kill()
@@ -73,6 +79,8 @@ class ConstraintChecker:
         try:
             return _ask(self._process, asdict(constraint))
         except _EndedError as error:
+            if self._is_closed or error.signal not in _TOO_MUCH:
+                raise
             _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=error.signal)
             return (
                 f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
@@ -85,14 +93,16 @@ class ConstraintChecker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # a terminal's signals are for the router, with which its input ends
         )
 
 
-class _EndedError(Exception):
-    """The system has ended the process."""
+class _EndedError(InternalError):
+    """A signal has ended the process."""
 
-    def __init__(self, signal: int) -> None:
-        self.signal = signal
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the compiler of constraints was ended by signal {number}")
+        self.signal = number
 
 
 def _ask(process: subprocess.Popen[str], message: dict[str, Any]) -> str | None:
@@ -105,6 +115,7 @@ def _ask(process: subprocess.Popen[str], message: dict[str, Any]) -> str | None:
         process.stdin.flush()
         if not select.select([process.stdout], [], [], ANSWER_SECONDS)[0]:
             process.kill()
+            process.wait(ANSWER_SECONDS)
             raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
         line = process.stdout.readline()
     if line:

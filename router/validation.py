@@ -174,8 +174,10 @@ def _check_constraint(sampling: router_pb2.SamplingParams) -> None:
         return
     if kind == "choice":
         options = sampling.choice.options
-        message = f"choice has 1 to {MAX_CHOICES} options, none empty"
-        _require(0 < len(options) <= MAX_CHOICES and all(options), message, field="sampling.choice.options")
+        message = f"choice has 1 to {MAX_CHOICES} options, none empty, of at most {MAX_CONSTRAINT_BYTES} bytes together"
+        has_size = sum(len(option.encode()) for option in options) <= MAX_CONSTRAINT_BYTES
+        is_allowed = 0 < len(options) <= MAX_CHOICES and all(options) and has_size
+        _require(is_allowed, message, field="sampling.choice.options")
         return
     text, field = getattr(sampling, kind), f"sampling.{kind}"
     has_size = 0 < len(text.encode()) <= MAX_CONSTRAINT_BYTES

@@ -42,8 +42,14 @@ class SequenceConstraint(Protocol):
 class ConstraintCompiler(Protocol):
     """Thread-safe."""
 
-    def prepare(self, constraint: Constraint) -> None:
-        """Compiles it, so that `start` is quick. Raises: as `start`."""
+    def warm_up(self) -> None:
+        """Before the first constraint: what takes long and keeps the interpreter's lock."""
+
+    def prepare(self, constraint: Constraint) -> object:
+        """Compiles it, so that `start` is quick for as long as the result is kept. Raises: as `start`."""
+
+    def is_ready(self, constraint: Constraint) -> bool:
+        """Whether `start` is quick. Where it is not, it will be soon, unless the constraint cannot be compiled."""
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> SequenceConstraint:
         """For a new sample, which has generated these tokens already.
@@ -55,6 +61,12 @@ class ConstraintCompiler(Protocol):
 
 class NoConstraints:
     """A `ConstraintCompiler` where there is no tokenizer: it knows none."""
+
+    def warm_up(self) -> None:
+        """Nothing to do."""
+
+    def is_ready(self, constraint: Constraint) -> bool:
+        return False
 
     def prepare(self, constraint: Constraint) -> None:
         raise NotSupportedError("no tokenizer to compile constraints for", field=f"sampling.{constraint.kind}")

@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from outrider.constraints.base import ALL_ALLOWED, Masks
 from outrider.constraints.grammar import compile_grammar, open_tokenizer
+from outrider.errors import NotSupportedError, OutriderError
 from outrider.request import Constraint
 
 MAX_COMPILED = 32
-"""Grammars that are kept compiled, of the most recent requests."""
+"""Grammars that are kept compiled, of the most recent requests, besides those in use."""
 MAX_CACHED_MASKS = 256
 """Of one sample, between two commits: 6 KB each with 49,152 tokens."""
+MASK_SECONDS = 0.004
+"""Of a processor, that a mask of one grammar may take on average: 0.05 to 1 is usual."""
+MAX_DEBT_SECONDS = 0.2
+"""What the masks of one grammar may take beyond that, for all its samples: others wait for them."""
+_LEXER = "lexer error"
+"""In errors that may be of what other texts have left in the lexer."""
+
+
+class CompiledGrammar:
+    """One grammar for all samples that follow it, and what their masks have cost. Thread-safe."""
+
+    def __init__(self, compile: Callable[[], LLMatcher]) -> None:  # noqa: A002
+        """Raises: what `compile` raises."""
+        self._compile = compile
+        self._lock = threading.Lock()
+        self._debt_seconds = 0.0
+        self.beginning = compile()  # has consumed nothing; copied, never changed
+
+    def renewed(self, failed: LLMatcher) -> LLMatcher:
+        """A beginning in place of one whose lexer has too many states: copies share them, those of others too."""
+        with self._lock:
+            if self.beginning is failed:
+                self.beginning = self._compile()
+            return self.beginning
+
+    def spend(self, seconds: float, *, num_masks: int) -> None:
+        """Counts what masks have cost."""
+        with self._lock:
+            self._debt_seconds = max(0.0, self._debt_seconds + seconds - num_masks * MASK_SECONDS)
+
+    @property
+    def is_too_slow(self) -> bool:
+        return self._debt_seconds > MAX_DEBT_SECONDS
 
 
 class GrammarCompiler:
@@ -29,32 +67,59 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # most recently used last
+        self._compiled: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()  # most recently used last
+        self._in_use: WeakValueDictionary[Constraint, CompiledGrammar] = WeakValueDictionary()  # those, and others
+        self._thread: ThreadPoolExecutor | None = None  # from the first `is_ready` on
+        self._refused: OrderedDict[Constraint, bool] = OrderedDict()  # in the thread now: False
 
-    def prepare(self, constraint: Constraint) -> None:
-        self._compile(constraint)
+    def warm_up(self) -> None:
+        with self._lock, suppress(NotSupportedError):
+            self._open_tokenizer()
 
-    def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> GrammarState:
-        beginning = self._compile(constraint)
-        tokenizer = self._open_tokenizer()
-        sequence = GrammarState(
-            beginning, num_words=-(-tokenizer.vocab_size // 32), eos_token_ids=frozenset(tokenizer.eos_tokens)
-        )
-        sequence.commit(generated_token_ids)
-        return sequence
-
-    def _compile(self, constraint: Constraint) -> LLMatcher:
-        """At the grammar's beginning; never changed."""
+    def prepare(self, constraint: Constraint) -> CompiledGrammar:
         with self._lock:
-            matcher, tokenizer = self._compiled.get(constraint), self._open_tokenizer()
-        if matcher is None:
-            matcher = compile_grammar(tokenizer, constraint)
+            grammar, tokenizer = self._in_use.get(constraint), self._open_tokenizer()
+        if grammar is None:
+            grammar = CompiledGrammar(lambda: compile_grammar(tokenizer, constraint))
         with self._lock:
-            self._compiled[constraint] = matcher
+            grammar = self._in_use.setdefault(constraint, grammar)
+            self._compiled[constraint] = grammar
             self._compiled.move_to_end(constraint)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        return matcher
+        return grammar
+
+    def is_ready(self, constraint: Constraint) -> bool:
+        with self._lock:
+            if constraint in self._in_use:
+                return True
+            if constraint in self._refused:
+                return False
+            self._refused[constraint] = False
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
+        self._thread.submit(self._prepare_beside, constraint)
+        return False
+
+    def _prepare_beside(self, constraint: Constraint) -> None:
+        try:
+            self.prepare(constraint)
+        except OutriderError:
+            with self._lock:
+                self._refused[constraint] = True
+                while len(self._refused) > MAX_COMPILED:
+                    self._refused.popitem(last=False)
+        else:
+            with self._lock:
+                del self._refused[constraint]
+
+    def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> GrammarState:
+        grammar, tokenizer = self.prepare(constraint), self._open_tokenizer()
+        sequence = GrammarState(
+            grammar, num_words=-(-tokenizer.vocab_size // 32), eos_token_ids=frozenset(tokenizer.eos_tokens)
+        )
+        sequence.commit(generated_token_ids)
+        return sequence
 
     def _open_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
@@ -70,20 +135,32 @@ class GrammarState:
     After the grammar's end only end-of-text follows, as often as the request wants it.
     """
 
-    def __init__(self, beginning: LLMatcher, *, num_words: int, eos_token_ids: frozenset[int]) -> None:
-        """`beginning`: a matcher that has consumed nothing; not changed."""
+    def __init__(self, grammar: CompiledGrammar, *, num_words: int, eos_token_ids: frozenset[int]) -> None:
         self.failure = ""
-        self._beginning = beginning
-        self._matcher = beginning.deep_copy()
+        self._grammar = grammar
+        self._beginning = grammar.beginning
+        self._matcher = self._beginning.deep_copy()
         self._num_words = num_words
         self._eos_token_ids = eos_token_ids
         self._token_ids: list[int] = []  # consumed
         self._masks: dict[tuple[tuple[int, ...], tuple[int, ...]], Masks] = {}  # by assumed and draft tokens
+        self._dead_ends: dict[tuple[int, ...], str] = {}  # paths after which there is no mask, and why
 
     def commit(self, token_ids: Sequence[int]) -> None:
+        for path, error in self._dead_ends.items():
+            if len(path) < len(token_ids) and path == tuple(token_ids[: len(path)]):
+                self._fail(error)  # what follows was decided without a mask
         self._masks.clear()
+        self._dead_ends.clear()
         for token_id in token_ids:
-            if not self.failure and not self._consume(token_id):
+            if self.failure or self._consume(token_id):
+                continue
+            error = self._take_error()
+            if error and not self.failure and self._consume(token_id):  # it was of others' lexer states
+                continue
+            if error:
+                self._fail(error)
+            else:
                 self.failure = "the constraint allows no token that other parameters, such as min_tokens, leave"
 
     def masks(self, assumed_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]) -> Masks:
@@ -93,42 +170,73 @@ class GrammarState:
             if len(self._masks) >= MAX_CACHED_MASKS:
                 self._masks.clear()
             masks = self._masks[key] = np.full((len(draft_token_ids) + 1, self._num_words), ALL_ALLOWED, dtype=np.int32)
+            if self._grammar.is_too_slow:
+                self._fail(f"its masks take more than {MASK_SECONDS * 1e3:g} ms each")
             if not self.failure:
-                self._fill(masks, [*assumed_token_ids, *draft_token_ids], num_assumed=len(assumed_token_ids))
+                started = time.thread_time()
+                self._fill(masks, (*assumed_token_ids, *draft_token_ids), num_assumed=len(assumed_token_ids))
+                self._grammar.spend(time.thread_time() - started, num_masks=len(masks))
         return masks
 
     def forced_tokens(self) -> list[int]:
-        return [] if self.failure or self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        if self.failure or self._matcher.is_stopped() or self._grammar.is_too_slow:
+            return []
+        started = time.thread_time()
+        token_ids = self._matcher.compute_ff_tokens()
+        self._grammar.spend(time.thread_time() - started, num_masks=1)
+        return [] if self._take_error() else token_ids
 
     def _consume(self, token_id: int) -> bool:
-        """False: it is not allowed here, and nothing has changed."""
-        if self._matcher.is_stopped():
+        """False: it is not allowed here, or an error."""
+        if self._matcher.is_stopped() and not self._matcher.is_error():
             return token_id in self._eos_token_ids
         if not self._matcher.try_consume_tokens([token_id]):
             return False
         self._token_ids.append(token_id)
         return True
 
-    def _fill(self, masks: Masks, path: Sequence[int], *, num_assumed: int) -> None:
+    def _fill(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> None:
         """The rows that can be reached, of those after `num_assumed` tokens of the path."""
-        matcher, num_committed = self._matcher, len(self._token_ids)
-        row = -num_assumed
-        for token_id in (*path, None):
-            if row >= 0:
-                matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
+        num_tokens, error = self._follow(masks, path, num_assumed=num_assumed)
+        if error and _LEXER in error and not self.failure:  # perhaps of what others, or earlier drafts, came by
+            num_tokens, error = self._follow(masks, path, num_assumed=num_assumed)
+        if error:
+            masks[max(num_tokens - num_assumed, 0) :] = 0
+            self._dead_ends[path[:num_tokens]] = error
+            if not num_tokens:
+                self._fail(error)
+
+    def _follow(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> tuple[int, str]:
+        """Tokens of the path after which no further mask can be made, and the matcher's error if that is why."""
+        matcher, num_committed, num_tokens = self._matcher, len(self._token_ids), 0
+        while True:
+            if num_tokens >= num_assumed:
+                row = masks[num_tokens - num_assumed]
+                matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
                 if matcher.is_error():
                     break
-            row += 1
-            if token_id is None or not self._consume(token_id):
+            if num_tokens == len(path) or not self._consume(path[num_tokens]):
+                num_tokens += matcher.is_error()
                 break
+            num_tokens += 1
         num_consumed = len(self._token_ids) - num_committed
         del self._token_ids[num_committed:]
-        if not matcher.is_error():
+        error = self._take_error()
+        if not error:
             matcher.rollback(num_consumed)
-            return
-        masks[max(row, 0) :] = 0  # a text that comes here fails: no token that is decided is allowed
-        # An error is for ever, and this one may be of a draft that is not accepted.
-        error, is_of_text = matcher.get_error(), row == num_assumed == 0
+        return num_tokens, error
+
+    def _take_error(self) -> str:
+        """The matcher's error, which is for ever: another matcher follows the text then. Empty: there is none."""
+        if not self._matcher.is_error():
+            return ""
+        error: str = self._matcher.get_error().splitlines()[0]
+        if _LEXER in error:
+            self._beginning = self._grammar.renewed(self._beginning)
         self._matcher = self._beginning.deep_copy()
-        if is_of_text or not self._matcher.consume_tokens(self._token_ids):
-            self.failure = f"the constraint takes too much work: {error.splitlines()[0]}"
+        if not self._matcher.consume_tokens(self._token_ids):
+            self._fail(error)
+        return error
+
+    def _fail(self, error: str) -> None:
+        self.failure = f"the constraint takes too much work: {error}"

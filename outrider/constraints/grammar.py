@@ -26,8 +26,11 @@ NUMERICS = f"llguidance {version('llguidance')}"
 
 MAX_MESSAGE_LENGTH = 500
 
-# A mask takes at most about 0.2 s, and the states of one grammar's lexer about 40 MB.
-_LIMITS = LLParserLimits(step_max_items=5_000, max_lexer_states=20_000, verbose_errors=False)
+# A mask takes at most about 0.1 s, also where only one long text can follow; the states of one grammar's lexer take
+# about 40 MB.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=100_000, step_max_items=5_000, max_lexer_states=20_000, verbose_errors=False
+)
 
 # Whitespace between JSON's tokens has no end by itself: a small model may write nothing else. A schema's own
 # "x-guidance" comes before this.

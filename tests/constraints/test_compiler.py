@@ -5,8 +5,10 @@ import random
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
-from outrider.constraints.compiler import GrammarCompiler
+from outrider.constraints import grammar
+from outrider.constraints.compiler import MAX_COMPILED, MAX_DEBT_SECONDS, GrammarCompiler
 from outrider.errors import InvalidRequestError
 from outrider.request import Constraint, ConstraintKind
 from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
@@ -177,3 +179,78 @@ def test_whitespace_between_jsons_tokens_ends(compiler):
         num_spaces += 1
         assert num_spaces <= 32
     assert num_spaces
+
+
+def letters(text):
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def test_what_is_decided_where_a_draft_had_no_mask_is_a_failure(compiler, monkeypatch):
+    """Such a row allows nothing; what is decided there all the same may be a token that fits the grammar."""
+    monkeypatch.setattr(grammar, "_LIMITS", LLParserLimits(step_lexer_fuel=400, verbose_errors=False))
+    endings = "|".join(f"[{letter}-z]{{1,{most}}}{most}" for most, letter in enumerate("abcde", 2))
+    state, (q, z) = compiler.start(Constraint(ConstraintKind.REGEX, f"ok|q({endings})+")), letters("qz")
+    masks = state.masks((), (q, z))
+    assert [mask.any() for mask in masks] == [True, False, False]
+    assert not state.failure  # the draft may be wrong
+    state.commit([q, z])
+    assert "too much work" in state.failure
+
+
+def test_lexer_states_that_others_came_by_are_no_failure(compiler):
+    """All that follow one grammar share them, and 20,000 are the most."""
+    constraint = Constraint(ConstraintKind.REGEX, "(?s)([ab]*a[ab]{16}c)+")
+    choices, rng = [letters("a")[0], letters("b")[0]], random.Random(1)
+    token_ids, state = [], compiler.start(constraint)
+    while not state.failure and len(token_ids) < 40_000:
+        state.masks((), ())
+        token_ids.append(rng.choice(choices))
+        state.commit(token_ids[-1:])
+        if state._beginning is not compiler.start(constraint)._beginning:
+            break
+    for known in ([], token_ids[:9]):
+        other = compiler.start(constraint, known)
+        assert other.masks((), ())[0].any()
+        assert not other.failure
+
+
+def test_one_text_that_is_long_has_quick_masks_or_fails(compiler):
+    """The library looks far ahead where only one text can follow: for all samples together no step is kept long."""
+    constraint = Constraint(ConstraintKind.REGEX, "(ab){200000}")
+    states = [compiler.start(constraint) for _ in range(64)]
+    for state in states:
+        state.masks((), ())
+        state.forced_tokens()
+    assert "too much work" in states[-1].failure or compiler.prepare(constraint)._debt_seconds < MAX_DEBT_SECONDS
+
+
+def test_a_grammar_whose_masks_take_long_ends_all_that_follow_it(compiler):
+    state, others = compiler.start(CONSTRAINTS["regex"]), [compiler.start(CONSTRAINTS["grammar"])]
+    compiler.prepare(CONSTRAINTS["regex"]).spend(MAX_DEBT_SECONDS + 0.1, num_masks=1)
+    state.masks((), ())
+    assert "more than 4 ms each" in state.failure
+    assert state.forced_tokens() == []
+    others[0].masks((), ())
+    assert not others[0].failure
+    compiler.prepare(CONSTRAINTS["regex"]).spend(0.0, num_masks=1000)  # others of its masks were quick
+    state = compiler.start(CONSTRAINTS["regex"])
+    state.masks((), ())
+    assert not state.failure
+
+
+def test_what_is_in_use_stays_compiled(compiler):
+    kept = compiler.prepare(CONSTRAINTS["choice"])
+    for number in range(MAX_COMPILED + 1):
+        compiler.prepare(Constraint(ConstraintKind.REGEX, f"a{{{number + 1}}}"))
+    assert compiler.prepare(CONSTRAINTS["choice"]) is kept
+
+
+def test_beside_its_owner_a_constraint_is_compiled_once_and_a_bad_one_is_not_tried_again():
+    compiler = GrammarCompiler(TOKENIZER.to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
+    good, bad = CONSTRAINTS["regex"], Constraint(ConstraintKind.REGEX, "(a")
+    assert not compiler.is_ready(good)
+    assert not compiler.is_ready(bad)
+    compiler._thread.submit(lambda: None).result(10)  # after those two
+    assert compiler.is_ready(good)
+    assert not compiler.is_ready(bad)
+    assert compiler._thread._work_queue.empty()

@@ -50,6 +50,9 @@ class ScriptedForward:
         self._clock = clock
         self._forward_seconds = forward_seconds
 
+    def is_ready(self, start: SequenceStart) -> bool:
+        return True
+
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> list[int]:
         return list(token_ids)
 

@@ -60,6 +60,7 @@ OTHER_CASES = [
     ({"sampling": R.SamplingParams(regex="")}, "sampling.regex"),
     ({"sampling": R.SamplingParams(grammar="")}, "sampling.grammar"),
     ({"sampling": R.SamplingParams(choice=R.Choice())}, "sampling.choice.options"),
+    ({"sampling": R.SamplingParams(choice=R.Choice(options=["é" * 20_000] * 2))}, "sampling.choice.options"),
     ({"stop": R.StopConditions(strings=["x"] * 17)}, "stop.strings"),
     ({"stop": R.StopConditions(strings=["x", ""])}, "stop.strings"),
     ({"stop": R.StopConditions(strings=["é" * 129])}, "stop.strings"),

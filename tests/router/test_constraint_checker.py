@@ -1,9 +1,11 @@
 """Constraints are compiled in a process that ends with one that takes too much, and only then."""
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
+import termios
 
 import pytest
 
@@ -45,6 +47,10 @@ async def verdict(checker, constraint):
     return error.message
 
 
+def unread_bytes(pipe):
+    return int.from_bytes(fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)), "little")
+
+
 async def test_the_endless_one_is_refused_in_time_and_the_next_ones_are_compiled(checker):
     found = await asyncio.gather(*(verdict(checker, each) for each in (GOOD, ENDLESS, BAD, GOOD)))
     assert found[0] == found[3] == ""
@@ -82,6 +88,26 @@ async def test_a_tokenizer_of_an_unknown_kind_supports_no_constraint(checker, mo
     for _ in range(2):
         with pytest.raises(NotSupportedError, match="no constraints with this model's tokenizer"):
             await verdict(checker, GOOD)
+
+
+async def test_what_else_ends_the_process_says_nothing_of_a_constraint(checker):
+    assert await verdict(checker, GOOD) == ""
+    process = checker._process
+    os.kill(process.pid, signal.SIGSTOP)  # while it is asked
+    asking = asyncio.create_task(verdict(checker, BAD))
+    async with asyncio.timeout(10):
+        while not unread_bytes(process.stdin):
+            await asyncio.sleep(0)
+    process.terminate()
+    os.kill(process.pid, signal.SIGCONT)
+    with pytest.raises(InternalError, match="ended by signal 15"):
+        await asking
+    assert "unclosed group" in await verdict(checker, BAD)
+
+
+async def test_ctrl_c_is_not_for_the_process(checker):
+    await verdict(checker, GOOD)
+    assert os.getsid(checker._process.pid) != os.getsid(0)
 
 
 async def test_closing_ends_the_process(checker):

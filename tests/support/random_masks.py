@@ -9,8 +9,14 @@ class RandomMasks:
     def __init__(self, vocab_size):
         self.vocab_size = vocab_size
 
+    def warm_up(self):
+        """Nothing to read."""
+
     def prepare(self, constraint):
         """Nothing to compile."""
+
+    def is_ready(self, constraint):
+        return True
 
     def start(self, constraint, generated_token_ids=()):
         return _RandomConstraint(self.vocab_size, constraint.text, list(generated_token_ids))

@@ -23,7 +23,8 @@ STEPS: tuple[dict[str, Any], ...] = (
 
 
 def warm_up_sampler(sampler: Sampler, device: torch.device) -> None:
-    """Decides rows in each of the ways that are compiled. On a CPU nothing is."""
+    """Decides rows in each of the ways that are compiled. On a CPU nothing is. Constraints read their tokenizer."""
+    sampler.constraints.warm_up()
     if device.type == "cpu":
         return
     logits = torch.zeros((2, sampler.vocab_size), device=device)

@@ -44,6 +44,9 @@ class DraftForward(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    def is_ready(self, start: SequenceStart) -> bool:
+        """Whether the sequence can start: its constraint is compiled. If it can be, it soon will."""
+
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> object:
         """The sampling state of a sequence with these committed tokens."""
 

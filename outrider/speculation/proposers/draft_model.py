@@ -134,7 +134,7 @@ class DraftModelProposer:
     # --- sequences ------------------------------------------------------------------------
 
     def _tree(self, request: ProposalRequest) -> PathTree | None:
-        """The request's paths, re-rooted at its newest token. None: this model cannot serve it."""
+        """The request's paths, re-rooted at its newest token. None: this model cannot serve it, or not yet."""
         token_ids, start = request.token_ids, request.start
         tree = self._trees.get(request.sequence_id)
         if tree is not None and not tree.is_continued_by(token_ids):
@@ -147,6 +147,8 @@ class DraftModelProposer:
         if self._head is not None and not _has_features(request):
             return None
         if tree is None:
+            if not self._forward.is_ready(start):
+                return None
             sampling = self._forward.start(start, token_ids)
             # The last token is always computed: its logits begin the draft.
             kv = SequenceKV.create(

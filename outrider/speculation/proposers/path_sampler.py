@@ -24,6 +24,10 @@ class PathSampler:
     __slots__ = ()
     sampler: Sampler
 
+    def is_ready(self, start: SequenceStart) -> bool:
+        constraint = start.options.sampling.constraint
+        return constraint is None or self.sampler.constraints.is_ready(constraint)
+
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
         params = start.options.sampling
         if start.wants_distributions:  # what is sent is what was drawn from
