@@ -318,35 +318,35 @@ class Attempt:
         return False
 
     async def _try_transfer(self, granted: Granted, link: PrefillLink) -> PeerLostError | None:
-        """None once the KV is ready, else why the transfer failed; then nothing of it goes on."""
+        """None once KV and wanted logprobs are here, else what was lost; nothing of a failed transfer goes on."""
         self._work.figures.nodes[link.name] = link.numerics
         prefill = self._prefill = asyncio.create_task(link.prefill(self._call(granted)), name="prefill")
         prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
         link.add_listener(self._on_standing)
         is_ready = False
+        timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
         deadline: float | None = None
         try:
-            while True:
+            while not is_ready or (self._held.is_holding and not prefill.done()):
                 match await self._next_event(deadline):
                     case KvReady():
                         is_ready = True
                         prefill.add_done_callback(self._take_figures)
-                        timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
-                        return await self._held.read(prefill, timeout_seconds=timeout_seconds)
+                        deadline = asyncio.get_running_loop().time() + timeout_seconds  # for its answer
                     case KvFailed(transfer_id=self._transfer_id, message=message):
                         return PeerLostError(f"the KV transfer from {link.name} failed: {message}", node=link.name)
-                    case _Signal.PREFILL_ENDED if prefill.done():
-                        error = prefill.exception()
-                        if isinstance(error, PeerLostError):
+                    case _Signal.PREFILL_ENDED if prefill.done() and not is_ready:
+                        if isinstance(error := prefill.exception(), PeerLostError):
                             return error
                         prefill.result()
                         # The push was committed: the decode node's word follows.
-                        timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
                         deadline = asyncio.get_running_loop().time() + timeout_seconds
                     case _Signal.STANDING if self._work.services.may_replace(link):
                         return PeerLostError(f"prefill node {link.name} is late", node=link.name)
                     case None:
-                        return PeerLostError(f"the prompt's KV did not arrive from {link.name}", node=link.name)
+                        message = f"the prompt's KV or its logprobs did not arrive from {link.name}"
+                        return PeerLostError(message, node=link.name)
+            return self._held.take_answer(prefill)
         finally:
             link.remove_listener(self._on_standing)
             if not is_ready and not prefill.done():

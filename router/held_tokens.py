@@ -49,17 +49,11 @@ class HeldTokens:
                 return False
         return True
 
-    async def read(self, prefill: asyncio.Task[PrefillFigures], *, timeout_seconds: float) -> PeerLostError | None:
-        """Takes the logprobs from a prefill node's answer, which follows the commit; or says why it has none.
-
-        At once where none are wanted.
-        """
+    def take_answer(self, prefill: asyncio.Task[PrefillFigures]) -> PeerLostError | None:
+        """Takes the logprobs from a prefill node's answer, or says why it has none. Nothing where none are wanted."""
         if not self.is_holding:
             return None
-        await asyncio.wait((prefill,), timeout=timeout_seconds)
         try:
-            if not prefill.done():
-                return PeerLostError("the prefill node does not send the logprobs of the prompt")
             self._take(prefill.result().prompt_logprobs)
         except OutriderError as error:
             return error if isinstance(error, PeerLostError) else PeerLostError(error.message)

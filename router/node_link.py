@@ -239,6 +239,7 @@ class PrefillLink(NodeLink):
     """A prefill node: prompts go there."""
 
     num_outstanding_tokens = 0  # uncached prompt tokens that this router sent
+    num_scored_tokens = 0  # of its prompts there whose logprobs are wanted
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
         """Has the prompt's KV computed and pushed. Cancelling stops both.

@@ -74,6 +74,11 @@ class Demand:
     numerics: str = ""  # decode and prefill node compute by these; empty: by any
     is_scored: bool = False  # logprobs of the prompt are wanted: few of its tokens are computed at a time
 
+    @property
+    def num_scored_tokens(self) -> int:
+        """A little more than there are, where some are generated."""
+        return len(self.token_ids) if self.is_scored else 0
+
     @cached_property
     def prefix_hashes(self) -> list[int]:
         """Computed once: placement looks at the queue's head with every report."""
@@ -84,13 +89,19 @@ class Place:
     """A decode and a prefill node, reserved for one request until released. Releasing is idempotent."""
 
     def __init__(
-        self, placement: Placement, decode: DecodeLink, prefill: PrefillLink | None, num_prefill_tokens: int
+        self,
+        placement: Placement,
+        demand: Demand,
+        decode: DecodeLink,
+        prefill: PrefillLink | None,
+        num_prefill_tokens: int,
     ) -> None:
         """`prefill` is None where no prefill node serves: the decode node computes the prompt."""
         self.decode = decode
         self.prefill = prefill
         self._placement = placement
         self._num_prefill_tokens = num_prefill_tokens
+        self._num_scored_tokens = demand.num_scored_tokens
         self._holds_decode = True
 
     def kv_salt(self, cache_salt: bytes) -> bytes:
@@ -114,13 +125,14 @@ class Place:
         if chosen is None:
             return False
         self.prefill, self._num_prefill_tokens = chosen
+        self._num_scored_tokens = demand.num_scored_tokens
         return True
 
     def release_prefill(self) -> None:
         """The prompt has been computed, or need not be."""
         num_tokens, self._num_prefill_tokens = self._num_prefill_tokens, 0
         if num_tokens and self.prefill is not None:
-            self._placement.release_prefill(self.prefill, num_tokens)
+            self._placement.release_prefill(self.prefill, num_tokens, self._num_scored_tokens)
 
     def release(self, rejected: Rejected | None = None) -> None:
         """`rejected`: the decode node had no room."""
@@ -167,7 +179,7 @@ class Placement:
         self._note_choice(decode, demand)
         decode.num_placed += 1
         self.num_placed += 1
-        return Place(self, decode, prefill, num_uncached)
+        return Place(self, demand, decode, prefill, num_uncached)
 
     def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
         """(node, uncached tokens there), counted as under way; the one that failed only where it serves again."""
@@ -179,6 +191,7 @@ class Placement:
     def _take_prefill(self, demand: Demand, prefill: PrefillLink, num_uncached: int) -> None:
         self._note_choice(prefill, demand)
         prefill.num_outstanding_tokens += num_uncached
+        prefill.num_scored_tokens += demand.num_scored_tokens
 
     def _note_choice(self, link: NodeLink, demand: Demand) -> None:
         link.breaker.begin()
@@ -204,6 +217,11 @@ class Placement:
         """Whether its prompt can be computed now: by a prefill node, or by the decode node where none serves."""
         return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
 
+    def is_behind_scored(self, demand: Demand) -> bool:
+        """Whether it waits only for prompts that are scored on prefill nodes: others need not wait with it."""
+        links = self._prefill_candidates(demand)
+        return bool(links) and not any(_may_score(link, demand) for link in links)
+
     def _has_prefill_node(self, demand: Demand) -> bool:
         return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
 
@@ -214,8 +232,9 @@ class Placement:
             for link in self._nodes.prefill_nodes
         )
 
-    def release_prefill(self, prefill: PrefillLink, num_tokens: int) -> None:
+    def release_prefill(self, prefill: PrefillLink, num_tokens: int, num_scored_tokens: int) -> None:
         prefill.num_outstanding_tokens -= num_tokens
+        prefill.num_scored_tokens -= num_scored_tokens
         assert prefill.num_outstanding_tokens >= 0, "more prefill tokens released than placed"
         self.on_room()
 
@@ -249,6 +268,9 @@ class Placement:
         cost = num_running - PREFIX_WORTH_SEQUENCES * share_held
         return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.chosen_at, link.name
 
+    def _prefill_candidates(self, demand: Demand) -> list[PrefillLink]:
+        return _healthiest([link for link in self._nodes.prefill_nodes if _computes_as(link, demand)], demand)
+
     def _limit_of(self, link: PrefillLink) -> int:
         """Uncached prompt tokens under way there: a few chunks keep the node busy, more would only wait."""
         rows = link.report.load.max_rows_per_step if link.report is not None else 0
@@ -262,8 +284,7 @@ class Placement:
         for: the blocks of this prompt are reserved already.
         """
         best: tuple[tuple[bool, bool, int, int, str], PrefillLink, int] | None = None
-        suitable = [link for link in self._nodes.prefill_nodes if _computes_as(link, demand)]
-        for link in _healthiest(suitable, demand):
+        for link in self._prefill_candidates(demand):
             if link is avoided and link.is_late:
                 continue
             if avoided is not None and link.numerics != avoided.numerics:
@@ -273,7 +294,8 @@ class Placement:
             reported = link.report.load.num_outstanding_tokens if link.report is not None else 0
             own = link.num_outstanding_tokens
             outstanding = max(own, reported)
-            if avoided is None and own and outstanding + num_uncached > self._limit_of(link):
+            is_beyond = own and outstanding + num_uncached > self._limit_of(link)
+            if avoided is None and (is_beyond or not _may_score(link, demand)):
                 continue  # a prompt beyond the limit goes to a node that has nothing else of ours
             cost = (link is avoided, link.is_late, outstanding + num_uncached, link.chosen_at, link.name)
             if best is None or cost < best[0]:
@@ -283,6 +305,12 @@ class Placement:
 
 def _computes_as(link: NodeLink, demand: Demand) -> bool:
     return not demand.numerics or link.numerics == demand.numerics
+
+
+def _may_score(link: PrefillLink, demand: Demand) -> bool:
+    """Whether a step there will soon have rows for its prompt, if it is scored: the limit of prompts, in their rows."""
+    ahead, num_tokens = link.num_scored_tokens, demand.num_scored_tokens
+    return not (ahead and num_tokens) or ahead + num_tokens <= OUTSTANDING_CHUNKS * MAX_SCORED_ROWS
 
 
 def _suits(link: DecodeLink, demand: Demand) -> bool:

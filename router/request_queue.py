@@ -127,13 +127,19 @@ class RequestQueue:
         """Gives places to the first in line, as long as there are any.
 
         The decode nodes that a request waits for are reserved for it: later ones get places on the others. Where
-        room on prefill nodes is short nobody passes, since a large prompt would never get any. A request that no
-        serving node could take holds up nobody; it waits at most `no_node_timeout_seconds` for one that can.
+        room on prefill nodes is short nobody passes, since a large prompt would never get any; but prompts that are
+        to be scored wait for each other in their order, and others pass them. A request that no serving node could
+        take holds up nobody; it waits at most `no_node_timeout_seconds` for one that can.
         """
         placement = self._placement
         skipped = []
         reserved: frozenset[bytes] = frozenset()
+        is_scoring = False  # and a prompt waits for that; others that are to be scored do not pass it
         while (first := self._first()) is not None and (not reserved or len(reserved) < placement.num_decode_nodes):
+            if first.demand.is_scored and (is_scoring or placement.is_behind_scored(first.demand)):
+                is_scoring = True
+                skipped.append(heapq.heappop(self._heap))
+                continue
             usable = placement.usable_nodes(first.demand)
             first.stranded_since = None if usable else self._strand(first)
             place = None if usable <= reserved else placement.place(first.demand, reserved=reserved)

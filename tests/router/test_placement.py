@@ -34,6 +34,7 @@ class FakePlaces:
         self.num_free = num_free
         self.has_nodes = self.has_prefill = True
         self.full = frozenset()
+        self.most_scored_tokens = 0
 
     @property
     def num_decode_nodes(self):
@@ -44,6 +45,9 @@ class FakePlaces:
 
     def has_prefill_room(self, demand):
         return self.has_prefill
+
+    def is_behind_scored(self, demand):
+        return demand.num_scored_tokens > self.most_scored_tokens
 
     def place(self, demand, *, reserved=frozenset()):
         if not self.num_free or not self.has_prefill or not self.usable_nodes(demand) - reserved - self.full:
@@ -99,6 +103,19 @@ async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
     queue.pump()
     await asyncio.gather(*others)
     assert queue.num_waiting == queue._num_waiting_tokens == 0
+
+
+async def test_prompts_that_are_scored_wait_for_each_other_and_not_others_for_them():
+    places = FakePlaces()
+    queue = make_queue(places)
+    long, short = (QueuedRequest(Demand((1,) * num, is_scored=True), priority=0) for num in (9, 2))
+    tasks = await queue_up(queue, long, short, waiting())
+    places.most_scored_tokens = 2
+    await give_room(queue, places, 3)
+    assert [task.done() for task in tasks] == [False, False, True]  # a short one does not pass a long one
+    places.most_scored_tokens = 9
+    await pump(queue)
+    await asyncio.gather(*tasks)
 
 
 async def test_a_place_given_to_someone_who_has_just_left_is_given_back():

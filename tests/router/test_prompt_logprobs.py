@@ -16,6 +16,7 @@ from tests.support.router_fakes.decode_node import fake_logprobs, letters
 
 TEXT = "a prompt"
 OUTPUT = router_pb2.OutputOptions(prompt_logprobs=2)
+FOREVER_SECONDS = 300.0
 
 
 def assert_complete(started, text=TEXT, num_top=2):
@@ -132,6 +133,60 @@ async def test_what_is_lost_with_its_prefill_node_is_computed_again(node_pair, h
     assert len(answer.token_ids()) == 8
     assert answer.summary.metrics.attempts == 2
     assert [len(node.requests) for node in (busy, free)] == [1, 1]
+
+
+async def test_a_late_prefill_node_is_not_waited_for_where_it_has_only_them(node_pair):
+    """It freezes between the commit of the KV and its answer."""
+    pair = await node_pair.serve(liveness_timeout_seconds=FOREVER_SECONDS, kv_ready_timeout_seconds=FOREVER_SECONDS)
+    for node in pair.prefills:
+        node.answer_gate = asyncio.Event()
+    task = asyncio.ensure_future(pair.generate(max_tokens=8, output=OUTPUT))
+    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
+    busy, free = sorted(pair.prefills, key=lambda node: -node.num_active)
+    await pair.eventually(lambda: pair.num_opened == 1 and not any(node.groups for node in pair.decodes))
+    free.answer_gate.set()
+    busy.freeze()
+    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
+    assert_complete(answer.started)
+    assert len(answer.token_ids()) == 8
+    assert answer.summary.metrics.attempts == 2
+    busy.thaw()
+
+
+async def test_a_decode_node_that_dies_is_noticed_while_they_are_awaited(node_pair):
+    pair = await node_pair.serve(kv_ready_timeout_seconds=FOREVER_SECONDS)
+    for node in pair.prefills:
+        node.answer_gate = asyncio.Event()
+    for node in pair.decodes:
+        node.step_seconds = 0.05
+    task = asyncio.ensure_future(pair.generate(max_tokens=40, output=OUTPUT))
+    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
+    busy, free = sorted(pair.prefills, key=lambda node: -node.num_active)
+    await pair.eventually(lambda: any(group.num_sent for node in pair.decodes for group in node.groups))
+    free.answer_gate.set()
+    await next(node for node in pair.decodes if node.groups).stop()
+    await pair.eventually(lambda: pair.num_opened == 2)
+    busy.answer_gate.set()
+    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
+    assert_complete(answer.started)
+    assert len(answer.token_ids()) == 40
+
+
+async def test_prompts_that_are_scored_keep_no_others_in_the_queue(serving):
+    """A step has rows for one of them: more at a node would only take places there, and hold reserved blocks."""
+    serving.prefill.max_rows_per_step = 64
+    await serving.eventually(lambda: serving.service.nodes.prefill_nodes[0].report.load.max_rows_per_step == 64)
+    gate = serving.prefill.answer_gate = asyncio.Event()
+    text = "long" * 100
+    tasks = [asyncio.ensure_future(serving.generate(text=text, max_tokens=8, output=OUTPUT)) for _ in range(20)]
+    await serving.eventually(lambda: serving.services.queue.num_waiting == 19)
+    assert len(serving.prefill.requests) == 1
+    serving.prefill.answer_gate = None
+    await asyncio.wait_for(serving.generate(max_tokens=8), PATIENCE_SECONDS)
+    assert len(serving.prefill.requests) == 2
+    gate.set()
+    for answer in await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS):
+        assert_complete(answer.started, text)
 
 
 async def test_where_prefill_nodes_fail_before_the_kv_is_there_the_decode_node_computes_both(serving):

@@ -7,6 +7,7 @@ import asyncio
 import grpc
 
 from outrider.node import ModelInfo, NodeLoad, NodeRole
+from outrider.prefill import MAX_SCORED_ROWS
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from outrider.wire.answer import pack_logprobs
 from tests.support.router_fakes.decode_node import KV_BYTES_PER_TOKEN, fake_logprobs, find_decode_node
@@ -44,8 +45,9 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
         self.requests.append(request)
         num_tokens = len(request.token_ids)
+        num_outstanding = min(num_tokens, MAX_SCORED_ROWS) if request.scored_token_ids else num_tokens
         self.num_active += 1
-        self.num_outstanding_tokens += num_tokens
+        self.num_outstanding_tokens += num_outstanding
         self.most_outstanding_tokens = max(self.most_outstanding_tokens, self.num_outstanding_tokens)
         try:
             await self.moves()
@@ -62,7 +64,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
                     await context.abort(self.fails_with, "scripted failure")
         finally:
             self.num_active -= 1
-            self.num_outstanding_tokens -= num_tokens
+            self.num_outstanding_tokens -= num_outstanding
         num_cached = min(self.num_cached_tokens, num_tokens)
         return prefill_pb2.PrefillResponse(
             num_cached_tokens=num_cached,
