@@ -95,6 +95,17 @@ def test_an_answer_waits_until_the_only_decode_node_is_back(faulty, undisturbed,
     assert stream_with_a_fault(faulty, 20, lose) == undisturbed
 
 
+def test_a_constrained_answer_goes_on_in_its_grammar_on_the_node_that_is_back(faulty):
+    """Its place there is a function of the tokens."""
+    options = {"regex": "([a-f]{1,9}[0-9 ]){30,60}end", "max_tokens": 500, "logit_bias": {}, "ignore_eos": False}
+    whole, _ = faulty.generate(PROMPT, **{**LONG, **options})
+    assert len(whole) > 60
+    plain, _ = faulty.generate(PROMPT, speculation=False, **{**LONG, **options})
+    assert plain == whole
+    lose = functools.partial(lose_for_a_while, faulty, "decode-0", signal.SIGKILL)
+    assert stream_with_a_fault(faulty, 20, lose, **options) == whole
+
+
 def lose_for_a_while(faulty, name, number):
     """A killed node is started again by the supervisor, a frozen one goes on when the router has given it up."""
     faulty.cluster.kill(name, number)

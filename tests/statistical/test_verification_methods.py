@@ -15,7 +15,7 @@ import torch
 
 from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.arrivals import RaceKey
-from outrider.request import RequestOptions, SamplingParams, VerificationMethod
+from outrider.request import Constraint, ConstraintKind, RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import ProposalRequest
 from outrider.speculation.proposers.suffix import SuffixProposer
@@ -134,6 +134,28 @@ def probabilities_of(logits, settings):
     return probs / probs.sum()
 
 
+ALLOWED = tuple(range(0, 100, 3))
+MASKED = {"constraint": Constraint(ConstraintKind.CHOICE, options=tuple(map(str, ALLOWED)))}
+
+
+def masked_probabilities():
+    logits = np.full(100, -np.inf)
+    logits[list(ALLOWED)] = small_logits()[list(ALLOWED)]
+    return probabilities(logits)
+
+
+@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize("of_drafter", [MASKED, {}], ids=["with the drafter's knowledge", "without"])
+def test_a_constraint_cuts_the_distribution_and_biases_nothing(method, of_drafter, is_full):
+    logits, num_tokens = small_logits(), 500 if is_full else 60
+    drafter = ModelDrafter(logits, **of_drafter)
+    tokens, acceptance = generate(method, logits, drafter, num_tokens=num_tokens, **MASKED)
+    assert worst_z(tokens, masked_probabilities()) < PASS
+    assert acceptance > (0.25 if of_drafter else 0.02)
+    if method is VerificationMethod.COUPLED:
+        assert (tokens == generate(method, logits, LookupDrafter(logits), num_tokens=num_tokens, **MASKED)[0]).all()
+
+
 def test_rejection_accepts_more_than_coupled_sampling():
     logits = small_logits()
     acceptance = {method: generate(method, logits, ModelDrafter(logits, noise=0.6))[1] for method in EXACT}
@@ -178,6 +200,20 @@ def test_a_lookup_that_remembers_outputs_does_not_bias_requests_that_are_sent_ag
 
 
 # Negative controls
+
+
+def test_drafts_that_are_cut_by_a_grammar_are_noticed(monkeypatch):
+    """Mistake: whether a position is decided by its draft's luck depends on the draft."""
+
+    def num_allowed(token_ids, _q):
+        return next((i for i, token_id in enumerate(token_ids) if token_id not in ALLOWED), len(token_ids))
+
+    draw = ModelDrafter.draw  # here with a luck of its own: by the target's, few drafts that it cuts matter
+    monkeypatch.setattr(ModelDrafter, "draw", lambda self, sample, num: draw(self, sample + NUM_STREAMS, num))
+    logits = small_logits()
+    for options in ({}, {"send": num_allowed}):
+        tokens, _ = generate(VerificationMethod.REJECTION, logits, ModelDrafter(logits), **options, **MASKED)
+        assert (worst_z(tokens, masked_probabilities()) < PASS) == (not options)
 
 
 def test_a_memory_of_what_the_same_luck_decided_is_noticed(monkeypatch):

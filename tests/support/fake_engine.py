@@ -144,7 +144,13 @@ class ScriptedSampledRows:
 
 
 class ScriptedSampler:
-    """Always greedy; min_tokens masks stop token ids, counting the drafts before a row, as the contract says."""
+    """Always greedy; min_tokens masks stop token ids, counting the drafts before a row, as the contract says.
+
+    `fails_at`: samples whose constraint does not allow their token at this place of the generated ones.
+    """
+
+    def __init__(self) -> None:
+        self.fails_at: dict[int, int] = {}
 
     def start(
         self,
@@ -160,6 +166,8 @@ class ScriptedSampler:
 
     def commit(self, state: ScriptedSampling, token_ids: Sequence[int]) -> None:
         state.generated_token_ids.extend(token_ids)
+        if len(state.generated_token_ids) > self.fails_at.get(state.sample, len(state.generated_token_ids)):
+            state.failure = "the constraint takes too much work"
 
     def queue(self, logits: Sequence[Sequence[float]], rows: Sequence[Any]) -> Pending[ScriptedSampledRows]:
         """As `sample`; on no device."""

@@ -1,0 +1,112 @@
+"""Draft models and heads under a constraint: they race by the target's own masks, so as much is accepted as without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.constraints.compiler import GrammarCompiler
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from outrider.request import Constraint, ConstraintKind, RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
+from outrider.speculation.proposers.draft_model import DraftModelProposer
+from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.model_forward import ModelForward
+from tests.speculation.draft_trees import likeliest_path
+from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model, tiny_tokenizer
+from tests.support.toy_head import VOCAB_SIZE, ToyFeatures, ToyHead
+
+PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
+LETTERS = Constraint(ConstraintKind.REGEX, "[a-f]{3,40}(x|yz)")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    return load_model(ModelConfig(id=str(make_tiny_model(tmp_path_factory.mktemp("draft")))))
+
+
+@pytest.fixture
+def constraints():
+    return GrammarCompiler(tiny_tokenizer().to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
+
+
+def request(token_ids, constraint, *, num_wanted=6, features=None):
+    sampling = SamplingParams(seed=5, max_tokens=100, temperature=1.0, constraint=constraint)
+    start = SequenceStart(options=RequestOptions(sampling=sampling), sample=0, prompt_length=len(PROMPT))
+    return ProposalRequest(1, token_ids, num_wanted, start, features=features)
+
+
+def draft(proposer, asked):
+    for _ in range(100):
+        (proposal,) = proposer.propose([asked])
+        if proposal.progress is Progress.DONE:
+            return likeliest_path(proposal.tree).token_ids
+    raise AssertionError("never done")
+
+
+def compile_beside(constraints, proposer, asked):
+    """The first try finds a constraint that is not compiled, and does not wait for it."""
+    assert draft(proposer, asked) == ()
+    constraints._thread.submit(lambda: None).result(10)
+
+
+def assert_allowed(constraints, constraint, generated, token_ids):
+    state = constraints.start(constraint, [*generated, *token_ids])
+    assert not state.failure
+
+
+def test_the_targets_own_model_drafts_what_the_target_decides(model):
+    """Acceptance is whole, as it would be without a constraint."""
+    forward = ModelForward.of(model, kv_cache=KVCacheConfig(num_blocks=128))
+    proposer = DraftModelProposer(forward, ProposerInfo(name="draft_model:tiny"))
+    text, constraints = list(PROMPT), forward.sampler.constraints
+    compile_beside(constraints, proposer, request(text, LETTERS))
+    target = DraftModelProposer(
+        ModelForward.of(model, kv_cache=KVCacheConfig(num_blocks=128)), ProposerInfo(name="draft_model:tiny")
+    )
+    for _ in range(3):
+        found = draft(proposer, request(text, LETTERS))
+        assert len(found) == 6
+        assert_allowed(constraints, LETTERS, text[len(PROMPT) :], found)
+        for token_id in found:
+            assert draft(target, request(text, LETTERS, num_wanted=1))[:1] == (token_id,)
+            text.append(token_id)
+
+
+def test_a_head_drafts_what_the_grammar_allows_and_wins_as_the_target_would(constraints):
+    head = ToyHead()
+    known = torch.ones(VOCAB_SIZE, dtype=torch.bool)
+    forward = HeadForward.of(
+        head, num_cached_tokens=4096, known_token_ids=known, constraints=constraints, device=torch.device("cpu")
+    )
+    proposer, text = DraftModelProposer(forward, ProposerInfo(name="toy:tiny")), list(PROMPT)
+    compile_beside(constraints, proposer, request(text, LETTERS, features=ToyFeatures(text)))
+    for _ in range(3):
+        found = draft(proposer, request(text, LETTERS, features=ToyFeatures(text)))
+        assert found
+        assert_allowed(constraints, LETTERS, text[len(PROMPT) :], found)
+        text += found[:2]
+
+
+def test_a_constraint_that_cannot_be_compiled_here_has_no_drafts_and_fails_nobody(constraints):
+    """Another version of llguidance, or a vocabulary that is narrower than the tokenizer's."""
+    bad, narrow = Constraint(ConstraintKind.REGEX, "(a"), tiny_tokenizer().to_str().encode()
+    for compiler, constraint in (
+        (constraints, bad),
+        (GrammarCompiler(narrow, vocab_size=256, eos_token_ids=[EOS_TOKEN_ID]), LETTERS),
+    ):
+        compiler.warm_up()
+        forward = HeadForward.of(
+            ToyHead(),
+            num_cached_tokens=4096,
+            known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool),
+            constraints=compiler,
+            device=torch.device("cpu"),
+        )
+        proposer = DraftModelProposer(forward, ProposerInfo(name="toy:tiny"))
+        compile_beside(compiler, proposer, request(PROMPT, constraint, features=ToyFeatures(PROMPT)))
+        assert draft(proposer, request(PROMPT, constraint, features=ToyFeatures(PROMPT))) == ()
