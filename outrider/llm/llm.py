@@ -73,7 +73,7 @@ class LLM:
         overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
         try:
             translated = settings_of(engine_args, model=model)
-            overrides = ["cluster.port=0", *translated, *overrides]
+            overrides = ["cluster.port=0", "cluster.openai_port=null", *translated, *overrides]
             cluster, self._model = _make_cluster(
                 overrides,
                 divides_memory=any(override.startswith("kv_cache.memory=") for override in translated),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
 from outrider.client import ChatMessage, Prompt
@@ -27,7 +30,7 @@ class Source:
 
 def read_prompts(prompts: PromptType | Sequence[PromptType]) -> list[Source]:
     """One prompt or several. Raises: ValueError that names the one that is no prompt of a text model."""
-    is_single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    is_single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return for_each("prompts", _read_prompt, [prompts] if is_single else prompts)
 
 
@@ -52,23 +55,38 @@ def _read_prompt(prompt: PromptType) -> Source:
     if isinstance(prompt, str):
         return Source(prompt, prompt)
     if not isinstance(prompt, Mapping):
-        return Source(prompt)
-    content = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+        return Source(_read_token_ids(prompt))
     other = [key for key, value in prompt.items() if key not in TokensPrompt.__annotations__ and value is not None]
-    if other or content is None:
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if other or (text is None and token_ids is None):
         given = ", ".join(map(repr, other)) or "an empty dict"
         raise ValueError(f"a prompt has the key 'prompt' or 'prompt_token_ids', not {given}")
-    return Source(content, prompt.get("prompt"))
+    return _read_prompt(text) if token_ids is None else Source(_read_token_ids(token_ids), text)
+
+
+def _read_token_ids(token_ids: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token_id) for token_id in token_ids]
+    except TypeError as error:
+        raise ValueError(f"a prompt is a text, token ids or a dict, not {reprlib.repr(token_ids)}") from error
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> Source:
+    for message in messages:
+        if not isinstance(message, Mapping):
+            shown = reprlib.repr(message)
+            raise ValueError(f"a message is a dict with role and content, not {shown}")  # noqa: TRY004 for_each names it
     return Source([_read_message(**message) for message in messages])
 
 
 def _read_message(role: str = "", content: Any = None, **other: Any) -> ChatMessage:
     extra = [name for name, value in other.items() if value is not None]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
-    extra += [str(part.get("type")) for part in parts if part.get("type") != "text"]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            extra.append(reprlib.repr(part))
+        elif part.get("type") != "text" or "text" not in part:
+            extra.append("a part without text" if part.get("type") == "text" else str(part.get("type")))
     if extra or not parts:
         raise ValueError(f"a message has a role and a text, not {', '.join(extra) or 'nothing'}")
     return ChatMessage(role=role, content="\n".join(part["text"] for part in parts))

@@ -15,7 +15,14 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from outrider import __version__
-from outrider.errors import LOSES_NODES, InvalidRequestError, MismatchError, NotSupportedError, PeerLostError
+from outrider.errors import (
+    LOSES_NODES,
+    InvalidRequestError,
+    MismatchError,
+    NotSupportedError,
+    OutriderError,
+    PeerLostError,
+)
 from outrider.node import NodeRole
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
@@ -70,8 +77,14 @@ class VllmEngineServicer:
         async with _errors(context):
             if len(request.request_ids) > MAX_ABORTED:
                 raise InvalidRequestError(f"at most {MAX_ABORTED} requests are aborted at once", field="request_ids")
+            refused: OutriderError | None = None
             for request_id in request.request_ids:
-                await self._front.abort(request_id, context.invocation_metadata())
+                try:
+                    await self._front.abort(request_id, context.invocation_metadata())
+                except OutriderError as error:  # the others are freed all the same
+                    refused = refused or error
+            if refused is not None:
+                raise refused
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802

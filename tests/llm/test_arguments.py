@@ -142,6 +142,12 @@ def test_arguments_are_settings_of_the_cluster(router, clusters):
     }  # fmt: skip
 
 
+def test_no_gateway_is_started_for_a_file_or_variable_of_outrider_up(router, clusters, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CLUSTER__OPENAI_PORT", "8000")
+    LLM().close()
+    assert clusters[0].config.openai_port is None
+
+
 def test_memory_is_divided_among_the_nodes_unless_it_is_vllm_s_default(router, clusters):
     LLM(gpu_memory_utilization=0.85).close()
     assert clusters[0].launch.node_overrides == {

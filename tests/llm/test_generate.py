@@ -145,6 +145,9 @@ def test_no_more_than_the_nodes_have_room_for_and_some_that_wait_are_sent_at_onc
         (["ok", ""], r"prompts\[1\]: the prompt has 0 tokens"),
         (["ok", {"multi_modal_data": 1}], r"prompts\[1\]: a prompt has the key .*, not 'multi_modal_data'"),
         (["ok", {}], r"prompts\[1\]: .* not an empty dict"),
+        (["ok", None], r"prompts\[1\]: a prompt is a text, token ids or a dict, not None"),
+        (["ok", ["a", 1]], r"prompts\[1\]: .* not \['a', 1\]"),
+        (["ok", {"prompt": 5}], r"prompts\[1\]: a prompt is a text, token ids or a dict, not 5"),
     ],
 )
 def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, router, prompts, message):
@@ -161,6 +164,9 @@ def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, rout
             r"messages\[0\]: .* a text, not image_url",
         ),
         ({"role": "assistant", "content": None}, "not nothing"),
+        ({"role": "user", "content": [{"type": "text"}]}, r"messages\[0\]: .* not a part without text"),
+        ("hello", r"messages\[0\]: a message is a dict with role and content, not 'h'"),
+        ({"role": "user", "content": ["a", "b"]}, r"messages\[0\]: .* not 'a'"),
         ({"role": "assistant", "content": "a", "tool_calls": [1]}, "not tool_calls"),
     ],
 )

@@ -281,6 +281,21 @@ async def test_no_call_answers_strangers(cluster, clients):
         assert (await refused(call)).code is grpc.StatusCode.UNAUTHENTICATED, method.name
 
 
+async def test_an_abort_reaches_a_request_beside_one_that_it_is_charged_for(cluster, tmp_path):
+    """What frees is never refused, whatever else is named."""
+    path = tmp_path / "tokens"
+    path.write_text(line("alice", "a-secret", "rate=1") + "\n", encoding="utf-8")
+    cluster.decode.step_seconds = 0.05
+    await cluster.serve(clients=TokenFile(path))
+    alice = shown("a-secret")
+    call = engine_of(cluster).Generate(request_of(max_tokens=400), metadata=alice, timeout=2 * PATIENCE_SECONDS)
+    await call.read()
+    abort = engine_pb2.AbortRequest(request_ids=["unknown", "r"])
+    failure = await refused(engine_of(cluster).Abort(abort, metadata=alice, timeout=PATIENCE_SECONDS))
+    assert failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await read_on(call))[-1].complete.finish_reason == "abort"
+
+
 async def test_requests_belong_to_the_tenant_that_made_them(cluster, clients):
     cluster.decode.step_seconds = 0.05
     await cluster.serve(clients=clients)
