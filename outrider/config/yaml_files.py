@@ -23,7 +23,8 @@ def open_node(path: Path) -> Iterator[tuple[yaml.SafeLoader, yaml.Node | None]]:
 
     try:
         with path.open(encoding="utf-8") as stream:
-            loader = yaml.SafeLoader(stream)
+            # JSON may be indented by tabs, and has none elsewhere.
+            loader = yaml.SafeLoader(stream.read().replace("\t", " ") if path.suffix == ".json" else stream)
             try:
                 yield loader, loader.get_single_node()
             finally:

@@ -57,7 +57,8 @@ def _read_prompt(prompt: PromptType) -> Source:
     if not isinstance(prompt, Mapping):
         return Source(_read_token_ids(prompt))
     other = [key for key, value in prompt.items() if key not in TokensPrompt.__annotations__ and value is not None]
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    text: Any = prompt.get("prompt")
+    token_ids = prompt.get("prompt_token_ids")
     if other or (text is None and token_ids is None):
         given = ", ".join(map(repr, other)) or "an empty dict"
         raise ValueError(f"a prompt has the key 'prompt' or 'prompt_token_ids', not {given}")
@@ -71,7 +72,7 @@ def _read_token_ids(token_ids: Sequence[int]) -> list[int]:
         raise ValueError(f"a prompt is a text, token ids or a dict, not {reprlib.repr(token_ids)}") from error
 
 
-def _read_messages(messages: Sequence[Mapping[str, Any]]) -> Source:
+def _read_messages(messages: Sequence[Any]) -> Source:
     for message in messages:
         if not isinstance(message, Mapping):
             shown = reprlib.repr(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 
+import numpy as np
 import pytest
 
 from outrider import LLM, Logprob, SamplingParams
@@ -37,6 +38,8 @@ def test_answers_come_in_the_order_of_their_prompts(llm, router):
         ({"prompt_token_ids": [97, 98, 99], "prompt": "shown", "multi_modal_data": None}, "shown"),
         ([[97, 98, 99]], None),
         (("abc",), "abc"),
+        (np.array([97, 98, 99]), None),
+        ([np.array([97, 98, 99])], None),
     ],
 )
 def test_a_prompt_has_any_of_its_forms(llm, prompts, prompt):

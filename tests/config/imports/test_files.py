@@ -116,6 +116,11 @@ def test_a_file_of_vllm_is_settings(write, as_json):
     assert sections["draft_node"].num_speculative_tokens == 3
 
 
+def test_json_may_be_indented_by_tabs(write):
+    (key,) = read_import(Path(write('{\n\t"max_num_seqs": 8\n}\n', "vllm.json")))[1]
+    assert (key.key, key.value, key.source.rpartition(":")[2]) == ("max_num_seqs", 8, "2")
+
+
 def test_a_speculative_config_may_be_the_json_of_the_flag(write):
     path = write("""speculative-config: '{"method": "suffix", "num_speculative_tokens": 2}'\n""")
     resolved = load(path)

@@ -172,18 +172,6 @@ async def test_many_streams_at_once_have_their_own_tokens(cluster):
 # ---------------------------------------------------------------- ends
 
 
-async def test_an_abort_frees_at_once_though_nobody_reads_the_stream(cluster):
-    cluster.decode.step_seconds = 0.05
-    await cluster.serve()
-    call = engine_of(cluster).Generate(request_of(max_tokens=400, n=2), timeout=2 * PATIENCE_SECONDS)
-    await cluster.eventually(lambda: cluster.decode.most_sent > 2)
-    await engine_of(cluster).Abort(engine_pb2.AbortRequest(request_ids=["unknown", "r"]))
-    await cluster.eventually(lambda: not cluster.decode.groups)
-    messages = await read_on(call)
-    assert [message.complete.finish_reason for message in messages if message.HasField("complete")] == ["abort"] * 2
-    await cluster.is_empty()
-
-
 async def test_a_cancelled_call_frees_everything(cluster):
     cluster.decode.step_seconds = 0.05
     await cluster.serve()
@@ -191,11 +179,6 @@ async def test_a_cancelled_call_frees_everything(cluster):
     await cluster.eventually(lambda: cluster.decode.groups)
     call.cancel()
     await cluster.is_empty()
-
-
-async def test_only_few_requests_are_aborted_at_once(serving):
-    call = engine_of(serving).Abort(engine_pb2.AbortRequest(request_ids=["r"] * 257))
-    assert (await refused(call)).code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(
@@ -279,21 +262,6 @@ async def test_no_call_answers_strangers(cluster, clients):
     for method in service.methods:
         call = getattr(stub, method.name)(method.input_type._concrete_class(), timeout=PATIENCE_SECONDS)
         assert (await refused(call)).code is grpc.StatusCode.UNAUTHENTICATED, method.name
-
-
-async def test_an_abort_reaches_a_request_beside_one_that_it_is_charged_for(cluster, tmp_path):
-    """What frees is never refused, whatever else is named."""
-    path = tmp_path / "tokens"
-    path.write_text(line("alice", "a-secret", "rate=1") + "\n", encoding="utf-8")
-    cluster.decode.step_seconds = 0.05
-    await cluster.serve(clients=TokenFile(path))
-    alice = shown("a-secret")
-    call = engine_of(cluster).Generate(request_of(max_tokens=400), metadata=alice, timeout=2 * PATIENCE_SECONDS)
-    await call.read()
-    abort = engine_pb2.AbortRequest(request_ids=["unknown", "r"])
-    failure = await refused(engine_of(cluster).Abort(abort, metadata=alice, timeout=PATIENCE_SECONDS))
-    assert failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert (await read_on(call))[-1].complete.finish_reason == "abort"
 
 
 async def test_requests_belong_to_the_tenant_that_made_them(cluster, clients):
