@@ -341,7 +341,7 @@ class Scheduler:
         """A row for each sequence that needs one only, and what that leaves for drafts and prompts."""
         singles: list[EngineSequence] = []
         prompts: list[EngineSequence] = []
-        num_prompt_rows = 0
+        num_prompt_rows = num_scored_rows = 0
         stalled = room.stalled
         for sequence in self._running:
             kv = sequence.kv
@@ -351,9 +351,13 @@ class Scheduler:
                 continue
             if num_uncomputed == 1 and sequence.scoring is None:
                 singles.append(sequence)
-            else:
-                prompts.append(sequence)
+                continue
+            prompts.append(sequence)
+            if sequence.scoring is None:
                 num_prompt_rows += num_uncomputed
+            else:
+                num_scored_rows += num_uncomputed
+        num_prompt_rows += min(num_scored_rows, MAX_SCORED_ROWS)
         if len(singles) + bool(prompts) > self.max_rows_per_step:
             singles = self._in_turn(singles, num_rows=self.max_rows_per_step - bool(prompts))
         budget = self.max_rows_per_step - len(singles)

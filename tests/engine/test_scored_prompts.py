@@ -40,6 +40,17 @@ def test_a_scored_prompt_leaves_the_rest_of_the_step_to_others():
     assert [len(item.scored_token_ids) for item in plan.scheduled] == [0, MAX_SCORED_ROWS]
 
 
+def test_drafts_have_the_rows_that_scored_prompts_leave():
+    scheduler = make_scheduler(num_blocks=512, rows=8 * MAX_SCORED_ROWS)
+    decoding(scheduler, 1)
+    for key in (2, 3):
+        scored(scheduler, key, 20 * MAX_SCORED_ROWS)
+    scheduler.plan()
+    room = scheduler.reserve()
+    assert room.num_rows == 1 + MAX_SCORED_ROWS
+    assert room.max_draft_rows == 7 * MAX_SCORED_ROWS - 1
+
+
 def test_prompts_are_scored_one_after_the_other():
     scheduler = make_scheduler(num_blocks=512, rows=16 * MAX_SCORED_ROWS)
     scored(scheduler, 1, MAX_SCORED_ROWS // 2 + 1)
