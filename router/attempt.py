@@ -255,7 +255,7 @@ class Attempt:
         work.answer.begin()
         next_grant: Granted | None = granted
         while next_grant is not None and next_grant.kv_address:
-            if self.place.prefill is not None and await self._transfer(next_grant, self.place.prefill):
+            if (link := self.place.prefill) and work.losses.may_transfer and await self._transfer(next_grant, link):
                 break
             next_grant = await self._retarget()
         if next_grant is None and self._held.is_holding:

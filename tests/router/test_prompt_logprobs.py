@@ -11,6 +11,7 @@ import pytest
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.v1 import router_pb2
 from outrider.wire.answer import logprobs_from_proto, most_logprobs_bytes, pack_logprobs
+from router.losses import MAX_TRANSFERS
 from tests.router.conftest import PATIENCE_SECONDS, told
 from tests.support.router_fakes.decode_node import fake_logprobs, letters
 
@@ -187,6 +188,15 @@ async def test_prompts_that_are_scored_keep_no_others_in_the_queue(serving):
     gate.set()
     for answer in await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS):
         assert_complete(answer.started, text)
+
+
+async def test_where_no_prefill_node_sends_them_the_decode_node_computes_both(serving):
+    """Such as a node of a version that does not know them."""
+    serving.prefill._logprobs = lambda _request: b""
+    answer = await asyncio.wait_for(serving.generate(max_tokens=8, output=OUTPUT), PATIENCE_SECONDS)
+    assert_complete(answer.started)
+    assert len(answer.token_ids()) == 8
+    assert len(serving.prefill.requests) == MAX_TRANSFERS
 
 
 async def test_where_prefill_nodes_fail_before_the_kv_is_there_the_decode_node_computes_both(serving):
