@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from decode_node.commands import (
@@ -41,6 +42,8 @@ MAX_UNSENT_EVENTS = 65_536
 
 REPORT_SECONDS = 0.2  # a router hears from this node at least this often
 HELLO_SECONDS = 10.0
+MAX_OPENING = 64
+"""Groups of one router whose constraints are compiled; it waits when there are more."""
 LOOK_AGAIN_SECONDS = 0.01
 """How often a session whose commands wait for the engine thread looks whether there is room for another."""
 
@@ -194,27 +197,46 @@ class Sessions:
     async def _read_commands(
         self, session: RouterSession, kv_host: str, commands: AsyncIterator[session_pb2.SessionCommand]
     ) -> None:
-        async for proto in self._until_silent(session, commands):
-            if proto.WhichOneof("command") == "heartbeat":
-                continue
-            # Polled: the engine thread must not know about event loops.
-            while not self._has_room(session.session_id):  # noqa: ASYNC110 see above
-                await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            match command_from_proto(proto):
-                case OpenSequenceGroup() as opened:
-                    compiled = await self._compiled(opened.options.sampling.constraint)
-                    self._submit(GroupOpened(session.session_id, opened, kv_host, compiled))
-                case RetargetSequenceGroup() as retarget:
-                    self._submit(GroupRetargeted(session.session_id, retarget))
-                case CancelSequenceGroup() as cancel:
-                    self._submit(GroupCancelled(session.session_id, cancel))
+        opening: dict[bytes, asyncio.Task[None]] = {}  # groups whose constraints are compiled: others do not wait
+        try:
+            async for proto in self._until_silent(session, commands):
+                if proto.WhichOneof("command") == "heartbeat":
+                    continue
+                # Polled: the engine thread must not know about event loops.
+                while len(opening) >= MAX_OPENING or not self._has_room(session.session_id):  # noqa: ASYNC110 see above
+                    await asyncio.sleep(LOOK_AGAIN_SECONDS)
+                match command_from_proto(proto):
+                    case OpenSequenceGroup() as opened:
+                        constraint, group_id = opened.options.sampling.constraint, opened.sequence_group_id
+                        if constraint is None:
+                            self._submit(GroupOpened(session.session_id, opened, kv_host))
+                            continue
+                        opening[group_id] = asyncio.create_task(self._open(session, opened, constraint, kv_host))
+                        opening[group_id].add_done_callback(partial(_remove, opening, group_id))
+                    case RetargetSequenceGroup() as retarget:
+                        await _end_of(opening.get(retarget.sequence_group_id))
+                        self._submit(GroupRetargeted(session.session_id, retarget))
+                    case CancelSequenceGroup() as cancel:
+                        task = opening.get(cancel.sequence_group_id)
+                        if task is not None and not cancel.samples and task.cancel():
+                            continue  # it is not opened at all
+                        await _end_of(task)
+                        self._submit(GroupCancelled(session.session_id, cancel))
+            for task in tuple(opening.values()):
+                await _end_of(task)
+        finally:
+            for task in opening.values():
+                task.cancel()
 
-    async def _compiled(self, constraint: Constraint | None) -> object:
-        """Before the engine thread needs it, which says what is wrong with it."""
-        if constraint is not None:
-            with suppress(OutriderError):
-                return await asyncio.to_thread(self._compile_constraint, constraint)
-        return None
+    async def _open(
+        self, session: RouterSession, opened: OpenSequenceGroup, constraint: Constraint, kv_host: str
+    ) -> None:
+        """When the constraint is compiled; the engine thread says what is wrong with it."""
+        compiled = None
+        with suppress(OutriderError):
+            compiled = await asyncio.to_thread(self._compile_constraint, constraint)
+        if session.session_id in self._sessions:  # nothing of a session follows its end
+            self._submit(GroupOpened(session.session_id, opened, kv_host, compiled))
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]
@@ -240,6 +262,15 @@ class Sessions:
         except TimeoutError:
             pass  # nothing happened: the report itself says that this node lives
         session.wake.clear()
+
+
+def _remove(opening: dict[bytes, asyncio.Task[None]], group_id: bytes, _task: asyncio.Task[None]) -> None:
+    opening.pop(group_id, None)
+
+
+async def _end_of(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        await asyncio.wait([task])
 
 
 def _end_writer(reader: asyncio.Task[None], session: RouterSession) -> None:

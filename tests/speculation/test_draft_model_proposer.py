@@ -15,7 +15,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.request import RequestOptions, SamplingParams, VerificationMethod
+from outrider.request import Constraint, ConstraintKind, RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
@@ -105,6 +105,20 @@ def test_a_draft_is_what_the_draft_model_itself_would_generate_and_siblings(mode
     assert bool(proposal.tree.parents) is takes_trees
     assert likeliest_path(proposal.tree).token_ids == Reference(model).continuation(PROMPT, params, 6)
     assert len(proposal.tree) == 6 + (MAX_SIBLINGS if takes_trees else 0)
+
+
+def test_siblings_are_what_a_constraint_allows_also_where_that_is_one_token(model):
+    choice = Constraint(ConstraintKind.CHOICE, options=("the cat sat", "a dog"))
+    compiled = model.constraints.prepare(choice)
+    start = start_of(dataclasses.replace(HOT, constraint=choice), takes_trees=True)
+    (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 4, start))
+    token_ids, parents = proposal.tree.token_ids, proposal.tree.parents or tuple(range(-1, 3))
+    paths = []
+    for token_id, parent in zip(token_ids, parents, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else ()), token_id])
+        assert not model.constraints.start(choice, paths[-1]).failure
+    assert len({tuple(path) for path in paths}) == len(token_ids) >= 4
+    assert model.constraints.prepare(choice) is compiled
 
 
 @pytest.mark.parametrize("num_agreeing", [0, 2, 5])

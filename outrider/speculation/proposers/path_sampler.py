@@ -72,7 +72,8 @@ class PathSampler:
         token_ids: list[list[int]] = [[] for _ in places]
         for (decided, _), ids in zip(rounds, winners, strict=True):
             for place, token_id in zip(decided, ids, strict=True):
-                token_ids[place].append(token_id)
+                if not token_ids[place] or _may_follow(token_ids[place], token_id, samples[place]):
+                    token_ids[place].append(token_id)
         made = iter([Decided(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)])
         sure_of = iter(confident[0]) if confident else repeat(1.0)
         return [
@@ -110,6 +111,12 @@ def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     # What a grammar allows after tokens that are not known yet is not known either.
     state = replace(row.sampling, constraint=None) if num_ahead else row.sampling
     return SampleRows(state, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
+
+
+def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
+    """Whether a runner-up is one: where a constraint allows no other token than the winners, it means nothing."""
+    masks = sample.masks()
+    return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
 
 
 def _without(logits: Tensor, rows: Sequence[int], token_ids: Tensor) -> Tensor:
