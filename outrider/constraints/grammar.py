@@ -51,7 +51,8 @@ def grammar_text(constraint: Constraint) -> str:
         case ConstraintKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(constraint.text)
         case ConstraintKind.CHOICE:
-            options = " | ".join(json.dumps(option, ensure_ascii=False) for option in constraint.options)
+            texts = (json.dumps(option, ensure_ascii=False) for option in constraint.options)
+            options = " | ".join(text.replace("\x7f", "\\u007f") for text in texts)  # Lark has no control characters
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}\n")
 
 

@@ -121,6 +121,13 @@ def test_a_committed_token_that_is_not_allowed_is_a_failure(compiler):
     assert state.forced_tokens() == []
 
 
+@pytest.mark.parametrize("text", ["\x00", "\x01\x7f", "\\u0041", '\\"', "/a/i", "\t\r\n", "\u2028é😀", "%{}$"])
+def test_a_choice_may_have_any_characters(compiler, text):
+    state = compiler.start(Constraint(ConstraintKind.CHOICE, options=(text,)))
+    state.commit([*TOKENIZER.encode(text, add_special_tokens=False).ids, EOS_TOKEN_ID])
+    assert not state.failure
+
+
 def test_forced_tokens_spell_what_alone_can_follow(compiler):
     state = compiler.start(CONSTRAINTS["choice"])
     state.commit(TOKENIZER.encode("the c", add_special_tokens=False).ids)
