@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 LAST_FOLDERS = ("statistical", "faults", "e2e", "gpu")
 SHARED_CLUSTER = "tests/e2e/"
 """Its tests ask one cluster, which is started once: of several workers, one runs them all."""
-OWN_CLUSTERS = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_real_model.py", "tests/e2e/test_soak.py")
+OWN_CLUSTERS = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_soak.py")
 """But these start others."""
+REAL_CLUSTER = ("tests/e2e/test_constraints.py", "tests/e2e/test_openai.py", "tests/e2e/test_real_model.py")
+"""And these share one with the default model."""
 
 
 # Examples take as long as a busy machine makes them.
@@ -50,6 +52,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
+            if path in REAL_CLUSTER:
+                return REAL_CLUSTER[0]
             return SHARED_CLUSTER if path.startswith(SHARED_CLUSTER) and path not in OWN_CLUSTERS else path
 
     config.option.loadscopereorder = False

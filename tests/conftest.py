@@ -154,10 +154,10 @@ def cluster(running):
     return running.cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def real(start_cluster):
-    """Four processes with the default model."""
-    with start_cluster(model=DEFAULT_MODEL_ID) as cluster:
+    """Four processes with the default model, and the OpenAI gateway before them."""
+    with start_cluster(ClusterConfig(port=0, openai_port=0), model=DEFAULT_MODEL_ID) as cluster:
         cluster.wait_serving(START_SECONDS)
         yield RunningCluster(cluster)
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses

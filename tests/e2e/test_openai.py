@@ -12,9 +12,7 @@ import openai
 import pytest
 
 from outrider.client import AsyncClient, ChatMessage
-from outrider.cluster import ChildState, ClusterConfig
-from outrider.model_hub.config import DEFAULT_MODEL_ID
-from tests.conftest import START_SECONDS, RunningCluster
+from outrider.cluster import ChildState
 from tests.support.cluster_nodes import wait_for_node
 
 pytestmark = pytest.mark.real_model
@@ -30,14 +28,6 @@ SCHEMA = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def real(start_cluster):
-    with start_cluster(ClusterConfig(port=0, openai_port=0), model=DEFAULT_MODEL_ID) as cluster:
-        cluster.wait_serving(START_SECONDS)
-        yield RunningCluster(cluster)
-    assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
 
 
 @pytest.fixture(scope="module")
