@@ -14,6 +14,8 @@ from outrider.request import FinishReason, TokenLogprobs
 
 MAX_COMPLETE_BYTES = 4 << 20
 """Larger messages are refused by gRPC clients with default settings, tonic's among them."""
+MAX_INPUT_LOGPROBS = 1 << 16
+"""Of a prompt, with those of alternatives: made into messages at once, in some 100 ms of the event loop."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 9  # with its token; a token has its own and those of its alternatives, whose lengths are as long
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
@@ -36,7 +38,7 @@ class EngineAnswer:
         self._num_bytes = [0] * num_samples  # of each Complete, or a little more
 
     def render(self, event: AnswerEvent) -> list[Any]:
-        """GenerateResponses. Raises: InvalidRequestError where a Complete becomes too large."""
+        """GenerateResponses. Raises: InvalidRequestError where there is too much for a message."""
         match event:
             case Delta() if event.token_ids:
                 return self._add(event)
@@ -107,7 +109,14 @@ def _extend_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
 
 
 def _input_logprobs(logprobs: Sequence[TokenLogprobs]) -> Any:
-    """A prompt's first token has none (NaN)."""
+    """A prompt's first token has none (NaN). Raises: InvalidRequestError for too many."""
+    num_values = len(logprobs) * (1 + len(logprobs[-1].top))
+    if num_values > MAX_INPUT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{num_values} logprobs of the prompt; at most {MAX_INPUT_LOGPROBS} are sent by this protocol",
+            field="sampling_params.prompt_logprobs",
+            reason="ANSWER_TOO_LARGE",
+        )
     return vllm_engine_pb2.InputLogProbs(
         token_logprobs=[
             vllm_engine_pb2.InputTokenLogProb(value=None if math.isnan(value.logprob) else value.logprob)

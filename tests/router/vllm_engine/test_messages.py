@@ -8,6 +8,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 
 from outrider.answer import Delta, Finished, RequestMetrics, Started, Summary, Usage
+from outrider.errors import InvalidRequestError
 from outrider.request import FinishReason, TokenLogprobs
 from outrider.v1 import router_pb2
 from router.vllm_engine.answer import EngineAnswer
@@ -113,3 +114,14 @@ def test_prompt_logprobs_come_once(is_streamed):
 def test_text_that_is_held_back_to_the_end_makes_no_message():
     answer = EngineAnswer(1, is_streamed=True, stop_token_ids=())
     assert answer.render(Delta(0, 5, (), "tail")) == []
+
+
+def test_more_logprobs_of_a_prompt_than_the_event_loop_has_time_for_are_refused():
+    value = TokenLogprobs(1, -1.0, 1, ((1, -1.0),) * 20)
+    started = Started(
+        request_id="r", num_prompt_tokens=4000, seed=0, model="m", router="", prompt_logprobs=(value,) * 4000
+    )
+    answer = EngineAnswer(1, is_streamed=True, stop_token_ids=())
+    with pytest.raises(InvalidRequestError, match="84000 logprobs of the prompt") as raised:
+        answer.render(started)
+    assert raised.value.field == "sampling_params.prompt_logprobs"
