@@ -29,7 +29,7 @@ MAX_MESSAGE_LENGTH = 500
 # A mask takes at most about 0.1 s, also where only one long text can follow; the states of one grammar's lexer take
 # about 40 MB.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=100_000, step_max_items=5_000, max_lexer_states=20_000, verbose_errors=False
+    initial_lexer_fuel=100_000, step_max_items=3_000, max_lexer_states=20_000, verbose_errors=False
 )
 
 # Whitespace between JSON's tokens has no end by itself: a small model may write nothing else. A schema's own
@@ -75,8 +75,14 @@ def open_tokenizer(tokenizer_json: str, *, vocab_size: int, eos_token_ids: Seque
 
 
 def compile_grammar(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:
-    """At the grammar's beginning. Without the interpreter's lock. Raises: InvalidRequestError."""
+    """At the grammar's beginning. Without the interpreter's lock.
+
+    Raises: InvalidRequestError, also where its first mask takes too much work: no engine is to try that.
+    """
     matcher = LLMatcher(tokenizer, grammar_text(constraint), log_level=0, limits=_LIMITS)
-    if matcher.is_error():
-        raise invalid(constraint, matcher.get_error())
+    first = matcher.deep_copy()
+    if not first.is_error():
+        first.compute_bitmask()
+    if first.is_error():
+        raise invalid(constraint, first.get_error())
     return matcher

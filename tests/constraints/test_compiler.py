@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLParserLimits
 
 from outrider.constraints import grammar
-from outrider.constraints.compiler import MAX_COMPILED, MAX_DEBT_SECONDS, GrammarCompiler
+from outrider.constraints.compiler import MASK_SECONDS, MAX_COMPILED, MAX_DEBT_SECONDS, CompiledGrammar, GrammarCompiler
 from outrider.errors import InvalidRequestError
 from outrider.request import Constraint, ConstraintKind
 from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
@@ -27,7 +27,9 @@ CONSTRAINTS = {
     "grammar": Constraint(ConstraintKind.GRAMMAR, 'start: "a" start "b" | "mid"\n'),
     "choice": Constraint(ConstraintKind.CHOICE, options=("the cat", 'the "dog"\n', "été")),
 }
-EXPLODING = Constraint(ConstraintKind.GRAMMAR, "start: " + "a? " * 3000 + '\na: "x" | b\nb: "y"?\n')
+TAIL = "a? " * 3000 + '\na: "x" | b\nb: "y"?\n'
+"""Of a grammar: no mask can be made where it begins."""
+EXPLODING = Constraint(ConstraintKind.GRAMMAR, f'start: "qq" tail\ntail: {TAIL}')
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +140,8 @@ def test_forced_tokens_spell_what_alone_can_follow(compiler):
 
 def test_a_grammar_that_explodes_is_a_failure_of_its_sample_and_leaves_others_alone(compiler):
     state, other = compiler.start(EXPLODING), compiler.start(CONSTRAINTS["regex"])
-    assert not state.masks((), ())[0].any()
+    state.commit(letters("qq"))
+    state.masks((), ())
     assert "too much work" in state.failure
     assert len(state.failure) < 500
     assert allowed(other.masks((), ())[0])
@@ -146,7 +149,7 @@ def test_a_grammar_that_explodes_is_a_failure_of_its_sample_and_leaves_others_al
 
 def test_an_error_on_a_drafts_path_costs_the_draft_only(compiler):
     """The grammar explodes behind "qqq", where the text need not go."""
-    lark = 'start: "ok" | "qqq" tail\ntail: ' + "a? " * 3000 + '\na: "x" | b\nb: "y"?\n'
+    lark = f'start: "ok" | "qqq" tail\ntail: {TAIL}'
     state = compiler.start(Constraint(ConstraintKind.GRAMMAR, lark))
     q, ok = (TOKENIZER.encode(text, add_special_tokens=False).ids for text in ("q", "ok"))
     masks = state.masks((), (*q, *q, *q))
@@ -166,6 +169,7 @@ def test_an_error_on_a_drafts_path_costs_the_draft_only(compiler):
         ("json_schema", '{"$ref": "https://example.com/schema"}', "not fetch"),
         ("regex", "(ab", "unclosed group"),
         ("grammar", "start: foo", 'unknown name: "foo"'),
+        ("grammar", f"start: {TAIL}", "Too many items"),
     ],
 )
 def test_what_cannot_be_compiled_says_why_and_where(compiler, kind, text, message):
@@ -261,3 +265,16 @@ def test_beside_its_owner_a_constraint_is_compiled_once_and_a_bad_one_is_not_tri
     assert compiler.is_ready(good)
     assert not compiler.is_ready(bad)
     assert compiler._thread._work_queue.empty()
+
+
+def test_a_grammar_whose_masks_were_slow_is_served_again_later():
+    now = 0.0
+    grammar = CompiledGrammar(lambda: None, clock=lambda: now)
+    grammar.spend(MASK_SECONDS, num_masks=1)
+    assert not grammar.is_too_slow
+    grammar.spend(MAX_DEBT_SECONDS + 1.0, num_masks=1)
+    assert grammar.is_too_slow
+    now = 49.0
+    assert grammar.is_too_slow
+    now = 51.0
+    assert not grammar.is_too_slow

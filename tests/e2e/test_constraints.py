@@ -111,7 +111,7 @@ def test_ignoring_end_of_text_repeats_it_after_the_end(real):
         ({"regex": "(ab"}, "unclosed group"),
         ({"json_schema": '{"properties": {"a": {"type": "strin"}}}'}, "at /properties/a"),
         ({"choice": ["yes"], "min_tokens": 9, "max_tokens": 12}, "min_tokens"),
-        ({"grammar": "start: " + "a? " * 3000 + '\na: "x" | b\nb: "y"?\n'}, "too much work"),
+        ({"grammar": "start: " + "a? " * 3000 + '\na: "x" | b\nb: "y"?\n'}, "Too many items"),
     ],
     ids=["regex", "schema", "min_tokens", "explodes"],
 )

@@ -33,7 +33,7 @@ def reached(directory):
     ("num_prefill_nodes", "number"),
     [
         (2, signal.SIGSTOP),
-        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.full),
         pytest.param(2, signal.SIGKILL, marks=pytest.mark.full),
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.full),
     ],

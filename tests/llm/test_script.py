@@ -86,6 +86,7 @@ llm.generate(prompts * 30, endless)
 """
 
 
+@pytest.mark.full  # the same with stand-ins for the services is above
 @pytest.mark.real_model
 @pytest.mark.timeout(300)
 def test_a_script_with_the_default_model_is_interrupted_and_killed(tmp_path):

@@ -140,8 +140,11 @@ def generate(proposer, method, *, num_tokens=60, **settings):
 @pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize(
     ("method", "settings"),
-    [(COUPLED, {}), (REJECTION, {}), (REJECTION, {"temperature": 1.3, "top_p": 0.95})],
-    ids=["coupled", "rejection", "rejection, filtered"],
+    [
+        pytest.param(COUPLED, {}, id="coupled"),
+        pytest.param(REJECTION, {}, id="rejection", marks=pytest.mark.full),
+        pytest.param(REJECTION, {"temperature": 1.3, "top_p": 0.95}, id="rejection, filtered"),
+    ],
 )
 def test_exact_methods_commit_the_targets_distribution(method, settings, form, make_proposer, is_full):
     tokens, acceptance = generate(make_proposer(form), method, num_tokens=400 if is_full else 40, **settings)

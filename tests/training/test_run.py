@@ -38,6 +38,7 @@ def run(plan, *, address=None, progress=lambda *_: None):
     return train_head(plan, serve, say=said.append, progress=progress), "\n".join(said)
 
 
+@pytest.mark.full
 def test_a_head_with_more_steps_than_are_priced_is_reported(plan_of):
     report, _ = run(plan_of(form="medusa", num_steps=7, minutes=0.05))
     assert "| k = 5 |" in report
@@ -61,6 +62,7 @@ def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     assert again.splitlines()[:5] == report.splitlines()[:5]
 
 
+@pytest.mark.full
 def test_a_run_that_has_ended_learns_on_when_it_is_given_more_time(plan_of):
     def num_steps(report):
         return int(re.search(r"(\d+) training steps", report)[1])
@@ -102,6 +104,7 @@ def test_the_target_writes_its_own_prompts(plan_of, running):
     running.wait_until_nothing_is_held()
 
 
+@pytest.mark.full
 def test_prompts_of_a_file_are_answered_once_over_runs(plan_of, running, tmp_path):
     lines = [json.dumps({"text": f"question {number}", "kind": "ab"[number % 2]}) for number in range(12)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines[:5]))
