@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import select
 import signal
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import asdict
@@ -109,19 +109,28 @@ def _ask(process: subprocess.Popen[str], message: dict[str, Any]) -> str | None:
     """Its answer. Raises: _EndedError; CapacityError when there is none in time; InternalError for a fault of ours."""
     assert process.stdin is not None
     assert process.stdout is not None
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        process.kill()
+
+    watchdog = threading.Timer(ANSWER_SECONDS, give_up)  # a process that is stopped leaves its input unread, too
+    watchdog.start()
     line = ""
-    with suppress(BrokenPipeError):  # it ended before it had read all
-        process.stdin.write(json.dumps(message) + "\n")
-        process.stdin.flush()
-        if not select.select([process.stdout], [], [], ANSWER_SECONDS)[0]:
-            process.kill()
-            process.wait(ANSWER_SECONDS)
-            raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
-        line = process.stdout.readline()
+    try:
+        with suppress(BrokenPipeError):  # it ended before it had read all
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+    finally:
+        watchdog.cancel()
     if line:
         answer: str | None = json.loads(line)
         return answer
     status = process.wait(ANSWER_SECONDS)
+    if is_late.is_set():
+        raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
     if status >= 0:
         raise InternalError(f"the compiler of constraints has ended with {status}")
     raise _EndedError(-status)

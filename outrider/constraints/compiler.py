@@ -23,13 +23,13 @@ MAX_COMPILED = 32
 MAX_CACHED_MASKS = 256
 """Of one sample, between two commits: 6 KB each with 49,152 tokens."""
 MASK_SECONDS = 0.004
-"""Of a processor, that a mask of one grammar may take on average: 0.05 to 1 is usual."""
+"""Processor time that a mask of one grammar may take on average; 0.00005 to 0.001 is usual."""
 MAX_DEBT_SECONDS = 0.2
-"""What the masks of one grammar may take beyond that, for all its samples: others wait for them."""
+"""How much more processor time the masks of one grammar may take in all, since other sequences wait for them."""
 FORGIVEN_SHARE = 0.02
-"""Of the time that passes, which such a debt falls by: a grammar whose first masks were slow is served again."""
+"""Share of wall-clock time by which that debt shrinks, so that a grammar that was too slow is served again later."""
 _LEXER = "lexer error"
-"""In errors that may be of what other texts have left in the lexer."""
+"""Marks errors of the lexer, whose states all samples of a grammar share: another sample may have caused them."""
 
 
 class CompiledGrammar:
@@ -45,12 +45,12 @@ class CompiledGrammar:
         self._compile = compile
         self._clock = clock
         self._lock = threading.Lock()
-        self._debt_seconds = 0.0  # at that time:
+        self._debt_seconds = 0.0  # as of `_counted_at`
         self._counted_at = clock()
         self.beginning = compile()  # has consumed nothing; copied, never changed
 
     def renewed(self, failed: LLMatcher) -> LLMatcher:
-        """A beginning in place of one whose lexer has too many states: copies share them, those of others too."""
+        """The beginning with an empty lexer: compiles the grammar again, unless another sample has since `failed`."""
         with self._lock:
             if self.beginning is failed:
                 self.beginning = self._compile()
@@ -82,7 +82,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()  # most recently used last
         self._in_use: WeakValueDictionary[Constraint, CompiledGrammar] = WeakValueDictionary()  # those, and others
         self._thread: ThreadPoolExecutor | None = None  # from the first `is_ready` on
-        self._refused: OrderedDict[Constraint, bool] = OrderedDict()  # in the thread now: False
+        self._tried: OrderedDict[Constraint, bool] = OrderedDict()  # by `is_ready`; True: it cannot be compiled
 
     def warm_up(self) -> None:
         with self._lock, suppress(NotSupportedError):
@@ -105,9 +105,9 @@ class GrammarCompiler:
         with self._lock:
             if constraint in self._in_use:
                 return True
-            if constraint in self._refused:
+            if constraint in self._tried:
                 return False
-            self._refused[constraint] = False
+            self._tried[constraint] = False
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
         self._thread.submit(self._prepare_beside, constraint)
@@ -118,12 +118,12 @@ class GrammarCompiler:
             self.prepare(constraint)
         except OutriderError:
             with self._lock:
-                self._refused[constraint] = True
-                while len(self._refused) > MAX_COMPILED:
-                    self._refused.popitem(last=False)
+                self._tried[constraint] = True
+                while len(self._tried) > MAX_COMPILED:
+                    self._tried.popitem(last=False)
         else:
             with self._lock:
-                del self._refused[constraint]
+                self._tried.pop(constraint, None)
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> GrammarState:
         grammar, tokenizer = self.prepare(constraint), self._open_tokenizer()
@@ -239,7 +239,7 @@ class GrammarState:
         return num_tokens, error
 
     def _take_error(self) -> str:
-        """The matcher's error, which is for ever: another matcher follows the text then. Empty: there is none."""
+        """The matcher's error, or "". A matcher never leaves its error state, so a new one takes its place."""
         if not self._matcher.is_error():
             return ""
         error: str = self._matcher.get_error().splitlines()[0]

@@ -9,9 +9,10 @@ import termios
 
 import pytest
 
-from outrider.errors import InternalError, InvalidRequestError, NotSupportedError
+from outrider.errors import CapacityError, InternalError, InvalidRequestError, NotSupportedError
 from outrider.node import ModelInfo
 from outrider.request import Constraint, ConstraintKind
+from router import constraint_checker
 from router.constraint_checker import ConstraintChecker
 from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
 
@@ -108,6 +109,15 @@ async def test_what_else_ends_the_process_says_nothing_of_a_constraint(checker):
 async def test_ctrl_c_is_not_for_the_process(checker):
     await verdict(checker, GOOD)
     assert os.getsid(checker._process.pid) != os.getsid(0)
+
+
+async def test_a_process_that_is_stopped_is_given_up(checker, monkeypatch):
+    """Also where it leaves a long constraint unread."""
+    assert await verdict(checker, GOOD) == ""
+    monkeypatch.setattr(constraint_checker, "ANSWER_SECONDS", 0.5)
+    os.kill(checker._process.pid, signal.SIGSTOP)
+    with pytest.raises(CapacityError, match="got no processor"):
+        await verdict(checker, Constraint(ConstraintKind.REGEX, "a" * 300_000))
 
 
 async def test_closing_ends_the_process(checker):
