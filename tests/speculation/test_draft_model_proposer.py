@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 
 import pytest
 import torch
@@ -37,12 +39,18 @@ def model(tmp_path_factory):
     return load_model(ModelConfig(id=str(make_tiny_model(tmp_path_factory.mktemp("draft")))))
 
 
-def proposer_of(model, *, num_blocks=400, max_catch_up_rows=512) -> DraftModelProposer:
+def proposer_of(model, *, num_blocks=400, max_catch_up_rows=512, clock=time.monotonic) -> DraftModelProposer:
     return DraftModelProposer(
         ModelForward.of(model, kv_cache=KVCacheConfig(num_blocks=num_blocks)),
         ProposerInfo(name="draft_model:tiny"),
         max_catch_up_rows=max_catch_up_rows,
+        clock=clock,
     )
+
+
+def clock_of(seconds):
+    """Moves on by `seconds` each time it is read."""
+    return itertools.count(0, seconds).__next__
 
 
 def drafts_of(proposer, *requests) -> list[Proposal]:
@@ -177,7 +185,8 @@ def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
 
 
 def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounted_for(model):
-    proposer = proposer_of(model, num_blocks=256, max_catch_up_rows=100_000)
+    # Fast forwards: with slow ones prefixes are computed in turns, and a finished one makes room.
+    proposer = proposer_of(model, num_blocks=256, max_catch_up_rows=100_000, clock=clock_of(1e-3))
     text = [(7 * i) % 300 for i in range(1000)]
     requests = [ProposalRequest(key, [key, *text], 3, start_of(GREEDY)) for key in range(6)]
     proposals = drafts_of(proposer, *requests)
