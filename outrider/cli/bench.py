@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --target: the same prompts in both modes, so that answers can be compared; the second mode finds "
         "them cached",
     )
-    add_cluster_arguments(compare)
+    add_cluster_arguments(compare, port=0)
     for command in (load, compare):
         _add_load_arguments(command)
         add_connection_arguments(command)
@@ -144,8 +144,6 @@ def _router(arguments: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...
     if arguments.target is not None:
         yield arguments.target, pids_behind(arguments.target)
         return
-    if arguments.port is None:
-        arguments.port = 0
     arguments.overrides = [*COMPARED_SETTINGS, *arguments.overrides]
     cluster = make_cluster(arguments)
     cluster.on_event = EventPrinter(sys.stderr).show

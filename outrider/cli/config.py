@@ -7,26 +7,20 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from outrider.cluster import ClusterConfig, GatewayConfig
-from outrider.config import (
-    ResolvedConfig,
-    add_settings_arguments,
-    config_schema,
-    format_value,
-    load_config,
-    to_plain,
-    write_warnings,
-)
-from outrider.config.imports import ForeignKey, Imported, parse_reference, read_import
+from outrider.config import config_schema, format_value
+from outrider.config.arguments import add_settings_arguments, load_arguments, write_warnings
+from outrider.config.imports import Translated, translate
+from outrider.config.resolve import ROLES, parse_reference
+from outrider.config.values import to_plain
+from outrider.config.yaml_files import read_entries
 from outrider.errors import ConfigError
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 
-ROLES = ("router", "prefill_node", "decode_node", "draft_node")
 SECRETS = ("api_key", "hf_token")
 """Keys of other servers whose values are not shown."""
 
@@ -50,26 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.show(arguments))
 
 
-def _load(arguments: argparse.Namespace, imports: Sequence[str]) -> ResolvedConfig:
-    return load_config(
-        sections_of(arguments.role),
-        file=arguments.config,
-        environ=os.environ,
-        overrides=arguments.overrides,
-        imports=imports,
-        role=arguments.role,
-    )
-
-
 def _show(arguments: argparse.Namespace) -> int:
-    resolved = _load(arguments, arguments.imports)
+    resolved = load_arguments(arguments, sections_of(arguments.role), role=arguments.role)
     others = [text for text in arguments.imports if parse_reference(text)[0] not in (None, arguments.role)]
     hints = [f"{text} is for {parse_reference(text)[0]}, which --role shows" for text in others]
     write_warnings("outrider config", [*resolved.warnings, *hints])
-    for name, section in resolved.sections.items():
-        sys.stdout.write(f"{name}:\n")
-        for line in _lines(to_plain(section), (name,), resolved.sources):
-            sys.stdout.write(line + "\n")
+    plain = {name: to_plain(section) for name, section in resolved.sections.items()}
+    sys.stdout.writelines(_lines(plain, resolved.sources))
     return 0
 
 
@@ -80,16 +61,18 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     """Prints the table. Raises: ConfigError with errors, and nothing is written then."""
-    explicit = _load(arguments, ())
+    sections = sections_of(arguments.role)
+    arguments.imports = []
+    explicit = load_arguments(arguments, sections, role=arguments.role)
     target = explicit.sections["model"].id if "model.id" in explicit.sources else ""
-    format_, keys = read_import(arguments.file, target=target)
+    keys = translate(read_entries(arguments.file), target=target)
     if arguments.write != "-":
-        sys.stdout.write(f"{arguments.file}, read as {format_.name}\n" + "".join(_table(keys)))
-    imported = Imported(keys=keys)  # raises with errors
-    _load(arguments, [str(arguments.file)])  # raises for values that are out of range
-    written = "".join(_written(imported))
+        sys.stdout.writelines(_table(keys))
+    arguments.imports = [str(arguments.file)]
+    resolved = load_arguments(arguments, sections, role=arguments.role)
+    written = "".join(_written(keys))
     if arguments.write == "-":
-        write_warnings("outrider config", imported.warnings)
+        write_warnings("outrider config", resolved.warnings)
         sys.stdout.write(written)
     elif arguments.write is not None:
         try:
@@ -99,28 +82,29 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _table(keys: Sequence[ForeignKey]) -> Iterator[str]:
+def _table(keys: Sequence[Translated]) -> Iterator[str]:
     """A line for each key, and one more for each further setting that it is."""
     rows = [("line", "key", "value", "result", "setting", "note")]
     for key in keys:
         settings = [f"{name}: {format_value(value)}" for name, value in key.settings.items()] or [""]
-        line = key.source.rpartition(":")[2]
-        value = "…" if key.key in SECRETS else format_value(key.value)
-        rows += [(line, key.key, value, key.kind.value, settings[0], key.note)]
+        line = key.entry.source.rpartition(":")[2]
+        value = "…" if key.entry.key in SECRETS else format_value(key.entry.value)
+        rows += [(line, key.entry.key, value, key.kind.value, settings[0], key.note)]
         rows += [("", "", "", "", setting, "") for setting in settings[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(map(str.ljust, row, widths)).rstrip() + "\n"
 
 
-def _written(imported: Imported) -> Iterator[str]:
+def _written(keys: Sequence[Translated]) -> Iterator[str]:
     """A configuration file with the origin of each value."""
-    origins = {key: (value, each.origin) for each in imported.keys for key, value in each.settings.items()}
-    for section, keys in groupby(sorted(origins), key=lambda key: key.partition(".")[0]):
-        yield f"{section}:\n"
-        for key in keys:
-            value, origin = origins[key]
-            yield f"  {key.partition('.')[2]}: {format_value(value)}  # {origin}\n"
+    origins = {name: key.origin for key in keys for name in key.settings}
+    values = {name: value for key in keys for name, value in key.settings.items()}
+    sections: dict[str, dict[str, Any]] = {}
+    for name in sorted(values):
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = values[name]
+    return _lines(sections, origins)
 
 
 def sections_of(role: str | None) -> dict[str, type]:
@@ -165,13 +149,14 @@ def _config_of(role: str) -> type:
     raise AssertionError(f"{role} is none of {ROLES}")
 
 
-def _lines(values: Mapping[str, Any], path: tuple[str, ...], sources: Mapping[str, str]) -> Iterator[str]:
-    indent = "  " * len(path)
+def _lines(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    """Of a YAML file with the source of each value, by its key."""
+    indent = "  " * prefix.count(".")
     for name, value in values.items():
-        key = ".".join((*path, name))
+        key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            yield f"{indent}{name}:"
-            yield from _lines(value, (*path, name), sources)
+            yield f"{indent}{name}:\n"
+            yield from _lines(value, sources, f"{key}.")
         else:
             source = f"  # {sources[key]}" if key in sources else ""
-            yield f"{indent}{name}: {format_value(value)}{source}"
+            yield f"{indent}{name}: {format_value(value)}{source}\n"

@@ -49,15 +49,13 @@ class DemoAnswer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_cluster_arguments(parser)
+    add_cluster_arguments(parser, port=0)
     parser.add_argument(
         "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=f"default {DEFAULT_MAX_TOKENS}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.port is None:
-        arguments.port = 0
     arguments.overrides = [*DEMO_SETTINGS, *arguments.overrides]
     printer = EventPrinter(sys.stdout)
     cluster = make_cluster(arguments)

@@ -12,24 +12,20 @@ import sys
 from outrider.cli.config import sections_of
 from outrider.cluster import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
-from outrider.config import add_settings_arguments, load_config
+from outrider.config.arguments import add_settings_arguments, load_arguments
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.default_model import check_whole_files
 from outrider.model_hub.locate import locate_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="ID", help="a directory, a hub id, or the default model")
+    parser.add_argument("--model", dest="model.id", metavar="ID", help="a directory, a hub id, or the default model")
     add_settings_arguments(parser, os.environ)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises: ConfigError for a wrong setting of any role; NotFoundError, ModelError."""
-    overrides = [*([f"model.id={arguments.model}"] if arguments.model else []), *arguments.overrides]
-    settings = load_config(
-        sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides, imports=arguments.imports
-    )
-    sections = settings.sections
+    sections = load_arguments(arguments, sections_of(None)).sections
     printer = EventPrinter(sys.stderr)
     _fetch(sections["model"], "model", printer)
     draft_node = sections["draft_node"]

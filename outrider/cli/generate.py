@@ -22,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
     parser.add_argument("--n", type=int, metavar="N", help="number of samples, printed one after the other")
     parser.add_argument(
-        "--logprobs", type=int, metavar="K", help="with --json: logprobs of each token and of the K most likely"
+        "--logprobs",
+        dest="top_logprobs",
+        type=int,
+        metavar="K",
+        help="with --json: logprobs of each token and of the K most likely",
     )
     parser.add_argument(
         "--prompt-logprobs", type=int, metavar="K", help="with --json: the same for the prompt's tokens"
@@ -35,12 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
-    if arguments.n is not None:
-        options["n"] = arguments.n
-    if arguments.logprobs is not None:
-        options["top_logprobs"] = arguments.logprobs
-    if arguments.prompt_logprobs is not None:
-        options["prompt_logprobs"] = arguments.prompt_logprobs
     num_samples = arguments.n or 1
     logprobs: dict[int, list[Any]] = {}
     client = Client(arguments.target, tls=read_tls(arguments), token=read_token(arguments))

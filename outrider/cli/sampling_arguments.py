@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from outrider.client import GenerateOptions
 
-_NUMBERS = {
+
+def text_or_file(value: str) -> str:
+    """Raises: argparse.ArgumentTypeError for a file that cannot be read."""
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {value[1:]}: {error}") from error
+
+
+_VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "temperature": (float, "T", "0 takes the most likely token; default 1"),
     "top_p": (float, "P", "nucleus sampling, (0, 1]"),
     "top_k": (int, "K", "0 keeps the whole vocabulary"),
@@ -21,48 +34,30 @@ _NUMBERS = {
     "num_speculative_tokens": (int, "K", "maximum draft tokens in one step"),
     "priority": (int, "P", "higher goes first"),
     "timeout_seconds": (float, "S", "give up after this long"),
-}
-
-
-_CONSTRAINTS = {
-    "json_schema": ("SCHEMA", "answer with JSON of this schema"),
-    "regex": ("PATTERN", "answer with a text that matches all of it"),
-    "grammar": ("LARK", "answer with a text of this grammar"),
+    "json_schema": (text_or_file, "SCHEMA", "answer with JSON of this schema; @FILE reads it"),
+    "regex": (text_or_file, "PATTERN", "answer with a text that matches all of it; @FILE reads it"),
+    "grammar": (text_or_file, "LARK", "answer with a text of this grammar; @FILE reads it"),
 }
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, (kind, metavar, text) in _NUMBERS.items():
+    """Flags whose `dest` is the option's name."""
+    for name, (kind, metavar, text) in _VALUES.items():
         flag = "--timeout" if name == "timeout_seconds" else "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, metavar=metavar, dest=name, help=text)
-    for name, (metavar, text) in _CONSTRAINTS.items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=_text_or_file, metavar=metavar, help=f"{text}; @FILE reads it")
     parser.add_argument("--choice", action="append", metavar="TEXT", help="answer with one of these; repeatable")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
-    parser.add_argument("--ignore-eos", action="store_true", help="continue past the model's end of text")
-    parser.add_argument("--no-speculation", action="store_true", help="decode without drafts; the tokens are the same")
+    parser.add_argument("--ignore-eos", action="store_const", const=True, help="continue past the model's end of text")
+    parser.add_argument(
+        "--no-speculation",
+        action="store_const",
+        const=False,
+        dest="speculation",
+        help="decode without drafts; the tokens are the same",
+    )
 
 
 def read_options(arguments: argparse.Namespace) -> GenerateOptions:
     """Only the flags that were given; the rest has the defaults of the public API."""
-    options = GenerateOptions()
-    for name in (*_NUMBERS, *_CONSTRAINTS, "choice", "stop"):
-        value = getattr(arguments, name)
-        if value is not None:
-            options[name] = value  # type: ignore[literal-required]
-    if arguments.ignore_eos:
-        options["ignore_eos"] = True
-    if arguments.no_speculation:
-        options["speculation"] = False
-    return options
-
-
-def _text_or_file(value: str) -> str:
-    """Raises: argparse.ArgumentTypeError for a file that cannot be read."""
-    if not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {value[1:]}: {error}") from error
+    given = {name: getattr(arguments, name, None) for name in GenerateOptions.__annotations__}
+    return cast("GenerateOptions", {name: value for name, value in given.items() if value is not None})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from outrider.cli.config import sections_of
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.cluster import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
-from outrider.config import load_config
+from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError
 
 PLAN_ARGUMENTS = {  # by name of the plan's field: flag, type, metavariable, help
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="the head's folder; made if need be")
     for name, (flag, kind, metavar, text) in PLAN_ARGUMENTS.items():
         parser.add_argument(flag, dest=name, metavar=metavar, type=kind, help=text)
-    add_cluster_arguments(parser)
+    add_cluster_arguments(parser, port=0)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,13 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from outrider.training.plan import TrainingPlan
     from outrider.training.run import train_head  # imports torch
 
-    if arguments.port is None:
-        arguments.port = 0
-    flags = {"model.id": arguments.model, "model.dtype": arguments.dtype}
-    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
-    settings = load_config(
-        sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides, imports=arguments.imports
-    )
+    settings = load_arguments(arguments, sections_of(None))
     given = {name: getattr(arguments, name) for name in PLAN_ARGUMENTS if getattr(arguments, name) is not None}
     plan = TrainingPlan(out=arguments.out, model=settings.sections["model"], **given)
     printer = EventPrinter(sys.stdout)

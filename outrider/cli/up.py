@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,16 +19,37 @@ from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, L
 from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_command import require_gateway
-from outrider.cluster.gpu_shares import shares_of_gpu, shares_of_memory
-from outrider.cluster.plan import LOOPBACK
-from outrider.config import ResolvedConfig, add_settings_arguments, load_config, write_warnings
-from outrider.config.imports import add_vllm_flags, parse_reference, read_vllm_flags
-from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.cluster.gpu_shares import memory_shares
+from outrider.cluster.plan import DECODE, LOOPBACK
+from outrider.config import ResolvedConfig
+from outrider.config.arguments import (
+    add_setting_flags,
+    add_settings_arguments,
+    given_settings,
+    load_arguments,
+    write_warnings,
+)
+from outrider.config.imports import add_vllm_flags
+from outrider.config.resolve import parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
+from outrider.model_hub.config import ModelConfig
 from outrider.service.server import probe_port
-from outrider.speculation.proposers.factory import DRAFT_CHOICES, NO_PROPOSER, DraftChoice
+from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
 
+HEAD = "model.head"
+SECTIONS = {"model": ModelConfig, "cluster": ClusterConfig}
+CLUSTER_FLAGS = {
+    "model": "model.id",
+    "dtype": "model.dtype",
+    "draft": "cluster.draft",
+    "prefill-nodes": "cluster.prefill_nodes",
+    "decode-nodes": "cluster.decode_nodes",
+    "draft-nodes": "cluster.draft_nodes",
+    "routers": "cluster.routers",
+    "port": "cluster.port",
+}
+"""Settings by the flag that sets them."""
 SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
 
 
@@ -37,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json-status", metavar="FILE", type=Path, help="write addresses and pids to this file and keep it current"
     )
-
     parser.add_argument(
         "--tls",
         metavar="DIR",
@@ -47,122 +67,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--token-hashes",
+        dest="router.token_file",
         metavar="FILE",
-        type=Path,
         help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
     )
-    parser.add_argument(
-        "--openai",
-        metavar="PORT",
-        type=int,
-        help="OpenAI's API over HTTP on this port of 127.0.0.1, by the SMG gateway (pip install 'outrider[openai]'); "
-        "0: the system chooses",
-    )
+    add_setting_flags(parser, {"openai": "cluster.openai_port"}, SECTIONS)
     add_vllm_flags(parser)
 
 
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that starts a cluster. They set settings and override file and environment."""
-    parser.add_argument("--model", metavar="ID", help="a directory, a hub id, or the default model")
+def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """Flags of every command that starts a cluster. They set settings and override file and environment.
+
+    `defaults` of flags are the command's own, such as `port=0`.
+    """
+    add_setting_flags(parser, CLUSTER_FLAGS, SECTIONS)
     parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="auto: the checkpoint's dtype, but float32 on a CPU without native kernels",
+        "--head",
+        dest=HEAD,
+        metavar="DIR",
+        type=lambda text: Path(text).expanduser().absolute(),
+        help="decode nodes draft with this drafter head, where it pays",
     )
     parser.add_argument(
-        "--head", metavar="DIR", type=Path, help="decode nodes draft with this drafter head, where it pays"
+        "--store",
+        dest="router.store",
+        metavar="URL",
+        help="what routers share: valkey://host:port; default: memory, each its own",
     )
-    parser.add_argument("--draft", metavar="PROPOSER", help=f"{', '.join(DRAFT_CHOICES)}; default ngram")
-    for role in ("prefill", "decode", "draft"):
-        parser.add_argument(f"--{role}-nodes", type=int, metavar="N", help=f"number of {role} nodes; default 1")
-    parser.add_argument("--routers", type=int, metavar="N", help="number of routers, on consecutive ports; default 1")
-    parser.add_argument(
-        "--store", metavar="URL", help="what routers share: valkey://host:port; default: memory, each its own"
-    )
-    parser.add_argument("--port", type=int, metavar="N", help="the router's port; default 50051; 0: the system chooses")
+    parser.set_defaults(**{CLUSTER_FLAGS[name]: value for name, value in defaults.items()})
     add_settings_arguments(parser, os.environ)
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")
 
 
-def make_cluster(
-    arguments: argparse.Namespace,
-    *,
-    tls: Path | None = None,
-    token_hashes: Path | None = None,
-    openai_port: int | None = None,
-    vllm_flags: Sequence[str] = (),
-) -> Cluster:
-    """`tls`: the folder of `--tls`; `vllm_flags`: our settings. Writes warnings to stderr.
+def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> Cluster:
+    """`tls`: the folder of `--tls`. Writes warnings to stderr.
 
     Raises: ConfigError, also for a setting that only a child would read.
     """
-    flags = {
-        "model.id": arguments.model,
-        "model.dtype": arguments.dtype,
-        "model.head": arguments.head and arguments.head.expanduser().absolute(),
-        "cluster.draft": arguments.draft,
-        "cluster.prefill_nodes": arguments.prefill_nodes,
-        "cluster.decode_nodes": arguments.decode_nodes,
-        "cluster.draft_nodes": arguments.draft_nodes,
-        "cluster.routers": arguments.routers,
-        "cluster.port": arguments.port,
-        "cluster.openai_port": openai_port,
-        "router.store": arguments.store,
-        "router.token_file": token_hashes and token_hashes.absolute(),
-    }
-    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    overrides = [*vllm_flags, *given, *arguments.overrides]
-    roles = dict.fromkeys((None, *(parse_reference(text)[0] for text in arguments.imports)))
-    by_role = {
-        role: load_config(
-            sections_of(role) | {"cluster": ClusterConfig},
-            file=arguments.config,
-            environ=os.environ,
-            overrides=overrides,
-            imports=arguments.imports,
-            role=role,
-        )
-        for role in roles
-    }
-    write_warnings("outrider", [warning for settings in by_role.values() for warning in settings.warnings])
-    sections = by_role[None].sections
+
+    def load(role: str | None) -> ResolvedConfig:
+        return load_arguments(arguments, sections_of(role) | {"cluster": ClusterConfig}, role=role)
+
+    common = load(None)
+    by_role = {role: load(role) for role, _ in map(parse_reference, arguments.imports) if role}
+    write_warnings("outrider", [text for each in (common, *by_role.values()) for text in each.warnings])
+    sections = common.sections
+    overrides = [*common.overrides, *given_settings(arguments)]
     if tls is not None:
         from outrider.cluster.authority import prepare_tls_folder
 
         shown = prepare_tls_folder(tls, sections["security"])
         files = {"certificate": shown.certificate, "private_key": shown.private_key, "authority": shown.authority}
         overrides = [*(f"security.tls.{name}={path}" for name, path in files.items()), *overrides]
-    config: ClusterConfig = by_role.get("decode_node", by_role[None]).sections["cluster"]
-    _check_heads(arguments.head, config.draft_choice)
+    config: ClusterConfig = by_role.get(DECODE, common).sections["cluster"]
+    _check_heads(getattr(arguments, HEAD), config.draft_choice)
     if config.port:  # reported at once, not after the weights are loaded
         for index in range(config.routers):
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
         _check_gateway(config.openai_port, sections, has_tls=tls is not None)
-    named, overridden = ({text.partition("=")[0] for text in each} for each in (vllm_flags, arguments.overrides))
-    is_share = "kv_cache.memory" in (named - overridden) | by_role[None].imported.keys()
     launch = Launch(
         config_file=arguments.config,
-        imports=tuple(arguments.imports),
         overrides=tuple(overrides),
-        node_overrides=_shares_of_memory(config, by_role, is_share=is_share),
+        node_overrides=memory_shares(config, common),
+        role_overrides={
+            role: tuple(text for text in settings.overrides if text not in common.overrides)
+            for role, settings in by_role.items()
+        },
         log_directory=arguments.log_dir,
     )
     return Cluster(config, launch)
-
-
-def _shares_of_memory(
-    config: ClusterConfig, by_role: Mapping[str | None, ResolvedConfig], *, is_share: bool
-) -> dict[str, tuple[str, ...]]:
-    """KV memory by node. `is_share`: it was asked for as a share of one server, which all nodes are together."""
-    sections, imported = by_role[None].sections, by_role[None].imported.get("kv_cache.memory")
-    memory: KVCacheConfig = sections["kv_cache"]
-    if is_share:
-        shares = shares_of_memory(config, 100 * (memory.memory_fraction or 0.0))
-    else:
-        shares = {} if memory.memory else shares_of_gpu(config, sections["model"].device)
-    own = {role for role, settings in by_role.items() if settings.imported.get("kv_cache.memory") != imported}
-    return {name: share for name, share in shares.items() if f"{name.partition('-')[0]}_node" not in own}
 
 
 def _check_heads(head: Path | None, draft: DraftChoice) -> None:
@@ -193,17 +167,7 @@ def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> 
 
 def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
-    if arguments.speculative_config is not None and (arguments.draft or arguments.head):
-        raise ConfigError("--speculative-config, --draft and --head each say who drafts: choose one")
-    vllm = read_vllm_flags(arguments, target=arguments.model or "")
-    write_warnings("outrider up", vllm.warnings)
-    cluster = make_cluster(
-        arguments,
-        tls=arguments.tls,
-        token_hashes=arguments.token_hashes,
-        openai_port=arguments.openai,
-        vllm_flags=vllm.overrides,
-    )
+    cluster = make_cluster(arguments, tls=arguments.tls)
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
     signals: list[int] = []

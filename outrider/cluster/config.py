@@ -28,7 +28,8 @@ class ClusterConfig:
         None,
         at_least=0,
         at_most=65535,
-        help="OpenAI's API over HTTP on this port of 127.0.0.1; 0: the system chooses; null: off.",
+        help="OpenAI's API over HTTP on this port of 127.0.0.1, by the SMG gateway (pip install 'outrider[openai]'); "
+        "0: the system chooses; null: off.",
     )
 
     def __post_init__(self) -> None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.cluster.config import ClusterConfig
+from outrider.config import ResolvedConfig
 
 GPU_DRIVER = Path("/dev/nvidiactl")
 PREFILL_PERCENT, DECODE_PERCENT = 25, 60
 """Of the memory that is free on a GPU: answers grow, prompts are transferred."""
 
 
-def shares_of_gpu(config: ClusterConfig, device: str) -> dict[str, tuple[str, ...]]:
-    """How much of one GPU each node takes for KV, where all compute on it: alone, one would take most of it."""
-    if not device.startswith("cuda") and not (device == "auto" and GPU_DRIVER.exists()):
+def memory_shares(config: ClusterConfig, settings: ResolvedConfig) -> dict[str, tuple[str, ...]]:
+    """KV memory by node, as `Launch.node_overrides`. `settings` have the sections `model` and `kv_cache`.
+
+    What another server's file or argument asks for is for all nodes together. Otherwise nodes divide the GPU on which
+    all compute, unless settings say how much each takes.
+    """
+    kv_cache, device = settings.sections["kv_cache"], settings.sections["model"].device
+    if "kv_cache.memory" in settings.imported:
+        percent = 100 * (kv_cache.memory_fraction or 0.0)
+    elif not kv_cache.memory and (device.startswith("cuda") or (device == "auto" and GPU_DRIVER.exists())):
+        percent = PREFILL_PERCENT + DECODE_PERCENT  # alone, one would take most of it
+    else:
         return {}
-    return shares_of_memory(config, PREFILL_PERCENT + DECODE_PERCENT)
-
-
-def shares_of_memory(config: ClusterConfig, percent: float) -> dict[str, tuple[str, ...]]:
-    """So much of what is free, divided among the nodes that keep KV."""
     shares = (("prefill", config.prefill_nodes, PREFILL_PERCENT), ("decode", config.decode_nodes, DECODE_PERCENT))
     return {
         f"{role}-{index}": (f"kv_cache.memory={percent * part / (PREFILL_PERCENT + DECODE_PERCENT) / count:g}%",)

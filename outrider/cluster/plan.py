@@ -27,13 +27,14 @@ DRAIN_SECONDS = 1.5
 class Launch:
     """What all processes of a cluster get. `overrides` are "decode_node.max_running_sequences=8".
 
-    `node_overrides` are for one process each, by its name ("decode-0"), and come after the others.
+    `node_overrides` are for one process each, by its name ("decode-0"), and come after those for all; after them come
+    those for all processes of a role.
     """
 
     config_file: Path | None = None
-    imports: tuple[str, ...] = ()  # files of other servers, as --extra-engine-args takes them
     overrides: tuple[str, ...] = ()
     node_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    role_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     log_directory: Path | None = None  # None: a temporary one, removed after an end without errors
     command: Callable[[str], Sequence[str]] = lambda role: [sys.executable, "-m", role]  # of a role
@@ -86,12 +87,11 @@ def child_command(
     command = list(launch.command(spec.role))
     if launch.config_file is not None:
         command += ["--config", str(launch.config_file)]
-    for reference in launch.imports:
-        command += ["--extra-engine-args", reference]
     chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, turns_file)
     for key, value in chosen.items():
         command += ["--default", f"{key}={_text(value)}"]
-    settings = [*launch.overrides, *launch.node_overrides.get(spec.name, ())]
+    settings = [*launch.overrides]
+    settings += [*launch.node_overrides.get(spec.name, ()), *launch.role_overrides.get(spec.role, ())]
     if not spec.is_one_shot:  # over all sources: a port in them would be the same for all processes
         wanted = config.openai_port if spec.role == GATEWAY else router_ports(config).get(spec.name, 0)
         ports = {"port": wanted or 0}

@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses, filled from defaults < YAML file < imported files < environment < `--set`.
+"""Settings: frozen dataclasses, filled from defaults < YAML file < other servers' files < environment < `--set`.
 
 A role's configuration is a few *sections*, each a frozen dataclass whose fields were
 declared with `setting()` (or are such dataclasses themselves):
@@ -14,18 +14,16 @@ ignores the sections of the others, and nothing else.
 
 from __future__ import annotations
 
-from outrider.config.arguments import add_settings_arguments, parse_role_arguments, write_warnings
-from outrider.config.resolve import CONFIG_FILE_VARIABLE, SECTIONS, ResolvedConfig, environment_name, load_config
+from outrider.config.arguments import parse_role_arguments
+from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, environment_name, load_config
 from outrider.config.schema import config_schema
 from outrider.config.settings import SettingInfo, describe_settings, fixed, setting
-from outrider.config.values import format_value, to_plain
+from outrider.config.values import format_value
 
 __all__ = [
     "CONFIG_FILE_VARIABLE",
-    "SECTIONS",
     "ResolvedConfig",
     "SettingInfo",
-    "add_settings_arguments",
     "config_schema",
     "describe_settings",
     "environment_name",
@@ -34,6 +32,4 @@ __all__ = [
     "load_config",
     "parse_role_arguments",
     "setting",
-    "to_plain",
-    "write_warnings",
 ]

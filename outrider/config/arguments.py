@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.formats import ROLES, parse_reference
-from outrider.config.resolve import CONFIG_FILE_VARIABLE, load_config
+from outrider.config.imports import read_vllm_flags
+from outrider.config.resolve import CONFIG_FILE_VARIABLE, ROLES, ResolvedConfig, load_config, parse_reference
 from outrider.config.settings import describe_settings
 from outrider.config.values import format_value
 from outrider.errors import ConfigError
@@ -46,21 +46,11 @@ def parse_role_arguments(
         help="as --set, but file, environment and --set override it; repeatable",
     )
     arguments = parser.parse_args(argv)
-    # In a single process a file is for its role, whose warnings then name what the role has no use for.
-    imports = [
-        text if parse_reference(text)[0] or role not in ROLES else f"{role}={text}" for text in arguments.imports
-    ]
+    if role in ROLES:  # a file is for this process, whose warnings then name what its role has no use for
+        arguments.imports = [text if parse_reference(text)[0] else f"{role}={text}" for text in arguments.imports]
     try:
         parse_faults(environ)
-        resolved = load_config(
-            sections,
-            file=arguments.config,
-            environ=environ,
-            overrides=arguments.overrides,
-            defaults=arguments.defaults,
-            imports=imports,
-            role=role,
-        )
+        resolved = load_arguments(arguments, sections, environ=environ, role=role)
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         raise SystemExit(2) from error
@@ -69,7 +59,7 @@ def parse_role_arguments(
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    """What every command with settings has: `config`, `overrides` and `imports` of the result."""
+    """What every command with settings has, for `load_arguments`. A flag whose `dest` is a key is that setting."""
     default = environ.get(CONFIG_FILE_VARIABLE)
     parser.add_argument(
         "--config",
@@ -89,6 +79,43 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
         dest="imports",
         help="YAML or JSON of TensorRT-LLM, Dynamo or vLLM, over --config, below environment and flags; with prefill=, "
         "decode= or draft= for those nodes only; repeatable",
+    )
+
+
+def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str], sections: Mapping[str, type]) -> None:
+    """Flags that are settings, whose keys they name. Their values are those of `--set`."""
+    known = {info.key: info for info in describe_settings(sections)}
+    for flag, key in flags.items():
+        text = f"{known[key].help} Default: {format_value(known[key].default)}.".replace("%", "%%")
+        parser.add_argument(f"--{flag}", dest=key, metavar=key.rpartition(".")[2].upper(), help=text)
+
+
+def given_settings(arguments: argparse.Namespace) -> list[str]:
+    """As `--set` takes them: flags that are settings, then `--set`."""
+    flags = {key: value for key, value in vars(arguments).items() if "." in key and value is not None}
+    return [*(f"{key}={value}" for key, value in flags.items()), *arguments.overrides]
+
+
+def load_arguments(
+    arguments: argparse.Namespace,
+    sections: Mapping[str, type],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    role: str | None = None,
+) -> ResolvedConfig:
+    """The sections by a command line with the flags of `add_settings_arguments`, and perhaps vLLM's.
+
+    Raises: ConfigError.
+    """
+    return load_config(
+        sections,
+        file=arguments.config,
+        environ=environ,
+        overrides=given_settings(arguments),
+        defaults=getattr(arguments, "defaults", ()),
+        imports=arguments.imports,
+        arguments=read_vllm_flags(arguments),
+        role=role,
     )
 
 

@@ -1,36 +1,35 @@
-"""Where settings come from: defaults < `--default` < YAML file < imported files < environment < `--set`."""
+"""Where settings come from. A later one of these overrides the earlier:
+
+defaults < `--default` < YAML file < files of other servers < environment < arguments of vLLM < `--set`
+"""
 
 from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from outrider.config.imports.base import SPECULATIVE, Imported
-from outrider.config.imports.formats import parse_reference, read_import
-from outrider.config.settings import default_of, nested_type, setting_fields
+from outrider.config.imports import SPECULATIVE, Imported, Translated, translate
+from outrider.config.settings import default_of, describe_settings, nested_type, setting_fields
 from outrider.config.unknown_keys import unknown_key
 from outrider.config.values import checked, from_text, without_passwords
-from outrider.config.yaml_files import open_node
+from outrider.config.yaml_files import Entry, read_entries
 from outrider.errors import ConfigError
 
-if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads a file imports yaml
-    import yaml
-
-SECTIONS = (
-    *("model", "kv_cache", "kv_transfer", "server", "telemetry", "security"),
-    *("router", "prefill_node", "decode_node", "draft_node", "cluster", "gateway"),
-)
+ROLES = ("router", "prefill_node", "decode_node", "draft_node")
+SECTIONS = ("model", "kv_cache", "kv_transfer", "server", "telemetry", "security", *ROLES, "cluster", "gateway")
 """Every section that a file may have, whichever role reads it."""
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 CONFIG_FILE_VARIABLE = "OUTRIDER_CONFIG"
-MODEL = ("model", "id")
-DRAFTS = (("cluster", "draft"), ("model", "head"), ("draft_node", "proposer"))
-"""An imported speculative_config counts only where environment and flags name none of these."""
+DRAFTS = ("cluster.draft", "model.head", "draft_node.proposer")
+"""They say who drafts: where one of these is set, a speculative_config that it overrides does not count at all."""
+
+Layer = dict[str, Entry]
+"""What one source sets, by key; of other roles' sections too, in which values are as they stand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +37,15 @@ class ResolvedConfig:
     """The sections in force, and for every key that was set, where."""
 
     sections: dict[str, Any]
-    sources: dict[str, str]
-    imported: dict[str, Any]  # of imported files what is in force, by key
-    warnings: list[str]  # what imported files say to no effect
+    sources: dict[str, str]  # by key
+    imported: dict[str, Any]  # of other servers' files and arguments what is in force, by key, also elsewhere
+    elsewhere: Layer  # what is set in sections of other roles, as it stands
+    warnings: list[str]  # what imported files and arguments say to no effect
+
+    @property
+    def overrides(self) -> list[str]:
+        """What was imported, as `--set` takes it."""
+        return [f"{key}={value}" for key, value in self.imported.items()]
 
 
 def load_config(
@@ -51,179 +56,151 @@ def load_config(
     overrides: Sequence[str] = (),
     defaults: Sequence[str] = (),
     imports: Sequence[str] = (),
+    arguments: Sequence[Entry] = (),
     role: str | None = None,
 ) -> ResolvedConfig:
     """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32".
 
-    `imports` are files of other servers, those for one `role` as "prefill=FILE".
+    `imports` are files of other servers, those for one `role` as "prefill=FILE"; `arguments` are vLLM's.
 
     Raises: ConfigError, naming the key, its source and the nearest valid key or the allowed range.
     """
-    settings, explicit = _Settings(sections), _Settings(sections)
-    for default in defaults:
-        settings.take_override(default, flag="--default")
-    if file is not None:
-        settings.take_file(file)
-    explicit.take_environment(environ)
-    for override in overrides:
-        explicit.take_override(override)
-    imported, warnings = settings.take_imports(imports, role, explicit)
-    settings.take_all(explicit)
-    resolved, sources = settings.resolve()
-    return ResolvedConfig(sections=resolved, sources=sources, imported=imported, warnings=warnings)
+    known = _Known(sections)
+    below = known.take(_settings(defaults, "--default"), is_text=True)
+    below |= known.take([] if file is None else read_entries(file))
+    environment = known.take(_variables(environ), is_text=True)
+    flags = known.take(_settings(overrides, "--set"), is_text=True)
+    explicit = environment | flags
+    model = explicit.get("model.id") or below.get("model.id")
+    target = "" if model is None else str(model.value)
+    warnings: list[str] = []
+    keys: list[Translated] = []  # of the files
+    for only_role, path in map(parse_reference, imports):
+        if only_role in (None, role):
+            imported = Imported(keys=translate(read_entries(path), target=target))
+            keys += imported.keys
+            warnings += imported.warnings
+            if only_role:
+                warnings += [f"{key.origin}: nothing that a {role} has" for key in imported.keys if known.lacks(key)]
+    given = Imported(keys=translate(arguments, target=target))
+    rivals = [flags[key].source for key in DRAFTS if key in flags]
+    if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in given.keys):
+        raise ConfigError(f"{SPECULATIVE} and {rivals[0]} each say who drafts: choose one")
+    layer = known.take(_settings_of(given.keys, flags), is_text=True)
+    layer = known.take(_settings_of(keys, explicit | layer), is_text=True) | layer
+    values = below | explicit | layer
+    return ResolvedConfig(
+        sections=known.build(values),
+        sources={key: entry.source for key, entry in values.items() if key in known.settings},
+        imported={key: entry.value for key, entry in layer.items()},
+        elsewhere={key: entry for key, entry in values.items() if key not in known.settings},
+        warnings=warnings + given.warnings,
+    )
 
 
-class _Settings:
-    """Collects raw values by key, later sources over earlier ones, and builds the sections."""
+def parse_reference(text: str) -> tuple[str | None, Path]:
+    """`prefill=FILE` → ("prefill_node", FILE); FILE alone is for all services."""
+    name, equals, path = text.partition("=")
+    role = next((role for role in ROLES if name in (role, role.removesuffix("_node"))), None)
+    return (role, Path(path)) if equals and role else (None, Path(text))
+
+
+def environment_name(key: str) -> str:
+    """`decode_node.draft_targets` → `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
+    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
+
+
+def _variables(environ: Mapping[str, str]) -> Iterator[Entry]:
+    for name in sorted(environ):
+        key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+        # OUTRIDER_CONFIG, OUTRIDER_ANNOUNCE_FD, … are no settings.
+        if name.startswith(ENVIRONMENT_PREFIX) and ("." in key or key.startswith(SECTIONS)):
+            yield Entry(key=key, value=environ[name], source=f"environment variable {name}")
+
+
+def _settings(texts: Sequence[str], flag: str) -> Iterator[Entry]:
+    for text in texts:
+        key, equals, value = text.partition("=")
+        source = f"{flag} {without_passwords(text)}"
+        if not equals:
+            raise ConfigError(f"{source}: expected KEY=VALUE")
+        yield Entry(key=key.strip(), value=value, source=source)
+
+
+def _settings_of(keys: Sequence[Translated], above: Layer) -> list[Entry]:
+    """Ours of imported keys, but for what is set `above`. A speculative_config is taken as a whole, or not at all."""
+    has_draft = not above.keys().isdisjoint(DRAFTS)
+    return [
+        Entry(key=name, value=value, source=key.origin)
+        for key in keys
+        if not (has_draft and key.entry.key.startswith(SPECULATIVE))
+        for name, value in key.settings.items()
+        if name not in above
+    ]
+
+
+class _Known:
+    """The settings of a role's sections."""
 
     def __init__(self, sections: Mapping[str, type]) -> None:
         self._sections = sections
-        self._values: dict[tuple[str, ...], tuple[Any, str]] = {}
-        self._named: set[tuple[str, ...]] = set()  # as text, in sections of other roles too
+        self.settings = {info.key: info for info in describe_settings(sections)}
 
-    def take_file(self, path: Path) -> None:
-        with open_node(path) as (loader, node):
-            if node is not None:
-                self._take_node(loader, node, (), f"{path}:1")
+    def lacks(self, key: Translated) -> bool:
+        """Whether a key is settings of other roles only."""
+        return bool(key.settings) and self.settings.keys().isdisjoint(key.settings)
 
-    def _take_node(self, loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], source: str) -> None:
-        import yaml
+    def take(self, entries: Iterable[Entry], *, is_text: bool = False) -> Layer:
+        """Later entries override earlier ones. `is_text`: strings are parsed as what their settings are.
 
-        kind = self._type_at(path, source) if path else dict
-        if kind is None:
-            return  # a section of another role
-        nested = not path or nested_type(kind) is not None
-        if isinstance(node, yaml.MappingNode) and nested:
-            lines: dict[str, int] = {}
-            for key_node, value_node in node.value:
-                key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
-                where = f"{source.rpartition(':')[0]}:{line}"
-                if key in lines:
-                    raise ConfigError(f"{where}: {'.'.join((*path, key))} stands in line {lines[key]} already")
-                lines[key] = line
-                self._take_node(loader, value_node, (*path, key), where)
-            return
-        value = loader.construct_object(node, deep=True)
-        if value is None and nested:
-            return  # an empty section
-        if nested:
-            name = ".".join(path) or "the file"
-            raise ConfigError(f"{source}: {name} is a group of settings, not {value!r}")
-        self._values[path] = (value, source)
+        Raises: ConfigError for an unknown key.
+        """
+        taken: Layer = {}
+        for entry in entries:
+            info, section = self.settings.get(entry.key), entry.key.partition(".")[0]
+            if info is None and (section in self._sections or section not in SECTIONS):
+                self._check_group(entry)
+            elif info is not None and is_text and isinstance(entry.value, str):
+                taken[entry.key] = replace(entry, value=from_text(info.kind, entry.value, entry.source))
+            else:
+                taken[entry.key] = entry
+        return taken
 
-    def take_environment(self, environ: Mapping[str, str]) -> None:
-        for name in sorted(environ):
-            if not name.startswith(ENVIRONMENT_PREFIX):
-                continue
-            path = tuple(name[len(ENVIRONMENT_PREFIX) :].lower().split("__"))
-            if len(path) == 1 and not path[0].startswith(SECTIONS):
-                continue  # OUTRIDER_CONFIG, OUTRIDER_ANNOUNCE_FD, …: not settings
-            self._take_text(path, environ[name], f"environment variable {name}")
+    def _check_group(self, entry: Entry) -> None:
+        """A group may be empty. Raises: ConfigError for one that has a value, and for what is no group."""
+        if not any(key.startswith(f"{entry.key}.") for key in self.settings):
+            raise ConfigError(f"{entry.source}: {unknown_key(entry.key, {*SECTIONS, *self.settings})}")
+        if entry.value not in (None, {}):
+            raise ConfigError(f"{entry.source}: {entry.key} is a group of settings, not {entry.value!r}")
 
-    def take_override(self, override: str, flag: str = "--set") -> None:
-        key, equals, text = override.partition("=")
-        source = f"{flag} {without_passwords(override)}"
-        if not equals:
-            raise ConfigError(f"{source}: expected KEY=VALUE")
-        self._take_text(tuple(key.strip().split(".")), text, source)
+    def build(self, values: Layer) -> dict[str, Any]:
+        """The sections. Raises: ConfigError for a value of a wrong type or out of range."""
+        return {name: self._build(name, kind, default_of(kind, name), values) for name, kind in self._sections.items()}
 
-    def take_imports(
-        self, imports: Sequence[str], role: str | None, explicit: _Settings
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Files of other servers, but for what is `explicit`. Returns what was taken, and warnings."""
-        taken: dict[str, Any] = {}
-        warnings: list[str] = []
-        model = explicit._values.get(MODEL) or self._values.get(MODEL)
-        has_draft = not explicit._named.isdisjoint(DRAFTS)
-        for reference in imports:
-            only_role, path = parse_reference(reference)
-            if only_role not in (None, role):
-                continue
-            imported = Imported(keys=read_import(path, target=model[0] if model else "")[1])
-            warnings += imported.warnings
-            for foreign in imported.keys:
-                here = {
-                    name: tuple(name.split("."))
-                    for name in foreign.settings
-                    if self._type_at(tuple(name.split(".")), foreign.origin) is not None
-                }
-                if foreign.settings and only_role and not here:
-                    warnings.append(f"{foreign.origin}: nothing that a {only_role} has")
-                if has_draft and foreign.key.startswith(SPECULATIVE):
-                    continue
-                for name, key in here.items():
-                    if key not in explicit._values:
-                        taken[name] = foreign.settings[name]
-                        self._values[key] = (taken[name], foreign.origin)
-        return taken, warnings
-
-    def take_all(self, other: _Settings) -> None:
-        """Over what is there."""
-        self._values |= other._values
-
-    def _take_text(self, path: tuple[str, ...], text: str, source: str) -> None:
-        kind = self._type_at(path, source)
-        self._named.add(path)
-        if kind is None:
-            return
-        if nested_type(kind) is not None:
-            raise ConfigError(f"{source}: {'.'.join(path)} is a group of settings; name one of them")
-        self._values[path] = (from_text(kind, text, source), source)
-
-    def _type_at(self, path: tuple[str, ...], source: str) -> Any:
-        """The declared type at a path; None in a section of another role."""
-        section, *names = path
-        if section not in self._sections:
-            if section in SECTIONS:
-                return None
-            raise ConfigError(unknown_key(source, section, "", sorted({*SECTIONS, *self._sections})))
-        kind: Any = self._sections[section]
-        for depth, name in enumerate(names):
-            owner = nested_type(kind)
-            known = [] if owner is None else [item.name for item in setting_fields(owner)]
-            if owner is None or name not in known:
-                raise ConfigError(
-                    unknown_key(source, name, ".".join(path[: depth + 1]), known, tuple(names[depth + 1 :]))
-                )
-            kind = typing.get_type_hints(owner)[name]
-        return kind
-
-    def resolve(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The sections, and the sources by key."""
-        sections = {name: self._build((name,), kind, default_of(kind, name)) for name, kind in self._sections.items()}
-        sources = {".".join(path): source for path, (_, source) in self._values.items()}
-        return sections, sources
-
-    def _build(self, path: tuple[str, ...], kind: Any, default: Any) -> Any:
+    def _build(self, prefix: str, kind: Any, default: Any, values: Layer) -> Any:
         changes: dict[str, Any] = {}
         sources: dict[str, str] = {}  # by field
         hints = typing.get_type_hints(kind)
         for item in setting_fields(kind):
-            here = (*path, item.name)
-            owner = nested_type(hints[item.name])
+            key, owner = f"{prefix}.{item.name}", nested_type(hints[item.name])
             if owner is not None:
-                if any(other[: len(here)] == here for other in self._values):
-                    inner = getattr(default, item.name)
-                    inner = default_of(owner, ".".join(here)) if inner is None else inner
-                    changes[item.name] = self._build(here, owner, inner)
-            elif here in self._values:
-                value, source = self._values[here]
-                sources[item.name] = source
-                changes[item.name] = checked(value, hints[item.name], ".".join(here), source, item.metadata)
+                inner = getattr(default, item.name)
+                inner = default_of(owner, key) if inner is None else inner
+                built = self._build(key, owner, inner, values)
+                if built is not inner:
+                    changes[item.name] = built
+            elif key in values:
+                sources[item.name] = values[key].source
+                changes[item.name] = checked(self.settings[key], values[key])
         if not changes:
             return default
         try:
             return replace(default, **changes)
         except ValueError as error:  # a check over several fields, in __post_init__
-            raise ConfigError(f"{_blamed(str(error), sources)}: {'.'.join(path)}: {error}") from error
+            raise ConfigError(f"{_blamed(str(error), sources)}: {prefix}: {error}") from error
 
 
 def _blamed(message: str, sources: Mapping[str, str]) -> str:
     """Where the fields that a message names were set; all sources when it names none of them."""
     named = [source for name, source in sources.items() if re.search(rf"\b{name}\b", message)]
     return ", ".join(dict.fromkeys(named or sources.values()))
-
-
-def environment_name(key: str) -> str:
-    """`decode_node.draft_targets` → `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
-    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.config.settings import Limits, default_of, nested_type, options_of, setting_fields
+from outrider.config.settings import SettingInfo, describe_settings, options_of
 from outrider.config.values import to_plain
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -17,37 +17,30 @@ KEYWORDS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maxi
 
 def config_schema(sections: Mapping[str, type]) -> dict[str, Any]:
     """Of a file with these sections, each of which may be missing or empty. Draft 2020-12."""
-    properties = {name: _of_section(kind, default_of(kind, name)) for name, kind in sections.items()}
-    return {"$schema": DIALECT, "title": "Outrider's configuration", **_group(properties)}
+    root = _group()
+    for info in describe_settings(sections):
+        *groups, name = info.key.split(".")
+        owner = root
+        for group in groups:
+            owner = owner["properties"].setdefault(group, _group())
+        owner["properties"][name] = _of_setting(info)
+    return {"$schema": DIALECT, "title": "Outrider's configuration", **root}
 
 
-def _group(properties: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
+def _group() -> dict[str, Any]:
+    return {"type": ["object", "null"], "additionalProperties": False, "properties": {}}
 
 
-def _of_section(kind: Any, default: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    properties = {}
-    for item in setting_fields(kind):
-        owner, value = nested_type(hints[item.name]), getattr(default, item.name)
-        properties[item.name] = (
-            _of_section(owner, default_of(owner, item.name) if value is None else value)
-            if owner
-            else _of_setting(hints[item.name], value, item.metadata)
-        )
-    return _group(properties)
-
-
-def _of_setting(kind: Any, default: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _of_setting(info: SettingInfo) -> dict[str, Any]:
     """Limits hold for each item of a list."""
-    limits: Limits = metadata.get("limits", Limits())
+    limits, options = info.limits, options_of(info.kind)
     bounds = {word: getattr(limits, name) for name, word in KEYWORDS.items() if getattr(limits, name) is not None}
     if limits.choices is not None:
         bounds["enum"] = list(limits.choices)
-    lists = [typing.get_args(option)[0] for option in options_of(kind) if typing.get_origin(option) is tuple]
+    lists = [typing.get_args(option)[0] for option in options if typing.get_origin(option) is tuple]
     if lists:
         shape: dict[str, Any] = {"type": "array", "items": {"type": TYPES[lists[0]], **bounds}}
     else:
-        names = [TYPES[option] for option in options_of(kind)]
+        names = [TYPES[option] for option in options]
         shape = {"type": names[0] if len(names) == 1 else names, **bounds}
-    return {**shape, "default": to_plain(default), "description": metadata.get("help", "")}
+    return {**shape, "default": to_plain(info.default), "description": info.help}

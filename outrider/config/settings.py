@@ -69,13 +69,17 @@ def setting_fields(kind: Any) -> list[Field[Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingInfo:
-    """One key, as `--help` and `outrider config` show it."""
+    """One key, as files, `--help` and the schema have it."""
 
     key: str
+    kind: Any  # its declared type
     default: Any
-    type_name: str
     limits: Limits
     help: str
+
+    @property
+    def type_name(self) -> str:
+        return self.kind.__name__ if isinstance(self.kind, type) and not typing.get_args(self.kind) else str(self.kind)
 
 
 def nested_type(kind: Any) -> Any:
@@ -99,13 +103,8 @@ def _described(prefix: str, kind: Any, default: Any) -> Iterator[SettingInfo]:
         if owner is not None:
             yield from _described(key, owner, value if value is not None else default_of(owner, key))
             continue
-        yield SettingInfo(
-            key=key,
-            default=value,
-            type_name=type_name(hints[item.name]),
-            limits=item.metadata.get("limits", Limits()),
-            help=item.metadata.get("help", ""),
-        )
+        limits, text = item.metadata.get("limits", Limits()), item.metadata.get("help", "")
+        yield SettingInfo(key=key, kind=hints[item.name], default=value, limits=limits, help=text)
 
 
 def default_of(kind: Any, key: str) -> Any:
@@ -119,7 +118,3 @@ def options_of(kind: Any) -> tuple[Any, ...]:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return typing.get_args(kind)
     return (kind,)
-
-
-def type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.config.settings import Limits, options_of, setting_fields, type_name
+from outrider.config.settings import SettingInfo, options_of, setting_fields
+from outrider.config.yaml_files import Entry
 from outrider.errors import ConfigError
+
+
+def is_null(value: Any) -> bool:
+    """Whether a variable or flag, or a file, leaves an optional setting empty."""
+    return str(value).strip().lower() in ("null", "none", "~", "")
 
 
 def from_text(kind: Any, text: str, source: str) -> Any:
     """What a variable or flag means for a field of this type: text as it stands, or YAML."""
     options = options_of(kind)
-    if type(None) in options and text.strip().lower() in ("null", "none", "~", ""):
+    if type(None) in options and is_null(text):
         return None
     if str in options or Path in options:
         return text
@@ -31,20 +36,19 @@ def from_text(kind: Any, text: str, source: str) -> Any:
         raise ConfigError(f"{source}: not a value: {text!r}") from error
 
 
-def checked(value: Any, kind: Any, key: str, source: str, metadata: Mapping[str, Any]) -> Any:
-    limits = metadata.get("limits", Limits())
-    allowed = f" {limits}" if str(limits) else ""
-    for option in options_of(kind):
-        converted = _convert(value, option)
+def checked(info: SettingInfo, entry: Entry) -> Any:
+    """The entry's value as one of the declared type. Raises: ConfigError that names the type or the range."""
+    allowed = f" {info.limits}" if str(info.limits) else ""
+    given = f"{entry.source}: {info.key} = {entry.value!r}"
+    for option in options_of(info.kind):
+        converted = _convert(entry.value, option)
         if converted is _WRONG_TYPE:
             continue
         parts = converted if isinstance(converted, tuple) else (converted,)
-        if all(limits.allow(part) for part in parts):
+        if all(info.limits.allow(part) for part in parts):
             return converted
-        raise ConfigError(f"{source}: {key} = {value!r} is out of range: must be{allowed or ' finite'}")
-    raise ConfigError(
-        f"{source}: {key} = {value!r} is not of type {type_name(kind)}{allowed and f': must be{allowed}'}"
-    )
+        raise ConfigError(f"{given} is out of range: must be{allowed or ' finite'}")
+    raise ConfigError(f"{given} is not of type {info.type_name}{allowed and f': must be{allowed}'}")
 
 
 _WRONG_TYPE = object()

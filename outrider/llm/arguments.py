@@ -1,30 +1,9 @@
-"""Arguments of vLLM's `LLM`: what they are here, or what to do without them."""
+"""Arguments of vLLM's `generate` and `chat` that are not here, and what to do without them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
-
-from outrider.config.imports import vllm_settings
-
-_UNSET_MEMORY = (0.9, 0.92)
-"""Defaults of vLLM's `gpu_memory_utilization`, which leave ours in force."""
-
-
-def settings_of(engine_args: Mapping[str, Any], *, model: str) -> list[str]:
-    """As `outrider up --set` takes them. What concerns speed only, and has no equivalent, is a warning.
-
-    Raises: ConfigError for another argument without an equivalent.
-    """
-    given = dict(engine_args)
-    if given.get("gpu_memory_utilization") in _UNSET_MEMORY:
-        del given["gpu_memory_utilization"]
-    imported = vllm_settings(given, target=model, source="LLM()")
-    for warning in imported.warnings:
-        warnings.warn(warning, stacklevel=3)
-    return imported.overrides
-
 
 _RENDER = "render the prompt with get_tokenizer().apply_chat_template and pass its token ids to generate"
 _INSTEAD = {

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import sys
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,12 +16,14 @@ from typing import Any, Self
 from outrider.client import GenerateOptions
 from outrider.cluster import Cluster, ClusterConfig, ClusterEvent, EventKind, Launch
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gpu_shares import shares_of_gpu, shares_of_memory
+from outrider.cluster.gpu_shares import memory_shares
 from outrider.cluster.plan import DECODE
-from outrider.config import CONFIG_FILE_VARIABLE, load_config
+from outrider.config import CONFIG_FILE_VARIABLE, ResolvedConfig, load_config
+from outrider.config.imports import vllm_entries
+from outrider.config.values import is_null
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
-from outrider.llm.arguments import check_arguments, settings_of
+from outrider.llm.arguments import check_arguments
 from outrider.llm.batch import Batch, MakeBar, Request
 from outrider.llm.outputs import RequestOutput
 from outrider.llm.prompts import PromptType, Source, for_each, read_conversations, read_prompts
@@ -32,6 +35,10 @@ SEED_BITS = 53
 """As the router draws seeds."""
 NUM_WAITING = 64
 """Requests that wait at the router, besides those that decode nodes have room for. Less than `router.max_waiting`."""
+UNSET = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
+"""Defaults of vLLM's arguments that leave ours in force."""
+CLOSED = ("router.token_file", "router.tls.", "security.tls.")
+"""Beginnings of the settings by which routers refuse requests in plaintext or without a token."""
 UseTqdm = bool | MakeBar
 
 
@@ -67,20 +74,24 @@ class LLM:
         Raises: TypeError or ValueError for an argument that cannot be honoured, PeerLostError when the model cannot
         be served.
         """
-        if draft is not None and "speculative_config" in engine_args:
-            raise TypeError("draft and speculative_config mean the same: choose one")
-        given = {"model.id": model, "cluster.draft": draft, **(settings or {})}
+        ours = {"model.id": model, "cluster.draft": draft, "cluster.port": 0, "cluster.openai_port": "null"}
+        given = {**ours, **(settings or {})}
         overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
         try:
-            translated = settings_of(engine_args, model=model)
-            overrides = ["cluster.port=0", "cluster.openai_port=null", *translated, *overrides]
-            cluster, self._model = _make_cluster(
-                overrides,
-                divides_memory=any(override.startswith("kv_cache.memory=") for override in translated),
-                log_directory=None if log_dir is None else Path(log_dir),
-            )
+            resolved = _load(engine_args, overrides)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        for warning in resolved.warnings:
+            warnings.warn(warning, stacklevel=2)
+        config, self._model = resolved.sections["cluster"], resolved.sections["model"]
+        launch = Launch(
+            overrides=(*resolved.overrides, *overrides),
+            node_overrides=memory_shares(config, resolved),
+            log_directory=None if log_dir is None else Path(log_dir),
+            # -P: what lies in the working directory of a script is not mistaken for a service.
+            command=lambda role: [sys.executable, "-P", "-m", role],
+        )
+        cluster = Cluster(config, launch)
         cluster.on_event = partial(_show, EventPrinter(sys.stderr))
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311 no secrets
         self._request_ids = itertools.count()
@@ -196,29 +207,29 @@ def _make_bar(use_tqdm: UseTqdm) -> MakeBar:
     return partial(tqdm, disable=not use_tqdm)
 
 
-def _make_cluster(
-    overrides: Sequence[str], *, divides_memory: bool, log_directory: Path | None
-) -> tuple[Cluster, ModelConfig]:
-    """Not started. `divides_memory`: `kv_cache.memory` is for all nodes together, if it is a share.
-
-    Raises: ConfigError for a wrong setting of the model, its memory or the cluster.
+def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:
+    """Raises: ConfigError for a wrong setting of the model, its memory or the cluster, and for one by which the router
+    would refuse what we ask.
     """
     kinds = {"cluster": ClusterConfig, "model": ModelConfig, "kv_cache": KVCacheConfig}
     file = os.environ.get(CONFIG_FILE_VARIABLE)  # which every process reads
-    sections = load_config(kinds, file=Path(file) if file else None, environ=os.environ, overrides=overrides).sections
-    config, model, kv_cache = sections["cluster"], sections["model"], sections["kv_cache"]
-    if divides_memory and kv_cache.memory_fraction is not None:
-        shares = shares_of_memory(config, 100 * kv_cache.memory_fraction)
-    else:
-        shares = {} if kv_cache.memory else shares_of_gpu(config, model.device)
-    launch = Launch(
-        overrides=tuple(overrides),
-        node_overrides=shares,
-        log_directory=log_directory,
-        # -P: what lies in the working directory of a script is not mistaken for a service.
-        command=lambda role: [sys.executable, "-P", "-m", role],
+    if "port" in engine_args:
+        raise ConfigError("LLM() port: nothing is served over HTTP; outrider up --openai PORT does that")
+    given = {name: value for name, value in engine_args.items() if (name, value) not in UNSET}
+    resolved = load_config(
+        kinds,
+        file=Path(file) if file else None,
+        environ=os.environ,
+        overrides=overrides,
+        arguments=vllm_entries(given, source="LLM()"),
     )
-    return Cluster(config, launch), model
+    for key, entry in resolved.elsewhere.items():
+        if key.startswith(CLOSED) and not is_null(entry.value):
+            raise ConfigError(
+                f"{entry.source}: LLM asks its router in plaintext and without a token, so {key} would refuse it; its "
+                f'services are on loopback: settings={{"{key}": "null"}}'
+            )
+    return resolved
 
 
 def _stop(cluster: Cluster) -> bool:

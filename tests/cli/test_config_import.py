@@ -13,7 +13,6 @@ from outrider.cli.config import ROLES, sections_of
 from outrider.cli.main import main
 from outrider.cluster.plan import child_command, plan_children
 from outrider.config import parse_role_arguments
-from outrider.config.imports import read_vllm_flags
 from outrider.errors import ConfigError
 from outrider.heads.locate import DEFAULT_HEAD
 
@@ -38,19 +37,18 @@ def cluster_of(*arguments):
     parser = argparse.ArgumentParser()
     up.add_arguments(parser)
     parsed = parser.parse_args(["--port", "0", *arguments])
-    return up.make_cluster(parsed, vllm_flags=read_vllm_flags(parsed).overrides)
+    return up.make_cluster(parsed)
 
 
 def test_the_table_says_what_became_of_each_key(file, capsys):
     assert main(["config", "import", str(file)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == [f"{file},", "read", "as", "tensorrt_llm"]
-    assert lines[1] == ["line", "key", "value", "result", "setting", "note"]
-    assert lines[2] == ["1", "backend", "pytorch", "same"]
-    assert lines[3] == ["2", "max_batch_size", "32", "set", "decode_node.max_running_sequences:", "32"]
-    assert lines[4] == ["prefill_node.max_running_sequences:", "32"]
-    assert lines[5][:5] == ["3", "print_iter_log", "true", "warning", "metrics"]
-    assert lines[7][:6] == ["5", "speculative_config.decoding_type", "NGram", "set", "cluster.draft:", "ngram"]
+    assert lines[0] == ["line", "key", "value", "result", "setting", "note"]
+    assert lines[1] == ["1", "backend", "pytorch", "same"]
+    assert lines[2] == ["2", "max_batch_size", "32", "set", "decode_node.max_running_sequences:", "32"]
+    assert lines[3] == ["prefill_node.max_running_sequences:", "32"]
+    assert lines[4][:5] == ["3", "print_iter_log", "true", "warning", "metrics"]
+    assert lines[6][:6] == ["5", "speculative_config.decoding_type", "NGram", "set", "cluster.draft:", "ngram"]
 
 
 def test_errors_are_all_in_the_table_and_nothing_is_written(file, capsys):
@@ -58,7 +56,7 @@ def test_errors_are_all_in_the_table_and_nothing_is_written(file, capsys):
     out = file.with_name("out.yaml")
     assert main(["config", "import", str(file), "--write", str(out)]) == 1
     shown = capsys.readouterr()
-    assert [line.split()[3] for line in shown.out.splitlines()[2:]] == ["error", "error"]
+    assert [line.split()[3] for line in shown.out.splitlines()[1:]] == ["error", "error"]
     assert "the nearest is max_batch_size" in shown.out
     assert shown.err.startswith(f"outrider config: {file}:1 max_beam_width: there is no beam search (and 1 more")
     assert not out.exists()

@@ -2,7 +2,10 @@ import pytest
 
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.cpu_shares import CpuShare, divide_cpus
-from outrider.cluster.gpu_shares import shares_of_gpu
+from outrider.cluster.gpu_shares import memory_shares
+from outrider.config import load_config
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.model_hub.config import ModelConfig
 
 
 def test_few_processors_are_shared_by_all():
@@ -39,5 +42,7 @@ def test_everyone_computes_somewhere_and_nobody_elsewhere(num_cpus, draft, count
     ("device", "shares"), [("cpu", {}), ("cuda:0", {"prefill-0": "25", "decode-0": "30", "decode-1": "30"})]
 )
 def test_nodes_on_one_gpu_share_its_memory(device, shares):
-    found = shares_of_gpu(ClusterConfig(decode_nodes=2), device)
+    sections = {"model": ModelConfig, "kv_cache": KVCacheConfig}
+    settings = load_config(sections, file=None, environ={}, overrides=[f"model.device={device}"])
+    found = memory_shares(ClusterConfig(decode_nodes=2), settings)
     assert found == {name: (f"kv_cache.memory={percent}%",) for name, percent in shares.items()}

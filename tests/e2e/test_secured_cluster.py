@@ -55,7 +55,7 @@ def cluster(folder, token_file, tiny_model, tmp_path_factory):
             *(f"--set={setting}" for setting in settings),
         ]
     )
-    with make_cluster(arguments, tls=arguments.tls, token_hashes=arguments.token_hashes) as cluster:
+    with make_cluster(arguments, tls=arguments.tls) as cluster:
         cluster.wait_serving(START_SECONDS)
         yield cluster
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses

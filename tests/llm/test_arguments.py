@@ -176,15 +176,34 @@ def test_wrong_arguments_are_named(llm, clusters):
         LLM(quantization="awq")
     with pytest.raises(ValueError, match=r"quantisation.*nearest is quantization"):
         LLM(quantisation="awq")
+    with pytest.raises(ValueError, match=r"LLM\(\) port: nothing is served over HTTP"):
+        LLM(port=8000)
     with pytest.raises(ValueError, match=r"model.dtype = 'half' .* float32, bfloat16"):
         LLM(dtype="half")
     with pytest.raises(ValueError, match=r"cluster.draft.*eagle"):
         LLM(draft="eagle")
     with pytest.raises(ValueError, match="eagle needs model, the folder of a head"):
         LLM(speculative_config={"method": "eagle"})
-    with pytest.raises(TypeError, match="choose one"):
+    with pytest.raises(ValueError, match=r"speculative_config and --set cluster.draft=ngram .* choose one"):
         LLM(draft="ngram", speculative_config=None)
     assert len(clusters) == 1
+
+
+@pytest.mark.parametrize("key", ["router.token_file", "router.tls.certificate", "security.tls.authority"])
+def test_a_router_that_would_refuse_the_requests_is_not_started(router, clusters, monkeypatch, tmp_path, key):
+    with pytest.raises(ValueError, match=f"--set {key}=x: .* without a token"):
+        LLM(settings={key: "x"})
+    value = "x"
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    file = tmp_path / "outrider.yaml"
+    file.write_text(json.dumps(value))
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(file))
+    with pytest.raises(ValueError, match=f"{file}:1: .* {key} .*null"):
+        LLM()
+    assert clusters == []
+    LLM(settings={key: "null"}).close()
+    assert f"{key}=null" in clusters[0].launch.overrides
 
 
 def test_arguments_of_generate_and_chat_pass_at_their_defaults_only(llm):

@@ -1,23 +1,23 @@
 """Configurations of other servers in our settings: files of TensorRT-LLM, Dynamo and vLLM, flags of `vllm serve`.
 
-The tables beside this file say what each key is here: `tensorrt_llm.yaml`, `vllm.yaml`.
+The table beside this file, `keys.yaml`, says what each key is here.
 """
 
 from __future__ import annotations
 
-from outrider.config.imports.base import ForeignKey, Imported, Kind
-from outrider.config.imports.formats import FORMATS, open_format, parse_reference, read_import
-from outrider.config.imports.vllm_flags import add_vllm_flags, read_vllm_flags, vllm_settings
+from outrider.config.imports.translate import rules, translate
+from outrider.config.imports.translated import SPECULATIVE, Imported, Kind, Translated
+from outrider.config.imports.vllm_arguments import add_vllm_flags, read_vllm_flags, vllm_entries, vllm_settings
 
 __all__ = [
-    "FORMATS",
-    "ForeignKey",
+    "SPECULATIVE",
     "Imported",
     "Kind",
+    "Translated",
     "add_vllm_flags",
-    "open_format",
-    "parse_reference",
-    "read_import",
     "read_vllm_flags",
+    "rules",
+    "translate",
+    "vllm_entries",
     "vllm_settings",
 ]

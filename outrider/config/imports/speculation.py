@@ -1,76 +1,76 @@
-"""From another server's speculative decoding to ours: who proposes, with which model, how many tokens."""
+"""From another server's speculative decoding to ours: who drafts, and with which model."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.base import SPECULATIVE, ForeignKey, Kind
+from outrider.config.imports.translated import SPECULATIVE, Kind, Translated
+from outrider.config.yaml_files import Entry
 
 OFF = {"cluster.draft": "none", "decode_node.num_speculative_tokens": 0, "model.head": ""}
-COUNTS = ("decode_node.num_speculative_tokens", "draft_node.num_speculative_tokens")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """The keys of a format's `speculative_config`, by what they mean."""
+def speculation(flat: Mapping[str, Entry], target: str, names: Mapping[str, Any]) -> dict[str, Translated]:
+    """What becomes of the keys that name the method and its model, by key; all others have rules.
 
-    method: str  # names the method
-    methods: Mapping[str, Sequence[str]]  # by our proposer; case is ignored
-    model: Sequence[str]  # name the draft model, or the head
-    count: Sequence[str]  # name the number of draft tokens
-    of_target: Sequence[str]  # methods whose head may come with the served model
+    Args:
+        flat: all entries by key.
+        target: the served model; empty: unknown.
+        names: `speculative` of `keys.yaml`.
+    """
+    whole = flat.get(SPECULATIVE)
+    if whole is not None and not whole.value:
+        return {SPECULATIVE: Translated(entry=whole, kind=Kind.SET, settings=OFF)}
+    group = {key.partition(".")[2]: entry for key, entry in flat.items() if key.startswith(f"{SPECULATIVE}.")}
+    if not group:
+        return {}
+    given = {name: str(entry.value) for name, entry in group.items() if entry.value is not None}
+    by = next((name for name in names["models"] if name in given), "")
+    of_model = next((name for name in names["models"].get(by, ()) if name in given), "")
+    method = group[by] if by else next(iter(group.values()))
+    try:
+        settings = _settings(given.get(by, ""), given.get(of_model, ""), by, target, names)
+    except ValueError as error:
+        return {method.key: Translated(entry=method, kind=Kind.ERROR, note=str(error))}
+    found = {}
+    if of_model and "draft_node.model" in settings:  # the model's key says which, the method's all the rest
+        own = {name: settings.pop(name) for name in ("model.head", "draft_node.model") if settings[name]}
+        found[group[of_model].key] = Translated(entry=group[of_model], kind=Kind.SET, settings=own)
+    return {**found, method.key: Translated(entry=method, kind=Kind.SET, settings=settings)}
 
-    def translate(
-        self, keys: Sequence[ForeignKey], target: str, by_rule: Callable[[ForeignKey], ForeignKey]
-    ) -> list[ForeignKey]:
-        """`keys`: those of the group, at least one. `target`: the served model; empty: unknown."""
-        by_name = {key.key.removeprefix(f"{SPECULATIVE}."): key for key in keys}
-        given = {name: key for name, key in by_name.items() if key.value is not None}
-        method, model = given.get(self.method), next((name for name in self.model if name in given), None)
-        try:
-            chosen = self._choose(str(method.value) if method else "", str(given[model].value) if model else "", target)
-        except ValueError as error:
-            others = [by_rule(key) for key in keys if key is not method]
-            wrong = [key for key in others if key.kind is Kind.ERROR]
-            return [(method or keys[0]).became(Kind.ERROR, str(error)), *wrong]
-        meanings = {name: dict.fromkeys(COUNTS, given[name].value) for name in self.count if name in given}
-        if model:  # the model's name says which, the method's all the rest
-            meanings[model] = {
-                name: chosen.pop(name) for name in ("model.head", "draft_node.model") if chosen.get(name)
-            }
-        meanings[self.method] = chosen
-        return [
-            key.became(Kind.SET, "", meanings[name]) if name in given and meanings.get(name) else by_rule(key)
-            for name, key in by_name.items()
-        ]
 
-    def _choose(self, method: str, model: str, target: str) -> dict[str, Any]:
-        """The settings of a method, whose model may be empty. Raises: ValueError."""
-        known = {name.lower(): proposer for proposer, names in self.methods.items() for name in names}
-        proposer = known.get(method.lower())
-        if proposer is None:
-            names = [name for names in self.methods.values() for name in names]
-            asked = f"{method} is none of" if method else f"{self.method} is missing: name one of"
-            nearest = difflib.get_close_matches(method, names, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{asked} {', '.join(names)}" + (f"; the nearest is {nearest}" if method else ""))
-        settings: dict[str, Any] = {"cluster.draft": proposer, "draft_node.proposer": proposer, "model.head": ""}
-        if proposer not in ("draft_model", "head"):
-            return settings | {"decode_node.local_fallback": proposer}
-        if not model and method in self.of_target:
-            model = target
-        if not model:
-            wanted = "a model" if proposer == "draft_model" else "the folder of a head"
-            wanted += " (or the served model's own folder, as model)" if method in self.of_target else ""
-            raise ValueError(f"{method} needs {self.model[0]}, {wanted}")
-        if proposer == "head":
-            folder = Path(model).expanduser().absolute()
-            if not folder.is_dir():
-                raise ValueError(f"{model} is no folder: download the head, and name its folder in {self.model[0]}")
-            model = str(folder)
-            settings |= {"model.head": model, "decode_node.local_head": True, "cluster.draft_nodes": 0}
-        settings |= {"decode_node.local_fallback": "none", "cluster.draft": f"{proposer}:{model}"}
-        return settings | {"draft_node.model": model}
+def _settings(method: str, model: str, by: str, target: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a method, which the key `by` names, and whose model may be empty. Raises: ValueError."""
+    proposers: Mapping[str, str] = names["methods"]
+    if not method:
+        raise ValueError(f"{' or '.join(names['models'])} is missing: name one of {', '.join(proposers)}")
+    proposer = proposers.get(method.lower())
+    if proposer is None:
+        (nearest,) = difflib.get_close_matches(method.lower(), proposers, n=1, cutoff=0.0)
+        raise ValueError(f"{method} is none of {', '.join(proposers)}; the nearest is {nearest}")
+    settings: dict[str, Any] = {"cluster.draft": proposer, "draft_node.proposer": proposer, "model.head": ""}
+    if proposer not in ("draft_model", "head"):
+        return {**settings, "decode_node.local_fallback": proposer}
+    may_be_target = method.lower() in names["of_target"]
+    model = model or (target if may_be_target else "")
+    if not model:
+        wanted = "a model" if proposer == "draft_model" else "the folder of a head"
+        wanted += " (or the served model's own folder, as model)" if may_be_target else ""
+        raise ValueError(f"{method} needs {names['models'][by][0]}, {wanted}")
+    if proposer == "head":
+        folder = Path(model).expanduser().absolute()
+        if not folder.is_dir():
+            raise ValueError(
+                f"{model} is no folder: download the head, and name its folder in {names['models'][by][0]}"
+            )
+        model = str(folder)
+        settings |= {"model.head": model, "decode_node.local_head": True, "cluster.draft_nodes": 0}
+    return {
+        **settings,
+        "cluster.draft": f"{proposer}:{model}",
+        "draft_node.model": model,
+        "decode_node.local_fallback": "none",
+    }

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from outrider.cli.config import sections_of
 from outrider.cli.main import main
-from outrider.config import describe_settings, load_config, parse_role_arguments
-from outrider.config.imports import FORMATS, Kind, open_format, read_import
+from outrider.config import describe_settings, imports, load_config, parse_role_arguments
+from outrider.config.imports import Kind, rules, translate
+from outrider.config.yaml_files import read_entries
 from outrider.errors import ConfigError
 from outrider.heads.locate import DEFAULT_HEAD
 
@@ -56,6 +58,10 @@ def load(*imports, role=None, environ=None, overrides=(), file=None):
     return load_config(
         sections_of(role), file=file, environ=environ or {}, overrides=overrides, imports=imports, role=role
     )
+
+
+def keys_of(path):
+    return translate(read_entries(Path(path)))
 
 
 def test_a_file_of_tensorrt_llm_is_settings(write):
@@ -117,8 +123,8 @@ def test_a_file_of_vllm_is_settings(write, as_json):
 
 
 def test_json_may_be_indented_by_tabs(write):
-    (key,) = read_import(Path(write('{\n\t"max_num_seqs": 8\n}\n', "vllm.json")))[1]
-    assert (key.key, key.value, key.source.rpartition(":")[2]) == ("max_num_seqs", 8, "2")
+    (key,) = keys_of(write('{\n\t"max_num_seqs": 8\n}\n', "vllm.json"))
+    assert (key.entry.key, key.entry.value, key.entry.source.rpartition(":")[2]) == ("max_num_seqs", 8, "2")
 
 
 def test_a_speculative_config_may_be_the_json_of_the_flag(write):
@@ -154,12 +160,10 @@ def test_who_drafts_by_flag_replaces_a_files_whole_speculation(write, explicit):
 
 def test_a_file_may_be_for_one_role(write):
     prefill, decode = f"prefill={write('max_batch_size: 2', 'p.yaml')}", f"decode_node={write('max_batch_size: 3')}"
-    found = {role: load(prefill, decode, role=role).imported for role in (None, "prefill_node", "decode_node")}
-    assert found == {
-        None: {},
-        "prefill_node": {"prefill_node.max_running_sequences": 2},
-        "decode_node": {"decode_node.max_running_sequences": 3},
-    }
+    found = {role: load(prefill, decode, role=role) for role in (None, "prefill_node", "decode_node")}
+    assert found[None].imported == {}
+    assert found["prefill_node"].sections["prefill_node"].max_running_sequences == 2
+    assert found["decode_node"].sections["decode_node"].max_running_sequences == 3
 
 
 def test_a_service_started_alone_reads_the_file_and_says_what_it_has_no_use_for(write, capsys):
@@ -192,13 +196,13 @@ def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
 
 def test_true_is_not_the_number_one(write):
     text = "moe_expert_parallel_size: 1\nenable_attention_dp: true\nattention_dp_config: {enable_balance: true}\n"
-    kinds = [key.kind for key in read_import(Path(write(text)))[1]]
+    kinds = [key.kind for key in keys_of(write(text))]
     assert kinds == [Kind.SAME, Kind.WARNING, Kind.WARNING]
 
 
 def test_empty_groups_are_defaults_whatever_their_keys_mean(write):
     path = write("max_num_seqs: 8\nhf_overrides: {}\nrope-scaling: {}\ncompilation-config: {}\n")
-    assert [key.kind for key in read_import(Path(path))[1][1:]] == [Kind.SAME] * 3
+    assert [key.kind for key in keys_of(path)[1:]] == [Kind.SAME] * 3
 
 
 def test_the_table_shows_no_secret(write, capsys):
@@ -232,10 +236,11 @@ def test_the_table_shows_no_secret(write, capsys):
         ("host: 0.0.0.0\n", "services bind loopback"),
         ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
         ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len stands in line 1 already"),
-        ("- 1\n", ":1: the file is a group of keys"),
+        ("- 1\n", ":1: the file is a group of settings"),
         ("a: [\n", "not YAML"),
         ("a: &a {b: *a}\n", "a.b contains itself"),
-        ("speculative-config: '{'\n", "not YAML"),
+        ("speculative-config: '{'\n", ":1 speculative_config: neither a value nor JSON: '{'"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", ":2: max_num_seqs stands in line 1 already"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_line_and_key(write, text, message):
@@ -252,18 +257,20 @@ def test_further_errors_are_counted(write):
         load(write("max_beam_width: 4\ntokenizer: other\n"))
 
 
-def test_the_format_is_the_one_that_understands_more(write):
-    assert read_import(Path(write("max_num_tokens: 64\n")))[0].name == "tensorrt_llm"
-    assert read_import(Path(write("max_num_seqs: 64\nspeculative_config: {method: x}\n")))[0].name == "vllm"
-    assert read_import(Path(write("{}\n")))[1] == []
-    assert read_import(Path(write("")))[1] == []
+@pytest.mark.parametrize("text", ["", "{}\n"])
+def test_an_empty_file_says_nothing(write, text):
+    assert keys_of(write(text)) == []
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_tables_name_settings_that_there_are(name):
-    table = open_format(name)
+def test_the_table_names_settings_that_there_are():
     known = {info.key for info in describe_settings(sections_of(None))}
-    assert {key for rule in table.rules.values() for key in rule.settings} <= known
-    for rule in table.rules.values():
-        assert rule.note or rule.settings, "what is refused or ignored says why"
-        assert bool(rule.settings) is (rule.kind is Kind.SET)
+    assert {key for rule in rules().values() for key in rule.to} <= known
+    for rule in rules().values():
+        assert rule.note or rule.to, "what is refused or ignored says why"
+        assert bool(rule.to) is (rule.kind is Kind.SET)
+
+
+def test_the_table_names_each_key_once():
+    table = yaml.safe_load(Path(imports.__file__).with_name("keys.yaml").read_text())
+    keys = [key for kind in ("set", "error", "warning") for item in table[kind] for key in item["keys"]]
+    assert sorted(keys) == sorted(set(keys))

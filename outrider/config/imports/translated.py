@@ -1,12 +1,13 @@
-"""What becomes of each key of another server's configuration."""
+"""A key of another server's configuration, and what became of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from outrider.config.yaml_files import Entry
 from outrider.errors import ConfigError
 
 SPECULATIVE = "speculative_config"
@@ -22,23 +23,18 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignKey:
-    """One key of a file, or one flag, and what became of it. Groups are flattened: `kv_cache_config.dtype`."""
+class Translated:
+    """One key of a file, or one argument, and what became of it. Groups are flattened: `kv_cache_config.dtype`."""
 
-    key: str
-    value: Any
-    source: str  # "trt.yaml:3"
-    kind: Kind = Kind.SAME
-    settings: Mapping[str, Any] = field(default_factory=dict)  # ours, by key
+    entry: Entry
+    kind: Kind
     note: str = ""
-
-    def became(self, kind: Kind, note: str = "", settings: Mapping[str, Any] | None = None) -> ForeignKey:
-        return replace(self, kind=kind, note=note, settings=settings or {})
+    settings: Mapping[str, Any] = field(default_factory=dict)  # ours, by key
 
     @property
     def origin(self) -> str:
         """File, line and key, as `outrider config` shows them."""
-        return f"{self.source} {self.key}"
+        return f"{self.entry.source} {self.entry.key}"
 
     def __str__(self) -> str:
         return f"{self.origin}: {self.note}"
@@ -46,9 +42,9 @@ class ForeignKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A translated file, or flags, without errors."""
+    """A translated file, or arguments, without errors."""
 
-    keys: Sequence[ForeignKey]
+    keys: Sequence[Translated]
 
     def __post_init__(self) -> None:
         """Raises: ConfigError."""
