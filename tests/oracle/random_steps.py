@@ -14,35 +14,36 @@ NUM_STEPS = {1: 20, 2: 20, 63: 30, 64: 30, 65: 30, 300: 40, 1000: 40, 5000: 40, 
 """Random steps by size of the vocabulary; a quarter of them but in a full run."""
 
 
-def rows_by_shape(vocab_size, rng):
-    """One row of each shape: [vocab_size]."""
-    noise = rng.standard_normal(vocab_size)
-    ranks = np.log(np.arange(1, vocab_size + 1))
-    return {
-        "flat": noise * 0.01,
-        "equal": noise * 0,
-        "normal": noise * 2.5,
-        "zipf": rng.permutation(-1.3 * ranks) + noise * 0.3,
-        "peaked": rng.permutation(-8 * ranks),
-        "certain": np.where(np.arange(vocab_size) == vocab_size // 3, 500.0, noise),
-        "ties": np.round(noise * 2) / 2,
-        "bfloat16": noise * 4,
-        "banned": np.where(noise > 0.5, -np.inf, noise * 3),
-        "one left": np.where(np.arange(vocab_size) == vocab_size - 1, -30.0, -np.inf),
-        "nothing left": noise - np.inf,
-        "nan": np.where(noise > 3, np.nan, noise),
-        "huge": noise * 1e38,
-        "infinite": np.where(noise > 2.5, np.inf, noise),
-    }
+def ranks(noise):
+    """Logarithms of 1, 2, …: as many as there is noise."""
+    return np.log(np.arange(1, len(noise) + 1))
 
 
-SHAPES = list(rows_by_shape(1, np.random.default_rng(0)))
+ROW_OF = {
+    "flat": lambda noise, _: noise * 0.01,
+    "equal": lambda noise, _: noise * 0,
+    "normal": lambda noise, _: noise * 2.5,
+    "zipf": lambda noise, rng: rng.permutation(-1.3 * ranks(noise)) + noise * 0.3,
+    "peaked": lambda noise, rng: rng.permutation(-8 * ranks(noise)),
+    "certain": lambda noise, _: np.where(np.arange(len(noise)) == len(noise) // 3, 500.0, noise),
+    "ties": lambda noise, _: np.round(noise * 2) / 2,
+    "bfloat16": lambda noise, _: noise * 4,
+    "banned": lambda noise, _: np.where(noise > 0.5, -np.inf, noise * 3),
+    "one left": lambda noise, _: np.where(np.arange(len(noise)) == len(noise) - 1, -30.0, -np.inf),
+    "nothing left": lambda noise, _: noise - np.inf,
+    "nan": lambda noise, _: np.where(noise > 3, np.nan, noise),
+    "huge": lambda noise, _: noise * 1e38,
+    "infinite": lambda noise, _: np.where(noise > 2.5, np.inf, noise),
+}
+"""By the name of a shape: a row [vocab_size] of normal noise [vocab_size] and a generator of more."""
+
+SHAPES = list(ROW_OF)
 
 
 def logits_of(shape, vocab_size, rng):
     """One row: [vocab_size] float32."""
     with np.errstate(over="ignore"):
-        row = rows_by_shape(vocab_size, rng)[shape].astype(np.float32)
+        row = ROW_OF[shape](rng.standard_normal(vocab_size), rng).astype(np.float32)
     return (row.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) if shape == "bfloat16" else row
 
 

@@ -55,7 +55,7 @@ def edited(logits: Floats, known: Bools, decision: Decision) -> Floats:
     row = logits.copy()
     row[~known] = -np.inf
     if decision.mask is not None:
-        row[[not (decision.mask[token_id // 32] >> (token_id % 32)) & 1 for token_id in range(len(row))]] = -np.inf
+        row[np.unpackbits(decision.mask.view(np.uint8), bitorder="little")[: len(row)] == 0] = -np.inf
     apply_penalties(row, decision.params, decision.state.penalties, decision.assumed_token_ids)
     return row[: np.flatnonzero(known)[-1] + 1]
 
