@@ -50,7 +50,8 @@ def target_path(tmp_path_factory):
 def make_proposer(target_path, tmp_path):
     names = itertools.count()
 
-    def make(form):
+    def make(form, *, in_torch=False):
+        """Its forward and its sampler by native kernels, where there are any."""
         head = open_head(
             make_head(form, tmp_path / f"{form}-{next(names)}", target_path),
             Target.open(target_path),
@@ -59,7 +60,11 @@ def make_proposer(target_path, tmp_path):
         )
         known = torch.ones(VOCAB_SIZE, dtype=torch.bool)
         forward = HeadForward.of(
-            head, num_cached_tokens=NUM_STREAMS * 256, known_token_ids=known, device=torch.device("cpu")
+            head,
+            num_cached_tokens=NUM_STREAMS * 256,
+            known_token_ids=known,
+            device=torch.device("cpu"),
+            kernels=None if in_torch else native_kernels(),
         )
         return DraftModelProposer(forward, ProposerInfo(name=f"{form}:random"))
 
@@ -137,7 +142,9 @@ def generate(proposer, method, *, num_tokens=60, **settings):
     return np.asarray([text[PROMPT_LENGTH:end] for text in texts]), num_accepted / num_drafted
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", HEADS)
+@pytest.mark.parametrize("in_torch", [False, True], ids=["native", "torch"])
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
@@ -146,8 +153,9 @@ def generate(proposer, method, *, num_tokens=60, **settings):
         pytest.param(REJECTION, {"temperature": 1.3, "top_p": 0.95}, id="rejection, filtered"),
     ],
 )
-def test_exact_methods_commit_the_targets_distribution(method, settings, form, make_proposer, is_full):
-    tokens, acceptance = generate(make_proposer(form), method, num_tokens=400 if is_full else 40, **settings)
+def test_exact_methods_commit_the_targets_distribution(method, settings, in_torch, form, make_proposer, is_full):
+    proposer = make_proposer(form, in_torch=in_torch)
+    tokens, acceptance = generate(proposer, method, num_tokens=400 if is_full else 40, **settings)
     assert worst_z(tokens, probabilities(target_logits(), **settings)) < PASS
     assert acceptance > 0.02, "or no draft was tested"
 
@@ -165,7 +173,7 @@ def test_typical_acceptance_is_lossy(form, make_proposer):
 @pytest.mark.parametrize("form", WITH_OWN_IDS)
 def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_proposer, monkeypatch):
     """Mistake: a part of the vocabulary races by its places and gets its ids after. Exact, but worth little."""
-    _, acceptance = generate(make_proposer(form), COUPLED, num_tokens=40, temperature=4.0)
+    _, acceptance = generate(make_proposer(form, in_torch=True), COUPLED, num_tokens=40, temperature=4.0)
     decide = HeadForward._decide
 
     def rename_after(self, logits, rows, **options):
@@ -181,7 +189,7 @@ def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_p
         HeadForward, "_of_target", lambda _, logits: pad(logits, (0, VOCAB_SIZE - logits.shape[1]), value=-torch.inf)
     )
     monkeypatch.setattr(HeadForward, "_decide", rename_after)
-    tokens, without = generate(make_proposer(form), COUPLED, num_tokens=40, temperature=4.0)
+    tokens, without = generate(make_proposer(form, in_torch=True), COUPLED, num_tokens=40, temperature=4.0)
     assert acceptance > 4 * without
     assert worst_z(tokens, probabilities(target_logits(), temperature=4.0)) < PASS
 
