@@ -51,6 +51,25 @@ def make_node(target_path, tmp_path, monkeypatch):
         node.parts.ingest.stop()
 
 
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Tokens without drafts, by what is asked: computed once for all heads."""
+    return {}
+
+
+@pytest.fixture
+def without_drafts(make_node, undisturbed):
+    """without_drafts(sampling) → the tokens of `generate`."""
+
+    def tokens(sampling):
+        key = tuple(sampling.items())
+        if key not in undisturbed:
+            undisturbed[key] = generate(make_node(), sampling=sampling)
+        return undisturbed[key]
+
+    return tokens
+
+
 def num_drafted(node):
     return sum(stats.num_draft_tokens for stats in node.stats)
 
@@ -61,10 +80,9 @@ def num_accepted(node):
 
 @pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("sampling", [HOT, FILTERED], ids=["hot", "filtered"])
-def test_tokens_are_those_without_drafts_and_some_drafts_are_accepted(form, sampling, make_node):
-    expected = generate(make_node(), sampling=sampling)
+def test_tokens_are_those_without_drafts_and_some_drafts_are_accepted(form, sampling, make_node, without_drafts):
     node = make_node(form)
-    assert generate(node, sampling=sampling) == expected
+    assert generate(node, sampling=sampling) == without_drafts(sampling)
     assert num_accepted(node) > 5
     assert node.parts.model.proposer.startswith(f"{form}:")
     node.assert_nothing_is_held()
@@ -72,10 +90,9 @@ def test_tokens_are_those_without_drafts_and_some_drafts_are_accepted(form, samp
 
 @pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("method", VerificationMethod)
-def test_at_temperature_0_every_method_commits_the_best_tokens(form, method, make_node):
-    expected = generate(make_node(), sampling=GREEDY)
+def test_at_temperature_0_every_method_commits_the_best_tokens(form, method, make_node, without_drafts):
     node = make_node(form)
-    assert generate(node, sampling=GREEDY, verification_method=method) == expected
+    assert generate(node, sampling=GREEDY, verification_method=method) == without_drafts(GREEDY)
     assert num_drafted(node) > 20
 
 
@@ -92,8 +109,8 @@ def test_other_methods_take_its_drafts_and_give_the_same_again(form, method, mak
 
 @pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
-def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_node, monkeypatch):
-    expected = generate(make_node(), sampling=sampling)
+def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_node, without_drafts, monkeypatch):
+    expected = without_drafts(sampling)
     verified, queue = [], RequestVerifier.queue
     monkeypatch.setattr(
         RequestVerifier, "queue", lambda self, logits, drafts: verified.extend(drafts) or queue(self, logits, drafts)
@@ -103,23 +120,27 @@ def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_nod
     assert any(draft.parents for draft in verified)
 
 
+def tokens_of_a_batch(node):
+    """Of different requests, of which the last has two samples."""
+    groups = [
+        node.open(prompt=(11 + place, *range(20, 24 + 5 * place)), sampling=each)
+        for place, each in enumerate((GREEDY, HOT, FILTERED, {**HOT, "n": 2}))
+    ]
+    node.run()
+    return [*(node.tokens(group) for group in groups), node.tokens(groups[-1], 1)]
+
+
 @pytest.mark.parametrize("form", HEADS)
-def test_a_batch_of_different_requests_gives_each_its_own_tokens(form, make_node):
-    settings = [GREEDY, HOT, FILTERED, {**HOT, "n": 2}]
-    texts = []
-    for node in (make_node(), make_node(form)):
-        groups = [
-            node.open(prompt=(11 + place, *range(20, 24 + 5 * place)), sampling=each)
-            for place, each in enumerate(settings)
-        ]
-        node.run()
-        texts.append([*(node.tokens(group) for group in groups), node.tokens(groups[-1], 1)])
-    assert texts[0] == texts[1]
+def test_a_batch_of_different_requests_gives_each_its_own_tokens(form, make_node, undisturbed):
+    if "batch" not in undisturbed:
+        undisturbed["batch"] = tokens_of_a_batch(make_node())
+    node = make_node(form)
+    assert tokens_of_a_batch(node) == undisturbed["batch"]
     assert num_accepted(node) > 10
     node.assert_nothing_is_held()
 
 
-def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, make_node):
+def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, make_node, without_drafts):
     """As DeepSeek's and GLM's do: one more layer behind the last one, which the target's own forward leaves out."""
     folder = shutil.copytree(target_path, tmp_path / "whole")
     names = {"input_proj": "eh_proj", "token_layernorm": "enorm", "hidden_layernorm": "hnorm"}
@@ -134,7 +155,7 @@ def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, mak
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
     node = make_node(target=folder, head=str(folder))
-    assert generate(node, sampling=HOT) == generate(make_node(), sampling=HOT)
+    assert generate(node, sampling=HOT) == without_drafts(HOT)
     assert num_accepted(node) > 5
     assert node.parts.model.proposer == "mtp:whole"
 
@@ -143,9 +164,9 @@ def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, mak
 
 
 @pytest.mark.parametrize("form", HEADS)
-def test_tokens_would_differ_if_drafts_were_committed_unverified(form, make_node, monkeypatch):
+def test_tokens_would_differ_if_drafts_were_committed_unverified(form, make_node, without_drafts, monkeypatch):
     """Mistake: what was drafted is taken for decided."""
-    expected = generate(make_node(), sampling=HOT)
+    expected = without_drafts(HOT)
     # The verifier reads the row of each draft token as if the target had been sure of it.
     queue = RequestVerifier.queue
 

@@ -17,6 +17,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
+from outrider.model_hub.open import open_model
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
@@ -29,7 +30,8 @@ PROMPT = (
 
 @pytest.fixture(scope="module")
 def loaded():
-    return load_model(ModelConfig(max_model_len=1024))
+    """As nodes have it: from packed weights where there are any."""
+    return open_model(ModelConfig())
 
 
 @pytest.fixture(scope="module")

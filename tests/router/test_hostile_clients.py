@@ -30,9 +30,13 @@ async def honest_streams(cluster):
     return [answer.token_ids() for answer in answers], {answer.summary.metrics.attempts for answer in answers}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(router):
+    return router.run(honest_streams(router.cluster))[0]
+
+
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_honest_streams_do_not_notice(router, kind):
-    undisturbed, _ = router.run(honest_streams(router.cluster))
+def test_honest_streams_do_not_notice(router, undisturbed, kind):
     method, make = CLIENTS[kind]
     router.longest_stall_seconds = 0.0
     hostile = clients(router.cluster.address, method, make())
