@@ -217,3 +217,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def light_training(one_thread, monkeypatch):
+    """`train-head` in one thread; steps are priced without reading 128 MiB before each call to empty the caches."""
+    monkeypatch.setattr("outrider.training.run.usable_cpus", lambda: (0,))
+    monkeypatch.setattr("outrider.training.hidden_states.FLUSHED_BYTES", 1024)

@@ -45,6 +45,7 @@ def test_a_folder_is_asked_for(capsys):
     assert "--out" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("light_training")
 def test_the_command_trains_from_traffic(tiny_model, tmp_path, capsys):
     from outrider.training.answer_files import AnswerWriter, KeptAnswer
 

@@ -23,6 +23,8 @@ from outrider.training.generate import answers_folder
 from outrider.training.plan import RunState
 from outrider.training.run import train_head
 
+pytestmark = pytest.mark.usefixtures("light_training")
+
 WAIT_SECONDS = 120.0
 
 
@@ -92,7 +94,7 @@ def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
 
 
 def test_the_target_writes_its_own_prompts(plan_of, running):
-    plan = plan_of(traffic=None, minutes=0.15, concurrency=4, max_answer_tokens=16)
+    plan = plan_of(traffic=None, minutes=0.05, concurrency=4, max_answer_tokens=16)
     stages = set()
     _, said = run(plan, address=running.router_address, progress=lambda stage, *_: stages.add(stage))
     assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # a log has a line for each new one
@@ -183,9 +185,9 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tiny_model, kept, tmp_path):
 
 def test_a_head_is_taken_up_with_its_reduction(plan_of, tiny_model, tmp_path):
     target, cpu = Target.open(tiny_model), torch.device("cpu")
-    first = plan_of(minutes=0.05)
+    first = plan_of(minutes=0.03)
     run(first)
-    second = plan_of(minutes=0.05, out=tmp_path / "second", init_from=first.out, draft_vocab_size=7)
+    second = plan_of(minutes=0.03, out=tmp_path / "second", init_from=first.out, draft_vocab_size=7)
     run(second)
     old, new = (open_head(plan.out, target, cpu, torch.float32) for plan in (first, second))
     assert new.reduction.fingerprint == old.reduction.fingerprint  # features of a running cluster are its too
