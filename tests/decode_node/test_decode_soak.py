@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from decode_node.commands import SessionEnded
 from outrider.errors import AbortedError
 from outrider.session import Granted, KvFailed, Rejected, RejectReason, SampleDone, SampleTokens
@@ -49,6 +51,7 @@ class HalfRightDrafts(TextDrafts):
         return 1 if parents[index] < 0 else 1 + self._depth(parents, parents[index])
 
 
+@pytest.mark.usefixtures("steps_take_a_set_time")
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost():
     nodes = [_soak(seed) for seed in range(8)]
     assert sum(node.num_preempted for node in nodes) > 0

@@ -21,20 +21,26 @@ from tests.decode_node.drafting.streams import (
     take,
     tokens,
 )
+from tests.support.fake_clock import FakeClock
 from tests.support.waiting import until
 
 
-async def test_a_frozen_node_is_waited_for_once():
-    async with serving(Impostor()) as port, client_of(port) as client:
+async def test_a_frozen_node_is_waited_for_once(monkeypatch):
+    impostor, clock, waits = Impostor(), FakeClock(), []
+    async with serving(impostor) as port, client_of(port) as client:
+        client._book._clock = clock
         await until(is_connected(client))
         open_sequence(client, 7)
+        await until(lambda: impostor.messages)
         taken = await take(client, 7, wait_seconds=0.02)
         assert taken.waited_seconds >= 0.019
+        clock.advance(0.03)
         client.update([(7, (1,), 3)])
+        monkeypatch.setattr(client._changed, "wait", waits.append)
         for _ in range(5):
-            await asyncio.sleep(0.01)
-            taken = await take(client, 7, wait_seconds=0.02)
-            assert taken.waited_seconds < 0.015
+            clock.advance(0.01)
+            await take(client, 7, wait_seconds=0.02)
+        assert not waits
 
 
 async def test_a_node_that_thaws_finds_one_message_with_the_newest_state():
