@@ -24,12 +24,14 @@ PYTEST_ARGS ?=
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-# First what is one file for everybody, compared by hash; then torch, of which each index has another build, and us.
+# First what is one file for everybody, compared by hash, and torch beside it, of which each index has another build (pip
+# takes one processor); then what else that torch needs, and us.
 $(INSTALLED): pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock
+	$(PIP_INSTALL) --no-deps -c constraints.txt torch & torch=$$!; \
+		$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock || { kill $$torch; exit 1; }; wait $$torch
 	$(PIP_INSTALL) -c constraints.txt -e '.[node,dev]'
-	$(BIN)/python -m compileall -q outrider router prefill_node decode_node draft_node
+	$(BIN)/python -m compileall -q -j 2 outrider router prefill_node decode_node draft_node
 	$(BIN)/python -c 'import $(SERVICES)'
 	touch $@
 
@@ -72,7 +74,7 @@ $(TRITON): $(INSTALLED)
 
 .PHONY: test-triton
 test-triton: $(READY) $(TRITON) ## What needs Triton, in its interpreter: GPU kernels on a CPU
-	$(BIN)/python -m pytest -n 3 --full -m triton tests/engine tests/contract $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --full -m triton tests/engine tests/contract $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(READY) $(TRITON) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why

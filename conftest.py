@@ -13,14 +13,30 @@ from hypothesis import HealthCheck, settings
 from tests.support.matrices import cover_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from xdist.remote import Producer
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
 LAST_FOLDERS = ("statistical", "faults", "e2e", "gpu")
-SHARED_CLUSTER = "tests/e2e/"
-"""Its tests ask one cluster, which is started once: of several workers, one runs them all."""
+LONG_FILES = (
+    "tests/client/test_resume.py",
+    "tests/cluster/test_cluster.py",
+    "tests/cluster/test_gateway.py",
+    "tests/engine/cpu_kernels/test_native_decoder.py",
+    "tests/model_hub/test_real_model.py",
+    "tests/router/test_failover.py",
+    "tests/router/test_node_loss.py",
+    "tests/router/test_router_process.py",
+    "tests/router/test_two_routers.py",
+    "tests/speculation/test_source_order.py",
+)
+"""Of other folders, those that take about twenty seconds and more: of several workers, none begins with one at the
+end, when the others have nothing left."""
+WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
+"""Their tests wait more than they compute."""
+SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")
+"""Their tests ask one cluster, which is started once: of several workers, one runs them all."""
 OWN_CLUSTERS = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_soak.py")
 """But these start others."""
 REAL_CLUSTER = ("tests/e2e/test_constraints.py", "tests/e2e/test_openai.py", "tests/e2e/test_real_model.py")
@@ -45,8 +61,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """A whole file goes to one worker, for what its tests share to be made once; files go out in our order."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """A whole file goes to one worker, for what its tests share to be made once; files go out in our order.
+
+    But where the command line says `--dist`: None, for xdist to do that.
+    """
+    if config.getoption("dist") != "load":
+        return None
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class FileScheduling(LoadScopeScheduling):
@@ -54,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
             path = nodeid.partition("::")[0]
             if path in REAL_CLUSTER:
                 return REAL_CLUSTER[0]
-            return SHARED_CLUSTER if path.startswith(SHARED_CLUSTER) and path not in OWN_CLUSTERS else path
+            return SHARED_CLUSTER[0] if path.startswith(SHARED_CLUSTER) and path not in OWN_CLUSTERS else path
 
     config.option.loadscopereorder = False
     return FileScheduling(config, log)
@@ -66,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of several workers, some would wait at the end for the clusters of another: there they come first.
     """
-    items.sort(key=_rank, reverse=hasattr(config, "workerinput"))  # stable: the order within a folder stays
+    items.sort(key=_order_of_workers(items) if hasattr(config, "workerinput") else _rank)  # stable
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
     if not config.getoption("--full"):
         left_out = {item for item in items if item.get_closest_marker("full")}
@@ -76,9 +97,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _rank(item: pytest.Item) -> int:
+    folder = _folder(item)
+    if folder in LAST_FOLDERS:
+        return 2 + LAST_FOLDERS.index(folder)
+    return int(_file(item) in LONG_FILES)
+
+
+def _order_of_workers(items: Sequence[pytest.Item]) -> Callable[[pytest.Item], tuple[int, float]]:
+    """What takes long comes first; then files that wait lie evenly among those that compute."""
+    files = {_file(item): _folder(item) in WAITING_FOLDERS for item in items}
+    places: dict[str, float] = {}
+    for waits in (True, False):
+        alike = [file for file in files if files[file] is waits]
+        places |= {file: place / len(alike) for place, file in enumerate(alike)}
+    return lambda item: (-_rank(item), places[_file(item)])
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _folder(item: pytest.Item) -> str:
+    """Of tests."""
     parts = item.path.relative_to(item.config.rootpath).parts
-    folder = parts[1] if parts[0] == "tests" else ""
-    return 1 + LAST_FOLDERS.index(folder) if folder in LAST_FOLDERS else 0
+    return parts[1] if parts[0] == "tests" else ""
 
 
 def _skip_without_cuda(items: Sequence[pytest.Item]) -> None:
