@@ -18,7 +18,7 @@ from outrider.cli.config import sections_of
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
 from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gateway_command import require_gateway
+from outrider.cluster.gateway_arguments import require_gateway
 from outrider.cluster.gpu_shares import memory_shares
 from outrider.cluster.plan import DECODE, LOOPBACK
 from outrider.config import ResolvedConfig

@@ -1,30 +1,21 @@
 """`python -m outrider.cluster.gateway`: OpenAI's API over HTTP, by the SMG gateway in front of routers.
 
-Supervises one `smg` process: announces when it can answer, passes SIGTERM on and ends it when its drain is over, ends
-when it dies. The kernel kills smg if this process is killed.
+The gateway runs in this process, and takes its signals: after SIGTERM running answers may end during the drain. A
+thread announces when it can answer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
-import queue
-import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
 
 from outrider.cluster.config import GatewayConfig
-from outrider.cluster.gateway_command import (
-    GatewayPorts,
-    gateway_command,
-    gateway_environment,
-    require_gateway,
-)
+from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gateway_arguments, require_gateway
 from outrider.config import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.parent_death import die_with_parent
@@ -36,18 +27,15 @@ from outrider.service.server import probe_port
 from outrider.service.telemetry.logging import configure_logging, get_logger
 
 MODULE = "outrider.cluster.gateway"
-LAUNCHER = Path(__file__).with_name("launcher.py")
 LOOPBACK = "127.0.0.1"
 TICK_SECONDS = 0.1
 PROBE_SECONDS = 2.0
-KILL_SECONDS = 0.5
-"""From the end of the drain to SIGKILL."""
 
 _log = get_logger("gateway")
 
 
 def main() -> int:
-    """0 after a signal; 1 when the gateway cannot start, or ends by itself."""
+    """0 after a signal; 1 when the gateway cannot start."""
     die_with_parent()
     sections = parse_role_arguments(
         MODULE, {"server": ServerConfig, "telemetry": TelemetryConfig, "gateway": GatewayConfig}
@@ -56,9 +44,6 @@ def main() -> int:
     telemetry: TelemetryConfig = sections["telemetry"]
     config: GatewayConfig = sections["gateway"]
     configure_logging(telemetry, role="gateway")
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # whose put may interrupt its own get
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: signals.put(number))
     try:
         require_gateway()
         if not config.router_targets:
@@ -70,46 +55,25 @@ def main() -> int:
     warn_if_exposed(
         server.host, what="the OpenAI API", is_protected=False, fix="put a proxy that asks for credentials before it"
     )
-    command = gateway_command(config, telemetry, ports, drain_seconds=server.drain_seconds)
-    process = subprocess.Popen(  # noqa: S603 our own command
-        [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command],
-        stdin=subprocess.DEVNULL,
-        env=gateway_environment(os.environ),
-    )
-    try:
-        return _supervise(process, ports, server.drain_seconds, signals)
-    finally:
-        process.kill()
-        process.wait()
+    os.environ.update(ENVIRONMENT)
+    threading.Thread(target=_announce, args=(ports, server.drain_seconds), daemon=True).start()
+    from smg.launch_router import launch_router, parse_router_args
+
+    launch_router(parse_router_args(gateway_arguments(config, telemetry, ports, server.drain_seconds)))
+    return 0
 
 
-def _supervise(
-    process: subprocess.Popen[bytes], ports: GatewayPorts, drain_seconds: float, signals: queue.SimpleQueue[int]
-) -> int:
+def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
+    """Where the gateway listens, and when it can answer."""
     address = f"{ports.host}:{ports.port}"
     metrics_address = f"{ports.metrics_host}:{ports.metrics_port}"
-    where = {"role": MODULE, "address": address, "metrics_address": metrics_address, "pid": process.pid}
+    where = {"role": MODULE, "address": address, "metrics_address": metrics_address, "pid": os.getpid()}
     announcer = Announcer.from_environment()
-    announcer.say(**where, drain_seconds=drain_seconds + KILL_SECONDS)
-    model = None
-    while process.poll() is None:
-        with contextlib.suppress(queue.Empty):
-            signals.get(timeout=TICK_SECONDS)
-            return _end(process, drain_seconds, signals)
-        if model is None and (model := served_model(ports)) is not None:
-            _log.info("serving", address=address, metrics_address=metrics_address, model=model)
-            announcer.say(**where, serving=True, model=model)
-    _log.error("the gateway ended", error=f"smg ended with status {process.returncode}; its last lines are above")
-    return 1
-
-
-def _end(process: subprocess.Popen[bytes], drain_seconds: float, signals: queue.SimpleQueue[int]) -> int:
-    """Until smg has ended; at once with a second signal. Running answers may end during the drain."""
-    process.terminate()
-    deadline = time.monotonic() + drain_seconds + KILL_SECONDS
-    while process.poll() is None and time.monotonic() < deadline and signals.empty():
+    announcer.say(**where, drain_seconds=drain_seconds)
+    while (model := served_model(ports)) is None:
         time.sleep(TICK_SECONDS)
-    return 0
+    _log.info("serving", address=address, metrics_address=metrics_address, model=model)
+    announcer.say(**where, serving=True, model=model)
 
 
 def choose_ports(server: ServerConfig) -> GatewayPorts:

@@ -1,0 +1,67 @@
+"""Arguments and environment of `smg launch`, the gateway that serves OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import secrets
+from dataclasses import dataclass
+
+from outrider.cluster.config import GatewayConfig
+from outrider.errors import ConfigError
+from outrider.service.config import TelemetryConfig
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""Largest HTTP request. Routers take 2 MiB by default, in which token ids need less room than their text."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+"""The gateway asks a hub for a tokenizer that is not on its machine, before it asks the router: it finds none, since
+nothing listens there (the discard port).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayPorts:
+    """Where a gateway listens. Both ports are known before it starts: smg chooses none by itself."""
+
+    host: str
+    port: int
+    metrics_host: str
+    metrics_port: int
+
+
+def require_gateway() -> None:
+    """Raises: ConfigError when smg is not installed."""
+    if importlib.util.find_spec("smg") is None:
+        raise ConfigError(
+            "the OpenAI API needs the SMG gateway, which is not installed: pip install 'outrider[openai]'"
+        )
+
+
+def gateway_arguments(
+    config: GatewayConfig, telemetry: TelemetryConfig, ports: GatewayPorts, drain_seconds: float
+) -> list[str]:
+    """In front of `config.router_targets`. Comments say what would happen with its defaults."""
+    flags = ["--host", ports.host, "--port", str(ports.port)]
+    flags += ["--prometheus-host", ports.metrics_host, "--prometheus-port", str(ports.metrics_port)]
+    flags += ["--worker-urls", *(f"grpc://{target}" for target in config.router_targets)]
+    flags += ["--policy", "round_robin"]  # routers place by load and cached prefix themselves
+    flags += ["--disable-retries"]  # overload would be told after five tries; routers retry what can be retried
+    flags += ["--disable-circuit-breaker"]  # ten failures would refuse everything for a minute
+    flags += [
+        "--health-check-interval-secs",
+        "1",
+        "--health-success-threshold",
+        "1",
+    ]  # back after up to two minutes
+    flags += ["--health-check-timeout-secs", "2"]
+    flags += ["--worker-startup-check-interval", "1"]  # a router that starts later would be seen after 30 s
+    flags += ["--shutdown-grace-period-secs", str(math.ceil(drain_seconds))]
+    flags += ["--max-payload-size", str(MAX_BODY_BYTES)]
+    # Adding workers, flushing caches and the like would be open to every caller: this key is told to nobody.
+    flags += ["--control-plane-api-keys", f"outrider:outrider:admin:{secrets.token_hex(16)}"]
+    if config.tool_call_parser:
+        flags += ["--tool-call-parser", config.tool_call_parser]
+    if config.reasoning_parser:
+        flags += ["--reasoning-parser", config.reasoning_parser]
+    flags += ["--log-level", "info" if telemetry.log_level == "debug" else "warn"]  # info: two lines a request
+    return flags if telemetry.log_format == "text" else [*flags, "--log-json"]
