@@ -23,30 +23,52 @@ MAX_COMPILED = 32
 MAX_CACHED_MASKS = 256
 """Of one sample, between two commits: 6 KB each with 49,152 tokens."""
 MASK_SECONDS = 0.004
-"""Processor time that a mask of one grammar may take on average; 0.00005 to 0.001 is usual."""
-MAX_DEBT_SECONDS = 0.2
-"""How much more processor time the masks of one grammar may take in all, since other sequences wait for them."""
+"""Processor time that the masks of one sample in one step may take on average; 0.00005 to 0.001 is usual."""
+TOKEN_SECONDS = 0.0005
+"""Processor time that a committed token, or the search for a forced one, may take; 0.00001 to 0.0001 is usual."""
+MAX_DEBT_SECONDS = 0.1
+"""How much more processor time all grammars of a node may take together, since other sequences wait for them."""
+MAX_OWN_DEBT_SECONDS = 0.02
+"""A grammar that owes less of that goes on."""
 FORGIVEN_SHARE = 0.02
-"""Share of wall-clock time by which that debt shrinks, so that a grammar that was too slow is served again later."""
+"""Share of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
 _LEXER = "lexer error"
 """Marks errors of the lexer, whose states all samples of a grammar share: another sample may have caused them."""
 
 
+class Debt:
+    """Processor time beyond what is due, less what wall-clock time has forgiven. Thread-safe."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._forgiven_at = clock()  # when there will be none
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, (self._forgiven_at - self._clock()) * FORGIVEN_SHARE)
+
+    def add(self, seconds: float) -> None:
+        """`seconds`: negative for less than was due, which is not saved up."""
+        with self._lock:
+            self._forgiven_at = max(self._forgiven_at, self._clock()) + seconds / FORGIVEN_SHARE
+
+
 class CompiledGrammar:
-    """One grammar for all samples that follow it, and what their masks have cost. Thread-safe."""
+    """One grammar for all samples that follow it, and what they have cost. Thread-safe."""
 
     def __init__(
         self,
         compile: Callable[[], LLMatcher],  # noqa: A002
         *,
-        clock: Callable[[], float] = time.monotonic,
+        own: Debt,
+        common: Debt,
     ) -> None:
-        """Raises: what `compile` raises."""
+        """`common`: of all grammars of a node. Raises: what `compile` raises."""
         self._compile = compile
-        self._clock = clock
         self._lock = threading.Lock()
-        self._debt_seconds = 0.0  # as of `_counted_at`
-        self._counted_at = clock()
+        self._own = own
+        self._common = common
         self.beginning = compile()  # has consumed nothing; copied, never changed
 
     def renewed(self, failed: LLMatcher) -> LLMatcher:
@@ -56,17 +78,15 @@ class CompiledGrammar:
                 self.beginning = self._compile()
             return self.beginning
 
-    def spend(self, seconds: float, *, num_masks: int) -> None:
-        """Counts what masks have cost."""
-        with self._lock:
-            now = self._clock()
-            due = num_masks * MASK_SECONDS + FORGIVEN_SHARE * (now - self._counted_at)
-            self._debt_seconds = max(0.0, self._debt_seconds + seconds - due)
-            self._counted_at = now
+    def spend(self, seconds: float, *, due: float) -> None:
+        """Counts work that took `seconds` of a processor and should take `due`."""
+        self._own.add(seconds - due)
+        if seconds > due:
+            self._common.add(seconds - due)
 
     @property
     def is_too_slow(self) -> bool:
-        return self._debt_seconds - FORGIVEN_SHARE * (self._clock() - self._counted_at) > MAX_DEBT_SECONDS
+        return self._own.seconds > MAX_OWN_DEBT_SECONDS and self._common.seconds > MAX_DEBT_SECONDS
 
 
 class GrammarCompiler:
@@ -78,6 +98,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
+        self._debt = Debt()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()  # most recently used last
         self._in_use: WeakValueDictionary[Constraint, CompiledGrammar] = WeakValueDictionary()  # those, and others
@@ -92,7 +113,7 @@ class GrammarCompiler:
         with self._lock:
             grammar, tokenizer = self._in_use.get(constraint), self._open_tokenizer()
         if grammar is None:
-            grammar = CompiledGrammar(lambda: compile_grammar(tokenizer, constraint))
+            grammar = CompiledGrammar(lambda: compile_grammar(tokenizer, constraint), own=Debt(), common=self._debt)
         with self._lock:
             grammar = self._in_use.setdefault(constraint, grammar)
             self._compiled[constraint] = grammar
@@ -165,15 +186,23 @@ class GrammarState:
         self._masks.clear()
         self._dead_ends.clear()
         for token_id in token_ids:
-            if self.failure or self._consume(token_id):
-                continue
-            error = self._take_error()
-            if error and not self.failure and self._consume(token_id):  # it was of others' lexer states
-                continue
-            if error:
-                self._fail(error)
-            else:
-                self.failure = "the constraint allows no token that other parameters, such as min_tokens, leave"
+            self._fail_if_too_slow()
+            if self.failure:
+                return
+            started = time.thread_time()
+            self._commit(token_id)
+            self._grammar.spend(time.thread_time() - started, due=TOKEN_SECONDS)
+
+    def _commit(self, token_id: int) -> None:
+        if self._consume(token_id):
+            return
+        error = self._take_error()
+        if error and not self.failure and self._consume(token_id):  # it was of others' lexer states
+            return
+        if error:
+            self._fail(error)
+        else:
+            self.failure = "the constraint allows no token that other parameters, such as min_tokens, leave"
 
     def masks(self, assumed_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]) -> Masks:
         key = assumed_token_ids, draft_token_ids
@@ -182,12 +211,11 @@ class GrammarState:
             if len(self._masks) >= MAX_CACHED_MASKS:
                 self._masks.clear()
             masks = self._masks[key] = np.full((len(draft_token_ids) + 1, self._num_words), ALL_ALLOWED, dtype=np.int32)
-            if self._grammar.is_too_slow:
-                self._fail(f"its masks take more than {MASK_SECONDS * 1e3:g} ms each")
+            self._fail_if_too_slow()
             if not self.failure:
                 started = time.thread_time()
                 self._fill(masks, (*assumed_token_ids, *draft_token_ids), num_assumed=len(assumed_token_ids))
-                self._grammar.spend(time.thread_time() - started, num_masks=len(masks))
+                self._grammar.spend(time.thread_time() - started, due=MASK_SECONDS)
         return masks
 
     def forced_tokens(self) -> list[int]:
@@ -195,7 +223,7 @@ class GrammarState:
             return []
         started = time.thread_time()
         token_ids = self._matcher.compute_ff_tokens()
-        self._grammar.spend(time.thread_time() - started, num_masks=1)
+        self._grammar.spend(time.thread_time() - started, due=TOKEN_SECONDS)
         return [] if self._take_error() else token_ids
 
     def _consume(self, token_id: int) -> bool:
@@ -249,6 +277,10 @@ class GrammarState:
         if not self._matcher.consume_tokens(self._token_ids):
             self._fail(error)
         return error
+
+    def _fail_if_too_slow(self) -> None:
+        if not self.failure and self._grammar.is_too_slow:
+            self._fail(f"more than {MASK_SECONDS * 1e3:g} ms a mask, or {TOKEN_SECONDS * 1e3:g} ms a token")
 
     def _fail(self, error: str) -> None:
         self.failure = f"the constraint takes too much work: {error}"

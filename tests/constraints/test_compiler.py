@@ -2,13 +2,22 @@
 
 import json
 import random
+import time
 
 import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
 from outrider.constraints import grammar
-from outrider.constraints.compiler import MASK_SECONDS, MAX_COMPILED, MAX_DEBT_SECONDS, CompiledGrammar, GrammarCompiler
+from outrider.constraints.compiler import (
+    MASK_SECONDS,
+    MAX_COMPILED,
+    MAX_DEBT_SECONDS,
+    MAX_OWN_DEBT_SECONDS,
+    CompiledGrammar,
+    Debt,
+    GrammarCompiler,
+)
 from outrider.errors import InvalidRequestError
 from outrider.request import Constraint, ConstraintKind
 from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
@@ -232,18 +241,18 @@ def test_one_text_that_is_long_has_quick_masks_or_fails(compiler):
     for state in states:
         state.masks((), ())
         state.forced_tokens()
-    assert "too much work" in states[-1].failure or compiler.prepare(constraint)._debt_seconds < MAX_DEBT_SECONDS
+    assert "too much work" in states[-1].failure or not compiler.prepare(constraint).is_too_slow
 
 
 def test_a_grammar_whose_masks_take_long_ends_all_that_follow_it(compiler):
     state, others = compiler.start(CONSTRAINTS["regex"]), [compiler.start(CONSTRAINTS["grammar"])]
-    compiler.prepare(CONSTRAINTS["regex"]).spend(MAX_DEBT_SECONDS + 0.1, num_masks=1)
+    compiler.prepare(CONSTRAINTS["regex"]).spend(MAX_DEBT_SECONDS + 0.1, due=MASK_SECONDS)
     state.masks((), ())
-    assert "more than 4 ms each" in state.failure
+    assert "more than 4 ms a mask" in state.failure
     assert state.forced_tokens() == []
     others[0].masks((), ())
     assert not others[0].failure
-    compiler.prepare(CONSTRAINTS["regex"]).spend(0.0, num_masks=1000)  # others of its masks were quick
+    compiler.prepare(CONSTRAINTS["regex"]).spend(0.0, due=1.0)  # others of its masks were quick
     state = compiler.start(CONSTRAINTS["regex"])
     state.masks((), ())
     assert not state.failure
@@ -269,12 +278,41 @@ def test_beside_its_owner_a_constraint_is_compiled_once_and_a_bad_one_is_not_tri
 
 def test_a_grammar_whose_masks_were_slow_is_served_again_later():
     now = 0.0
-    grammar = CompiledGrammar(lambda: None, clock=lambda: now)
-    grammar.spend(MASK_SECONDS, num_masks=1)
+    own, common = Debt(clock=lambda: now), Debt(clock=lambda: now)
+    grammar = CompiledGrammar(lambda: None, own=own, common=common)
+    grammar.spend(MASK_SECONDS, due=MASK_SECONDS)
     assert not grammar.is_too_slow
-    grammar.spend(MAX_DEBT_SECONDS + 1.0, num_masks=1)
+    grammar.spend(MAX_DEBT_SECONDS + 1.0, due=0.0)
     assert grammar.is_too_slow
     now = 49.0
     assert grammar.is_too_slow
     now = 51.0
     assert not grammar.is_too_slow
+
+
+def test_grammars_owe_together_and_the_one_that_owes_little_goes_on():
+    common = Debt()
+    slow, other = (CompiledGrammar(lambda: None, own=Debt(), common=common) for _ in range(2))
+    slow.spend(MAX_DEBT_SECONDS - 0.01, due=0.0)
+    other.spend(MAX_OWN_DEBT_SECONDS - 0.01, due=0.0)
+    assert not slow.is_too_slow
+    other.spend(0.009, due=0.0)
+    assert slow.is_too_slow
+    assert not other.is_too_slow
+
+
+def test_four_grammars_that_explode_end_before_others_have_waited_long():
+    """Their tokens count as their masks do: each takes about 0.05 s here, and there are 64 samples."""
+    compiler = GrammarCompiler(TOKENIZER.to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
+    states = []
+    for first in "qrst":
+        grammar = Constraint(ConstraintKind.GRAMMAR, f'start: "{first}" tail\ntail: {TAIL}')
+        states += [compiler.start(grammar) for _ in range(16)]
+    started = time.thread_time()
+    while states:
+        for state in states:
+            found = allowed(state.masks((), ())[0])
+            if not state.failure:
+                state.commit(sorted(found)[:1])
+        states = [state for state in states if not state.failure]
+    assert time.thread_time() - started < 10 * MAX_DEBT_SECONDS
