@@ -6,14 +6,12 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from decode_node.config import DecodeNodeConfig
+from decode_node.config import SECTIONS, DecodeNodeConfig
 from outrider.config import parse_role_arguments
-from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.processor import prepare_environment, usable_cpus
-from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
-from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.rpc.peer_security import PeerSecurity
+from outrider.service.config import ServerConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
 
@@ -24,19 +22,7 @@ ROLE = "decode_node"
 
 
 def main(argv: list[str] | None = None) -> int:
-    sections = parse_role_arguments(
-        ROLE,
-        {
-            "model": ModelConfig,
-            "kv_cache": KVCacheConfig,
-            "kv_transfer": KvTransferConfig,
-            "server": ServerConfig,
-            "telemetry": TelemetryConfig,
-            "security": SecurityConfig,
-            ROLE: DecodeNodeConfig,
-        },
-        argv,
-    )
+    sections = parse_role_arguments(ROLE, SECTIONS, argv)
     prepare_environment(sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from decode_node.node import DecodeNode

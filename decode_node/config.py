@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from outrider.config import fixed, setting
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.kv_transfer.config import KvTransferConfig
+from outrider.model_hub.config import ModelConfig
+from outrider.service.config import SERVICE_SECTIONS
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, NO_PROPOSER
 
 
@@ -62,3 +64,13 @@ class DecodeNodeConfig:
     resolve_interval_seconds: float = fixed(2.0)  # new draft nodes are found soon, and a look-up is cheap
     draft_wait_seconds: float = fixed(0.002)  # a step's wait for drafts, and never over 20 % of a step
     max_local_prefill_tokens: int = fixed(32)  # computed here rather than transferred: as many rows as drafts may take
+
+
+SECTIONS = {
+    "model": ModelConfig,
+    "kv_cache": KVCacheConfig,
+    "kv_transfer": KvTransferConfig,
+    **SERVICE_SECTIONS,
+    "decode_node": DecodeNodeConfig,
+}
+"""What a decode node reads."""

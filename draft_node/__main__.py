@@ -8,16 +8,12 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-from draft_node.config import DraftNodeConfig
+from draft_node.config import SECTIONS, DraftNodeConfig
 from draft_node.held_sequences import max_held_bytes
 from draft_node.node import DraftNode
 from outrider.config import parse_role_arguments
-from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.processor import prepare_environment
-from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.announce import announce_progress
-from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
 from outrider.service.telemetry.logging import get_logger
@@ -26,18 +22,7 @@ from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain."""
-    sections = parse_role_arguments(
-        "draft_node",
-        {
-            "model": ModelConfig,
-            "kv_cache": KVCacheConfig,
-            "server": ServerConfig,
-            "telemetry": TelemetryConfig,
-            "security": SecurityConfig,
-            "draft_node": DraftNodeConfig,
-        },
-        argv,
-    )
+    sections = parse_role_arguments("draft_node", SECTIONS, argv)
     config: DraftNodeConfig = sections["draft_node"]
     prepare_environment(sections["model"].cpus)
     settings = ProposerSettings(

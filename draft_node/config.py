@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.config import setting
+from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
+from outrider.service.config import SERVICE_SECTIONS
 from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.proposers.factory import (
     LOOKUP_NAMES,
@@ -74,3 +76,7 @@ class DraftNodeConfig:
         if self.look_ahead == "off":
             return 0
         return MAX_ALTERNATIVES if self.look_ahead == "auto" else int(self.look_ahead)
+
+
+SECTIONS = {"model": ModelConfig, "kv_cache": KVCacheConfig, **SERVICE_SECTIONS, "draft_node": DraftNodeConfig}
+"""What a draft node reads."""

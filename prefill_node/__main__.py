@@ -8,15 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.config import parse_role_arguments
-from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.processor import prepare_environment, usable_cpus
-from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
-from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.rpc.peer_security import PeerSecurity
+from outrider.service.config import ServerConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
-from prefill_node.config import PrefillNodeConfig
+from prefill_node.config import SECTIONS, PrefillNodeConfig
 
 if TYPE_CHECKING:
     from prefill_node.node import Build, Emit, PrefillParts
@@ -25,19 +23,7 @@ ROLE = "prefill_node"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    sections = parse_role_arguments(
-        ROLE,
-        {
-            "model": ModelConfig,
-            "kv_cache": KVCacheConfig,
-            "kv_transfer": KvTransferConfig,
-            "server": ServerConfig,
-            "telemetry": TelemetryConfig,
-            "security": SecurityConfig,
-            ROLE: PrefillNodeConfig,
-        },
-        argv,
-    )
+    sections = parse_role_arguments(ROLE, SECTIONS, argv)
     prepare_environment(sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from prefill_node.node import PrefillNode

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from outrider.config import fixed, setting
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.kv_transfer.config import KvTransferConfig
+from outrider.model_hub.config import ModelConfig
+from outrider.service.config import SERVICE_SECTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,3 +26,13 @@ class PrefillNodeConfig:
         "Shorter: running answers go on faster, first tokens come later.",
     )
     max_waiting: int = fixed(256)  # prompts; as many as a router queues, so that it is the router that refuses
+
+
+SECTIONS = {
+    "model": ModelConfig,
+    "kv_cache": KVCacheConfig,
+    "kv_transfer": KvTransferConfig,
+    **SERVICE_SECTIONS,
+    "prefill_node": PrefillNodeConfig,
+}
+"""What a prefill node reads."""

@@ -6,23 +6,17 @@ import sys
 
 from outrider.config import parse_role_arguments
 from outrider.errors import ConfigError
-from outrider.rpc.peer_security import SecurityConfig
-from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
 from router.clients import AnonymousClients, TokenFile
-from router.config import RouterConfig
+from router.config import SECTIONS, RouterConfig
 from router.router import Router
 
 
 def main() -> int:
     """The exit status, where the service did not get to run."""
-    sections = parse_role_arguments(
-        "router",
-        {"server": ServerConfig, "telemetry": TelemetryConfig, "security": SecurityConfig, "router": RouterConfig},
-    )
+    sections = parse_role_arguments("router", SECTIONS)
     config: RouterConfig = sections["router"]
-    telemetry: TelemetryConfig = sections["telemetry"]
     if not config.decode_targets:
         sys.stderr.write("router: router.decode_targets is empty; name at least one host:port\n")
         return 2
@@ -36,7 +30,7 @@ def main() -> int:
     return run_service(
         router,
         server=sections["server"],
-        telemetry=telemetry,
+        telemetry=sections["telemetry"],
         security=security,
         client_tls=config.tls,
         authenticate=clients.authenticate if config.token_file is not None else None,

@@ -8,6 +8,7 @@ from pathlib import Path
 from outrider.config import fixed, setting
 from outrider.request import VerificationMethod
 from outrider.rpc.credentials import TlsConfig
+from outrider.service.config import SERVICE_SECTIONS
 from router.store.address import MEMORY, ValkeyAddress
 
 
@@ -78,3 +79,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.store != MEMORY:
             ValkeyAddress.parse(self.store)
+
+
+SECTIONS = {**SERVICE_SECTIONS, "router": RouterConfig}
+"""What a router reads."""

@@ -15,11 +15,10 @@ from outrider.config import config_schema, format_value
 from outrider.config.arguments import add_settings_arguments, load_arguments, write_warnings
 from outrider.config.imports import Translated, translate
 from outrider.config.resolve import ROLES, parse_reference
+from outrider.config.resolve import SECTIONS as ALL_SECTIONS
 from outrider.config.values import to_plain
 from outrider.config.yaml_files import read_entries
 from outrider.errors import ConfigError
-from outrider.rpc.peer_security import SecurityConfig
-from outrider.service.config import ServerConfig, TelemetryConfig
 
 SECRETS = ("api_key", "hf_token")
 """Keys of other servers whose values are not shown."""
@@ -108,45 +107,25 @@ def _written(keys: Sequence[Translated]) -> Iterator[str]:
 
 
 def sections_of(role: str | None) -> dict[str, type]:
-    """The sections that a service reads; without a role, all."""
-    from outrider.engine.kv_cache.config import KVCacheConfig
-    from outrider.kv_transfer.config import KvTransferConfig
-    from outrider.model_hub.config import ModelConfig
+    """The sections that a service reads; without a role, all.
 
-    sections: dict[str, type] = {}
-    if role != "router":
-        sections |= {"model": ModelConfig, "kv_cache": KVCacheConfig}
-    if role in (None, "prefill_node", "decode_node"):
-        sections["kv_transfer"] = KvTransferConfig
-    sections["server"] = ServerConfig
-    sections["telemetry"] = TelemetryConfig
-    sections["security"] = SecurityConfig
-    sections |= {name: _config_of(name) for name in (ROLES if role is None else (role,))}
-    if role is None:
-        sections |= {"cluster": ClusterConfig, "gateway": GatewayConfig}
-    return sections
-
-
-def _config_of(role: str) -> type:
-    """Imported lazily: an install of the router lacks what nodes import."""
+    Imported lazily: an install of the router lacks what nodes import.
+    """
     match role:
         case "router":
-            from router.config import RouterConfig
-
-            return RouterConfig
+            from router.config import SECTIONS
         case "prefill_node":
-            from prefill_node.config import PrefillNodeConfig
-
-            return PrefillNodeConfig
+            from prefill_node.config import SECTIONS
         case "decode_node":
-            from decode_node.config import DecodeNodeConfig
-
-            return DecodeNodeConfig
+            from decode_node.config import SECTIONS
         case "draft_node":
-            from draft_node.config import DraftNodeConfig
-
-            return DraftNodeConfig
-    raise AssertionError(f"{role} is none of {ROLES}")
+            from draft_node.config import SECTIONS
+        case _:
+            found = {"cluster": ClusterConfig, "gateway": GatewayConfig}
+            for each in ROLES:
+                found |= sections_of(each)
+            return {name: found[name] for name in ALL_SECTIONS}
+    return SECTIONS
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:

@@ -106,7 +106,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
     """
 
     def load(role: str | None) -> ResolvedConfig:
-        return load_arguments(arguments, sections_of(role) | {"cluster": ClusterConfig}, role=role)
+        return load_arguments(arguments, {**sections_of(role), "cluster": ClusterConfig}, role=role)
 
     common = load(None)
     by_role = {role: load(role) for role, _ in map(parse_reference, arguments.imports) if role}

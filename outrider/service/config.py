@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config import setting
+from outrider.rpc.peer_security import SecurityConfig
 
 ROUTER_PORT = 50051
 
@@ -59,3 +60,7 @@ class TelemetryConfig:
     )
     log_text: bool = setting(False, help="Whether prompts and answers may be logged.")
     profiling: bool = setting(True, help="Whether a node may be profiled by RPC; it slows the steps that it watches.")
+
+
+SERVICE_SECTIONS = {"server": ServerConfig, "telemetry": TelemetryConfig, "security": SecurityConfig}
+"""What every service reads."""

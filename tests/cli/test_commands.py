@@ -25,10 +25,17 @@ runpy.run_path({path!r}, run_name="__main__")
 """
 ROLE_CONFIG = """
 from dataclasses import dataclass
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.model_hub.config import ModelConfig
+from outrider.service.config import SERVICE_SECTIONS
 
 @dataclass(frozen=True, kw_only=True)
-class {name}:
+class Config:
     pass
+
+NODE_SECTIONS = {{"model": ModelConfig, "kv_cache": KVCacheConfig, "kv_transfer": KvTransferConfig}}
+SECTIONS = {{**NODE_SECTIONS, **SERVICE_SECTIONS, "{role}": Config}}
 """
 
 
@@ -37,11 +44,10 @@ class Up:
 
     def __init__(self, directory: Path) -> None:
         for role in ROLES:
-            name = f"{role.title().replace('_', '')}Config"
             (directory / role).mkdir()
             (directory / role / "__init__.py").touch()
             (directory / role / "__main__.py").write_text(ROLE_MODULE.format(path=str(ROLE_PROCESS), role=role))
-            (directory / role / "config.py").write_text(ROLE_CONFIG.format(name=name))
+            (directory / role / "config.py").write_text(ROLE_CONFIG.format(role=role))
         (directory / "config.json").write_text("{}")  # a model's directory, as far as `up` looks
         self.status_file = directory / "status.json"
         self.process = subprocess.Popen(
