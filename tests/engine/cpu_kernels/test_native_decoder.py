@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from dataclasses import dataclass, field
@@ -60,14 +61,29 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def rounded_checkpoints(checkpoints, tmp_path_factory):
+    """The weights that bfloat16 has, in float32."""
+
+    @functools.cache
+    def directory(architecture):
+        rounded = load(checkpoints(architecture), torch.bfloat16, attention="eager")
+        path = tmp_path_factory.mktemp(f"rounded-{architecture}")
+        rounded.float().save_pretrained(path)
+        return path
+
+    return directory
+
+
+@pytest.fixture(scope="session")
 def decoders(checkpoints, teams):
     """decoders(library, architecture, kind) → NativeDecoder, each packed once."""
     made = {}
+    loaded = functools.cache(load)
 
     def decoder(library, architecture, kind):
         key = library.file, architecture, kind
         if key not in made:
-            model = load(checkpoints(architecture), KINDS[kind])
+            model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing takes its weights away
             spec, layers = describe_decoder(model, dtype=str(KINDS[kind]).removeprefix("torch."))
             assert why_not_native(model, spec, layers) == ""
             weights = pack_decoder(teams(library, 1), model, spec, layers, quantise=kind == "int8")
@@ -161,10 +177,15 @@ PROMPTS = [LONG, LONG[:100] + random_ids(50, 2), random_ids(70, 3)]
 
 
 @functools.cache
-def logits_alone(decoder, spec, kernels, num_prompts=3):
-    """Of every token of PROMPTS, computed alone: one row, one sequence, one thread at a time."""
-    engine, prompts = Engine(decoder, spec, kernels, PROMPTS), PROMPTS[:num_prompts]
-    return [torch.cat([engine.run([(index, 1, [])])[0] for _ in prompt]) for index, prompt in enumerate(prompts)]
+def prompt_alone(decoder, spec, kernels, index):
+    """Logits of every token of one of PROMPTS, computed alone: one row, one sequence, one thread at a time."""
+    engine = Engine(decoder, spec, kernels, PROMPTS)
+    return torch.cat([engine.run([(index, 1, [])])[0] for _ in PROMPTS[index]])
+
+
+def logits_alone(decoder, spec, kernels):
+    """Of all PROMPTS."""
+    return [prompt_alone(decoder, spec, kernels, index) for index in range(len(PROMPTS))]
 
 
 def rows_that_differ(alone, decoder, spec, kernels, seed):
@@ -218,7 +239,7 @@ def test_a_tokens_logits_have_the_same_bits_in_any_schedule(library, teams, deco
 
 def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):
     decoder, spec = decoders(library, "llama", "bfloat16")
-    (alone,) = logits_alone(decoder, spec, teams(library, 1), num_prompts=1)
+    alone = prompt_alone(decoder, spec, teams(library, 1), 0)
     whole = Engine(decoder, spec, teams(library, 3), PROMPTS).run([(0, len(LONG), [])])[0]
     assert differing_rows(whole, alone) == []
     layers = []
@@ -269,7 +290,7 @@ def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain
 ):
     """The true tokens are drafts of a tree, with wrong ones between them; then their slots are moved."""
     decoder, spec = decoders(library, architecture, "bfloat16")
-    (alone,) = logits_alone(decoder, spec, teams(library, 1), num_prompts=1)
+    alone = prompt_alone(decoder, spec, teams(library, 1), 0)
     plain, engine = (Engine(decoder, spec, teams(library, num_threads), [LONG]) for num_threads in (1, 2))
     start = 257 - num_known  # known tokens end at a span's border, drafts cross a block's
     plain.run([(0, 264, [])])
@@ -308,6 +329,7 @@ def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, d
 # ---- what is computed, not only that it is always the same
 
 
+@functools.cache
 def logits_of_transformers(directory, dtype):
     """Of every token of LONG, by the untouched model: [280, vocab_size] float64."""
     model = load(directory, dtype, attention="eager")
@@ -349,12 +371,9 @@ def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_pat
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bfloat16_logits_are_nearer_to_float32_than_those_of_transformers(
-    library, teams, decoders, checkpoints, architecture, tmp_path
+    library, teams, decoders, checkpoints, rounded_checkpoints, architecture
 ):
-    # float32 arithmetic over the weights that bfloat16 has.
-    rounded = load(checkpoints(architecture), torch.bfloat16, attention="eager")
-    rounded.float().save_pretrained(tmp_path)
-    expected = logits_of_transformers(tmp_path, torch.float32)
+    expected = logits_of_transformers(rounded_checkpoints(architecture), torch.float32)
     theirs = error_of(logits_of_transformers(checkpoints(architecture), torch.bfloat16), expected)
     logits = native_logits(*decoders(library, architecture, "bfloat16"), teams(library, 1))
     assert error_of(logits, expected) <= theirs
