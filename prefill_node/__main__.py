@@ -52,7 +52,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.step_clock import StepClock
         from outrider.engine.step_profiler import StepProfiler
         from outrider.heads.open import reduction_of
-        from outrider.kv_transfer.connectors import make_connector
+        from outrider.kv_transfer.connectors import Connector
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
         from outrider.service.engine_failure import end_process
@@ -82,7 +82,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             max_rows_per_step=compute.max_rows_per_step,
             reserve_blocks_per_running=0,  # prompts do not grow
         )
-        connector = make_connector(config.kv_transfer, security)
+        connector = Connector(config.kv_transfer, security)
         cpu_turns = open_turns(
             model_config.turns_file,
             model.cpu_kernels,

@@ -17,7 +17,7 @@ from outrider.engine.engine_thread import EngineThread
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import InternalError, PeerLostError
-from outrider.kv_transfer.base import Connector
+from outrider.kv_transfer.connectors import Connector
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.prefill import PrefillFigures
 from outrider.service.engine_failure import EXIT_ENGINE_FAILED

@@ -48,7 +48,7 @@ from prefill_node.task import PrefillTask
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.base import KVCache
     from outrider.engine.kv_cache.block_pool import BlockPool
-    from outrider.kv_transfer.base import Connector
+    from outrider.kv_transfer.connectors import Connector
 
 MAX_PUSHES = 64  # 32 to a single decode node; each has three threads, and may outlast its job's computation
 STOP_SECONDS = 2.0

@@ -19,8 +19,10 @@ from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
-from outrider.kv_transfer.base import CommitResult, CommitState, Connector, Region, Sender, TransferSpec
+from outrider.kv_transfer.base import CommitResult, CommitState, Region, TransferSpec
+from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
+from outrider.kv_transfer.sender import Sender
 from outrider.service.telemetry.logging import get_logger
 from prefill_node.jobs import PushOutcome
 

@@ -1,4 +1,4 @@
-"""The interface between whoever moves KV: values, the sender and the sink.
+"""The values that whoever moves KV shares, and the sink that takes it.
 
 A *transfer* fills one reservation on a decode node: every token of
 [start_token, end_token), of every layer, of every plane. It is named by a random
@@ -16,16 +16,12 @@ a new id. KV of two transfers is never mixed.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import xxhash
 
 from outrider.engine.kv_cache.planes import PlaneSpec
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 ID_BYTES = 16
 """Length of transfer ids and incarnations."""
@@ -191,78 +187,3 @@ class KvSink(KvWriter, Protocol):
 
     def read(self, region: Region) -> memoryview:
         """[layers, tokens, heads, head_dim] bytes of tokens that are held already: those before `spec.start_token`."""
-
-
-class Connector(Protocol):
-    """Opens senders; keeps what transfers to the same receiver share (connection, arena). Thread-safe."""
-
-    name: str
-
-    def connect(self, address: str, spec: TransferSpec) -> Sender:
-        """Attaches to the transfer that the receiver at host:port has opened.
-
-        Raises: PeerLostError (nobody there), AbortedError (the receiver does not know the
-        transfer), NotSupportedError (the connector does not work between these two).
-        """
-
-    def close(self) -> None:
-        """Drops connections and arenas; senders still open fail. Idempotent."""
-
-
-class Sender(Protocol):
-    """Pushes one transfer's frames to the receiver that opened it. One owner, one thread.
-
-    `put` returns when the payload has been copied or sent: the buffer belongs to the caller
-    again. It blocks while the bytes that the receiver has not acknowledged exceed the
-    connector's bound, so a slow receiver never makes the sender's memory grow. Silence
-    beyond the progress deadline is a failure, whatever TCP says.
-    """
-
-    connector: str
-
-    def put(self, region: Region, payload: Buffer) -> None:
-        """Sends one frame of at most `max_frame_bytes`.
-
-        Raises: PeerLostError (stream broken or no progress), AbortedError (the receiver
-        refuses the transfer: closed, failed or another's; or it refused a frame, by whatever
-        reason: a transfer that lacks one never completes).
-        """
-
-    def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
-        """Fetches KV that the receiver holds of tokens before `spec.start_token`; before the first `put`.
-
-        Each region is checked as a frame would be, then written. Raises: AbortedError (not held there, or
-        altered on the way: the transfer goes on without), PeerLostError.
-        """
-
-    def keep_alive(self) -> None:
-        """Tells the receiver that the sender lives while it has nothing to send. Raises: as `put`."""
-
-    def commit(self) -> CommitResult:
-        """Waits for every acknowledgement, then asks whether the transfer is complete. Idempotent.
-
-        Raises: PeerLostError.
-        """
-
-    def cancel(self) -> DrainState:
-        """Gives the transfer up; also after a failure, and after a commit (then only frees). Idempotent.
-
-        DRAINED: the receiver has confirmed that it reads and writes nothing of this transfer any more.
-        """
-
-    def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.
-
-        Not after a commit that succeeded. It must not block.
-        """
-
-    def interrupt(self) -> None:
-        """From any thread: a `put`, `keep_alive` or `commit` at hand, and every later one, raises AbortedError."""
-
-    @property
-    def max_frame_bytes(self) -> int:
-        """Largest payload of one `put`."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Payload put so far."""

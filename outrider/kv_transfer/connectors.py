@@ -1,20 +1,20 @@
-"""Makes connectors: `auto` takes the first way of carrying payload to which the receiver attaches."""
+"""Opens senders: `auto` takes the first way of carrying payload to which the receiver attaches."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc
 
 from outrider.errors import NotSupportedError
-from outrider.kv_transfer.base import Connector, Sender, TransferSpec
+from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
 from outrider.kv_transfer.grpc_inline import InlineCarrier
-from outrider.kv_transfer.sender import Carrier, StreamSender
+from outrider.kv_transfer.sender import Carrier, Sender
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.kv_transfer.shared_memory import ArenaSource
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
@@ -33,27 +33,36 @@ class CarrierSource(Protocol):
     def close(self) -> None: ...
 
 
-class StreamConnector:
-    """A `Connector` over one gRPC connection to each address, apart from every other channel's."""
+SOURCES: dict[str, Callable[[KvTransferConfig], CarrierSource]] = {"shared_memory": ArenaSource, "grpc": InlineCarrier}
 
-    def __init__(
-        self, name: str, sources: Sequence[CarrierSource], config: KvTransferConfig, security: PeerSecurity
-    ) -> None:
-        self.name = name
+
+class Connector:
+    """Opens senders; keeps what transfers to the same receiver share (connection, arena). Thread-safe.
+
+    One gRPC connection to each address, apart from every other channel's.
+    """
+
+    def __init__(self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT) -> None:
+        self.name = config.connector  # "auto" or one of CONNECTORS
         self._security = security
-        self._sources = tuple(sources)
+        self._sources = tuple(SOURCES[name](config) for name in config.accepted)
         self._config = config
         self._lock = threading.Lock()
         self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()  # last used last
         self._security_version = 0  # of the channels
 
     def connect(self, address: str, spec: TransferSpec) -> Sender:
+        """Attaches to the transfer that the receiver at host:port has opened.
+
+        Raises: PeerLostError (nobody there), AbortedError (the receiver does not know the
+        transfer), NotSupportedError (the connector does not work between these two).
+        """
         stream = self._open_stream(address)
         try:
             for source in self._sources:
                 carrier = source.offer(stream, spec)
                 if carrier is not None:
-                    return StreamSender(spec, stream, carrier, reopen=lambda: self._open_stream(address))
+                    return Sender(spec, stream, carrier, reopen=lambda: self._open_stream(address))
             names = ", ".join(source.name for source in self._sources)
             raise NotSupportedError(f"KV receiver {address} cannot attach by {names}")
         except Exception:
@@ -61,6 +70,7 @@ class StreamConnector:
             raise
 
     def close(self) -> None:
+        """Drops connections and arenas; senders still open fail. Idempotent."""
         with self._lock:
             channels = list(self._channels.values())
             self._channels.clear()
@@ -92,12 +102,3 @@ class StreamConnector:
             if len(self._channels) > MAX_CHANNELS:
                 self._channels.popitem(last=False)[1].close()  # decode nodes come and go
             return channel
-
-
-SOURCES: dict[str, Callable[[KvTransferConfig], CarrierSource]] = {"shared_memory": ArenaSource, "grpc": InlineCarrier}
-
-
-def make_connector(config: KvTransferConfig, security: PeerSecurity = PLAINTEXT) -> Connector:
-    """The connector that the settings name: "auto" or one of CONNECTORS."""
-    sources = [SOURCES[name](config) for name in config.accepted]
-    return StreamConnector(config.connector, sources, config, security)

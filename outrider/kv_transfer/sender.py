@@ -1,4 +1,4 @@
-"""The sender that both connectors share: they differ only in how a payload travels."""
+"""The sender of every connector: they differ only in how a payload travels."""
 
 from __future__ import annotations
 
@@ -36,16 +36,22 @@ class Carrier(Protocol):
         """The receiver was not drained: what it may still read is never written again."""
 
 
-class StreamSender:
-    """A `Sender` over one stream."""
+class Sender:
+    """Pushes one transfer's frames to the receiver that opened it. One owner, one thread.
+
+    `put` returns when the payload has been copied or sent: the buffer belongs to the caller
+    again. It blocks while the bytes that the receiver has not acknowledged exceed the
+    connector's bound, so a slow receiver never makes the sender's memory grow. Silence
+    beyond the progress deadline is a failure, whatever TCP says.
+    """
 
     def __init__(
         self, spec: TransferSpec, stream: SenderStream, carrier: Carrier, *, reopen: Callable[[], SenderStream]
     ) -> None:
         """`reopen`: another stream to the same receiver, to ask for a commit's lost answer."""
         self.connector = carrier.name
-        self.max_frame_bytes = carrier.max_frame_bytes
-        self.payload_bytes = 0
+        self.max_frame_bytes = carrier.max_frame_bytes  # the largest payload of one `put`
+        self.payload_bytes = 0  # put so far
         self._spec = spec
         self._stream = stream
         self._carrier = carrier
@@ -54,6 +60,12 @@ class StreamSender:
         self._drain: DrainState | None = None
 
     def put(self, region: Region, payload: Buffer) -> None:
+        """Sends one frame of at most `max_frame_bytes`.
+
+        Raises: PeerLostError (stream broken or no progress), AbortedError (the receiver
+        refuses the transfer: closed, failed or another's; or it refused a frame, by whatever
+        reason: a transfer that lacks one never completes).
+        """
         view = memoryview(payload).cast("B")
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
         header = FrameHeader.of(self._spec, region, view)
@@ -63,6 +75,11 @@ class StreamSender:
         self.payload_bytes += len(view)
 
     def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
+        """Fetches KV that the receiver holds of tokens before `spec.start_token`; before the first `put`.
+
+        Each region is checked as a frame would be, then written. Raises: AbortedError (not held there, or
+        altered on the way: the transfer goes on without), PeerLostError.
+        """
         asked: deque[Region] = deque()
         for region in regions:
             self._stream.ask(region)
@@ -78,9 +95,14 @@ class StreamSender:
         writer.write(region, held.payload)
 
     def keep_alive(self) -> None:
+        """Tells the receiver that the sender lives while it has nothing to send. Raises: as `put`."""
         self._stream.keep_alive()
 
     def commit(self) -> CommitResult:
+        """Waits for every acknowledgement, then asks whether the transfer is complete. Idempotent.
+
+        Raises: PeerLostError.
+        """
         self._stream.raise_if_ended()
         manifest = tuple(self._sent)
         try:
@@ -104,6 +126,10 @@ class StreamSender:
             stream.close()
 
     def cancel(self) -> DrainState:
+        """Gives the transfer up; also after a failure, and after a commit (then only frees). Idempotent.
+
+        DRAINED: the receiver has confirmed that it reads and writes nothing of this transfer any more.
+        """
         if self._drain is None:
             self._drain = self._stream.cancel()
             if self._drain is DrainState.UNKNOWN:
@@ -116,9 +142,14 @@ class StreamSender:
         self._stream.close()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
+        """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.
+
+        Not after a commit that succeeded. It must not block.
+        """
         self._stream.when_ended(tell)
 
     def interrupt(self) -> None:
+        """From any thread: a `put`, `keep_alive` or `commit` at hand, and every later one, raises AbortedError."""
         self._stream.interrupt()
 
 

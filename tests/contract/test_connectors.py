@@ -13,7 +13,7 @@ import pytest
 from outrider.errors import AbortedError, PeerLostError
 from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
-from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.conftest import Peers, RecordingSink
 from tests.support.in_memory_connector import InMemoryConnector
 
@@ -60,7 +60,7 @@ def link(request):
         connect_seconds=5,
         progress_seconds=5,
     )
-    connector = make_connector(config)
+    connector = Connector(config)
     yield Link(peers, receiver, f"127.0.0.1:{receiver.start()}", connector)
     connector.close()
     receiver.stop()

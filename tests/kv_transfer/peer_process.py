@@ -12,7 +12,7 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import OutriderError
 from outrider.kv_transfer.base import Region, TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
-from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.receiver import KvReceiver
 
 INCARNATION = b"i" * 16
@@ -52,7 +52,7 @@ def receive(transfer_id):
 
 def send(transfer_id, address, connector_name):
     """Puts one frame for each line on stdin; says "put" or the error; reports itself alive meanwhile."""
-    connector = make_connector(
+    connector = Connector(
         KvTransferConfig(connector=connector_name, frame_bytes=4096, arena_bytes=1 << 20, progress_seconds=5)
     )
     sender = connector.connect(address, spec_of(transfer_id))

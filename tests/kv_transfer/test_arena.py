@@ -13,7 +13,7 @@ from outrider.kv_transfer import shared_memory
 from outrider.kv_transfer.arena import HEAD_BYTES, IDLE_SECONDS, MAX_IDLE, Arena, ArenaReader, arena_path
 from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
-from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.frames import decode_receiver_message, encode_slot_frame
 from outrider.kv_transfer.inbox import Disposition
 from outrider.kv_transfer.receiver_stream import ReceiverStream
@@ -141,7 +141,7 @@ def offered(monkeypatch):
 
 def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_replaced(peers, receiver_factory, offered):
     receiver, port = receiver_factory()
-    connector = make_connector(KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16))
+    connector = Connector(KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16))
 
     def transfer():
         spec, sink = peers.spec(), peers.sink()
@@ -178,7 +178,7 @@ def let_a_minute_pass(reader):
 
 def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again(peers, receiver_factory, offered):
     receiver, port = receiver_factory()
-    connector = make_connector(
+    connector = Connector(
         KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16, progress_seconds=2.0)
     )
     spec, sink = peers.spec(), peers.sink()

@@ -16,7 +16,7 @@ import pytest
 from outrider.errors import PeerLostError
 from outrider.kv_transfer.base import DrainState, Region
 from outrider.kv_transfer.config import KvTransferConfig
-from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.peer_process import spec_of
 from tests.support.waiting import wait_for
 
@@ -77,7 +77,7 @@ def child():
 
 @pytest.fixture(params=["grpc", "shared_memory"])
 def connector(request):
-    made = make_connector(
+    made = Connector(
         KvTransferConfig(
             connector=request.param,
             frame_bytes=64 * 1024,
@@ -116,7 +116,7 @@ def test_a_frozen_receiver_does_not_hold_the_sender(receiving, connector):
 def test_a_frozen_receiver_is_not_connected_to(receiving, connector):
     receiver, *target = receiving
     receiver.freeze()
-    quick = make_connector(KvTransferConfig(connector=connector.name, connect_seconds=0.5))
+    quick = Connector(KvTransferConfig(connector=connector.name, connect_seconds=0.5))
     try:
         with pytest.raises(PeerLostError):
             quick.connect(*target)

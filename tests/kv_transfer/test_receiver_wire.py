@@ -15,7 +15,7 @@ from outrider.errors import ConfigError, NotSupportedError
 from outrider.kv_transfer.arena import Arena
 from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import CONNECTORS, KvTransferConfig
-from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.frames import (
     ALIVE,
     MAX_MESSAGE_BYTES,
@@ -205,9 +205,9 @@ def test_auto_uses_what_the_receiver_takes_and_another_connector_is_refused(peer
     spec = peers.spec()
     receiver.open(spec, peers.sink())
     refused = pytest.raises(NotSupportedError, match=f"cannot attach by {other}")
-    with closing(make_connector(KvTransferConfig(connector=other))) as connector, refused:
+    with closing(Connector(KvTransferConfig(connector=other))) as connector, refused:
         connector.connect(f"127.0.0.1:{port}", spec)
-    with closing(make_connector(KvTransferConfig())) as connector:
+    with closing(Connector(KvTransferConfig())) as connector:
         sender = connector.connect(f"127.0.0.1:{port}", spec)
         assert sender.connector == taken
         sender.cancel()
@@ -217,7 +217,7 @@ def test_auto_falls_back_to_grpc_when_the_receiver_cannot_attach(peers, receiver
     receiver, port = receiver_factory(arena_directory=str(tmp_path))  # another /dev/shm, as in another container
     spec, sink = peers.spec(), peers.sink()
     receiver.open(spec, sink)
-    connector = make_connector(KvTransferConfig(connector="auto"))
+    connector = Connector(KvTransferConfig(connector="auto"))
     sender = connector.connect(f"127.0.0.1:{port}", spec)
     assert sender.connector == "grpc"
     for header, payload in peers.frames(spec):

@@ -20,7 +20,7 @@ from outrider.engine.step_clock import StepClock
 from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
-from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
 from outrider.model_hub.config import ModelConfig
@@ -74,7 +74,7 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
     clock = StepClock()
     pool = BlockPool(num_blocks=64, block_size=BLOCK_SIZE, hash_seed=b"seed")
     ended: queue.SimpleQueue = queue.SimpleQueue()
-    connector = make_connector(KvTransferConfig(connector=connector_name, frame_bytes=8192, arena_bytes=1 << 20))
+    connector = Connector(KvTransferConfig(connector=connector_name, frame_bytes=8192, arena_bytes=1 << 20))
     loop = PrefillLoop(
         pool=pool,
         scheduler=Scheduler(pool, max_running=4, max_rows_per_step=64, reserve_blocks_per_running=0),

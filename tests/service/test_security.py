@@ -10,7 +10,7 @@ import pytest
 from outrider.errors import AbortedError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
-from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
 from outrider.service import security as security_module
@@ -79,7 +79,7 @@ async def test_a_router_that_connects_again_shows_renewed_certificates(security,
 
 def test_pushes_show_renewed_certificates(security, tmp_path):
     port = 0
-    connector = make_connector(KvTransferConfig(connector="grpc", connect_seconds=PATIENCE_SECONDS), security)
+    connector = Connector(KvTransferConfig(connector="grpc", connect_seconds=PATIENCE_SECONDS), security)
     spec = TransferSpec(transfer_id=b"t" * 16, incarnation=INFO.incarnation, start_token=0, end_token=1, planes=())
     for _ in range(2):
         receiver = KvReceiver(
