@@ -29,7 +29,7 @@ import xxhash
 from outrider.errors import OutriderError
 from outrider.kv_transfer.base import MAX_FRAME_BYTES, CommitResult, CommitState, DrainState, FrameHeader, Region
 from outrider.kv_transfer.inbox import AttachState, Disposition
-from outrider.kv_transfer.manifest import Manifest, ManifestEntry
+from outrider.kv_transfer.manifest import Manifest
 
 SERVICE_NAME = "outrider.v1.KvIngest"
 METHOD_NAME = "Push"
@@ -206,8 +206,8 @@ def encode_read(region: Region) -> bytes:
 
 def encode_commit(manifest: Manifest) -> bytes:
     parts = [_COUNT.pack(Kind.COMMIT, len(manifest))]
-    for entry in manifest:
-        parts += (_encode_region(entry.region), _CHECKSUM.pack(entry.checksum))
+    for region, checksum in manifest.items():
+        parts += (_encode_region(region), _CHECKSUM.pack(checksum))
     return b"".join(parts)
 
 
@@ -319,13 +319,10 @@ def _decode_manifest(message: bytes) -> Manifest:
     size = _REGION.size + _CHECKSUM.size
     if len(message) != _COUNT.size + count * size:
         raise MalformedMessageError("a manifest of the wrong length")
-    return tuple(
-        ManifestEntry(
-            _region_of(_REGION.unpack_from(message, offset)),
-            _CHECKSUM.unpack_from(message, offset + _REGION.size)[0],
-        )
+    return {
+        _region_of(_REGION.unpack_from(message, offset)): _CHECKSUM.unpack_from(message, offset + _REGION.size)[0]
         for offset in range(_COUNT.size, len(message), size)
-    )
+    }
 
 
 def _decode_answer(message: bytes) -> CommitResult:

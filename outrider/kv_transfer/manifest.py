@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from outrider.kv_transfer.base import MAX_MISSING, Region
 from outrider.kv_transfer.coverage import Coverage
 
-
-@dataclass(frozen=True, slots=True)
-class ManifestEntry:
-    """One frame that was sent."""
-
-    region: Region
-    checksum: int  # xxh3-64 of its payload
+Manifest = Mapping[Region, int]
+"""Of each frame that was sent: the xxh3-64 of its payload."""
 
 
-Manifest = tuple[ManifestEntry, ...]
-
-
-def missing_regions(manifest: Manifest, arrived: Mapping[Region, int], coverage: Coverage) -> tuple[Region, ...]:
+def missing_regions(manifest: Manifest, arrived: Manifest, coverage: Coverage) -> tuple[Region, ...]:
     """What keeps a transfer from being complete; empty when it is complete.
 
     Complete means: every token of every layer of every plane has arrived, and the frames
@@ -28,6 +19,5 @@ def missing_regions(manifest: Manifest, arrived: Mapping[Region, int], coverage:
     `MAX_MISSING` regions: gaps first, then frames that one side has and the other has not,
     or has differently.
     """
-    claimed = {entry.region: entry.checksum for entry in manifest}
-    differing = [region for region in {**claimed, **arrived} if claimed.get(region) != arrived.get(region)]
+    differing = [region for region in {**manifest, **arrived} if manifest.get(region) != arrived.get(region)]
     return tuple(dict.fromkeys((*coverage.missing(), *differing)))[:MAX_MISSING]

@@ -12,7 +12,6 @@ from outrider.errors import AbortedError, NotSupportedError, PeerLostError
 from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, KvWriter, Region, TransferSpec
 from outrider.kv_transfer.frames import Held, Hello, Welcome
 from outrider.kv_transfer.inbox import AttachState
-from outrider.kv_transfer.manifest import ManifestEntry
 from outrider.kv_transfer.sender_stream import SenderStream
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Sender:
         self._stream = stream
         self._carrier = carrier
         self._reopen = reopen
-        self._sent: list[ManifestEntry] = []
+        self._sent: dict[Region, int] = {}  # the manifest
         self._drain: DrainState | None = None
 
     def put(self, region: Region, payload: Buffer) -> None:
@@ -71,7 +70,7 @@ class Sender:
         header = FrameHeader.of(self._spec, region, view)
         self._stream.raise_if_ended()
         self._carrier.send(self._stream, header, view)
-        self._sent.append(ManifestEntry(region, header.checksum))
+        self._sent[region] = header.checksum
         self.payload_bytes += len(view)
 
     def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
@@ -104,9 +103,8 @@ class Sender:
         Raises: PeerLostError.
         """
         self._stream.raise_if_ended()
-        manifest = tuple(self._sent)
         try:
-            result = self._stream.commit(manifest)
+            result = self._stream.commit(self._sent)
         except PeerLostError:
             # The answer may be what was lost: a commit may be asked for any number of times.
             self._give_up()
@@ -121,7 +119,7 @@ class Sender:
         try:
             welcome = stream.hello(Hello(transfer_id=self._spec.transfer_id, incarnation=self._spec.incarnation))
             raise_unless_attached(welcome, stream.address)
-            return stream.commit(tuple(self._sent))
+            return stream.commit(self._sent)
         finally:
             stream.close()
 

@@ -19,7 +19,6 @@ from outrider.kv_transfer.frames import (
     encode_hello,
 )
 from outrider.kv_transfer.inbox import TransferInbox
-from outrider.kv_transfer.manifest import ManifestEntry
 from outrider.kv_transfer.receiver import KvReceiver
 
 INCARNATION = b"i" * 16
@@ -126,7 +125,7 @@ class Peers:
 
     @staticmethod
     def manifest(frames):
-        return tuple(ManifestEntry(header.region, header.checksum) for header, _ in frames)
+        return {header.region: header.checksum for header, _ in frames}
 
     @staticmethod
     def hello(spec, **offer):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,19 +39,18 @@ from outrider.kv_transfer.frames import (
     encode_welcome,
 )
 from outrider.kv_transfer.inbox import AttachState, Disposition
-from outrider.kv_transfer.manifest import ManifestEntry
 
 REGION = Region(
     plane="latent", start_layer=1, end_layer=9, start_token=100, end_token=2**32 - 1, start_head=6, end_head=2**16 - 1
 )
 HEADER = FrameHeader(transfer_id=b"t" * 16, incarnation=b"i" * 16, region=REGION, length=2**40, checksum=2**64 - 1)
 HELLO = Hello(transfer_id=b"t" * 16, incarnation=b"i" * 16, arena_id=b"a" * 16, arena_bytes=2**33)
-MANIFEST = (ManifestEntry(REGION, 7), ManifestEntry(REGION, 8))
+MANIFEST = {REGION: 7, replace(REGION, start_layer=0): 8}
 
 
 def test_what_a_sender_says_comes_back_equal():
     assert decode_sender_message(encode_hello(HELLO)) == HELLO
-    for manifest in (MANIFEST, ()):
+    for manifest in (MANIFEST, {}):
         assert decode_sender_message(encode_commit(manifest)) == Commit(manifest=manifest)
     assert decode_sender_message(encode_read(REGION)) == Read(REGION)
     assert decode_sender_message(CANCEL) == Cancel()

@@ -11,7 +11,6 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.kv_transfer.base import CommitState, FrameHeader, Region, TransferSpec
 from outrider.kv_transfer.frames import decode_sender_message, encode_commit, encode_frame
 from outrider.kv_transfer.inbox import AttachState, Disposition
-from outrider.kv_transfer.manifest import ManifestEntry
 
 NUM_HEADS, NUM_TOKENS, NUM_LAYERS = 8, 6, 2
 PLANES = (PlaneSpec("k", NUM_LAYERS, NUM_HEADS, 1, "float32"), PlaneSpec("v", NUM_LAYERS, NUM_HEADS, 1, "float32"))
@@ -40,7 +39,7 @@ class Transfer:
     """An open one, and its sender."""
 
     def __init__(self, inbox, incarnation):
-        self.inbox, self.sink, self.sent = inbox, ArraySink(), []
+        self.inbox, self.sink, self.sent = inbox, ArraySink(), {}
         self.spec = TransferSpec(
             transfer_id=os.urandom(16), incarnation=incarnation, start_token=0, end_token=NUM_TOKENS, planes=PLANES
         )
@@ -54,11 +53,11 @@ class Transfer:
         frame = decode_sender_message(encode_frame(1, header, payload))  # as it comes over the wire
         disposition = self.inbox.accept(frame.header, frame.payload)
         if disposition is Disposition.WRITTEN:
-            self.sent.append(ManifestEntry(region, header.checksum))
+            self.sent[region] = header.checksum
         return disposition
 
     def commit(self):
-        manifest = decode_sender_message(encode_commit(tuple(self.sent))).manifest
+        manifest = decode_sender_message(encode_commit(self.sent)).manifest
         return self.inbox.commit(self.spec.transfer_id, manifest)
 
 
@@ -120,6 +119,6 @@ def test_a_manifest_with_other_heads_than_those_that_came_is_not_complete(transf
     for plane in ("k", "v"):
         for heads in ((0, 4), (4, 8)):
             transfer.put(plane, heads)
-    entry = transfer.sent[0]
-    transfer.sent[0] = transfer.sent[1]
-    assert transfer.commit().missing == (entry.region,)
+    first = next(iter(transfer.sent))
+    del transfer.sent[first]
+    assert transfer.commit().missing == (first,)

@@ -91,7 +91,7 @@ def test_a_stream_that_does_not_begin_with_a_hello_is_ended(peers, receiver_fact
     receiver, port = receiver_factory()
     spec, sink = peers.spec(), peers.sink()
     receiver.open(spec, sink)
-    for first in (b"GET / HTTP/1.1", encoded(1, peers.frames(spec)[0]), encode_commit(()), ALIVE):
+    for first in (b"GET / HTTP/1.1", encoded(1, peers.frames(spec)[0]), encode_commit({}), ALIVE):
         stream = raw(port)
         stream.say(first)
         with pytest.raises(grpc.RpcError):

@@ -10,7 +10,6 @@ from outrider.errors import AbortedError, OutriderError, PeerLostError
 from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, KvWriter, Region, TransferSpec
 from outrider.kv_transfer.frames import Held
 from outrider.kv_transfer.inbox import AttachState, TransferInbox
-from outrider.kv_transfer.manifest import ManifestEntry
 from outrider.kv_transfer.sender import check_held
 from outrider.kv_transfer.sender_stream import refusal_of
 
@@ -52,7 +51,7 @@ class InMemorySender:
         self._inbox = inbox
         self.max_frame_bytes = max_frame_bytes
         self.payload_bytes = 0
-        self._sent: list[ManifestEntry] = []
+        self._sent: dict[Region, int] = {}
         self._lock = threading.Lock()
         self._ended: OutriderError | None = None
         self._tell_end: Callable[[], None] | None = None
@@ -65,7 +64,7 @@ class InMemorySender:
         if disposition.is_refusal:
             self._end(refusal_of(self.connector, disposition))
             self._raise_if_ended()
-        self._sent.append(ManifestEntry(region, header.checksum))
+        self._sent[region] = header.checksum
         self.payload_bytes += len(view)
 
     def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
@@ -82,7 +81,7 @@ class InMemorySender:
 
     def commit(self) -> CommitResult:
         self._raise_if_ended()
-        return self._inbox.commit(self._spec.transfer_id, tuple(self._sent))
+        return self._inbox.commit(self._spec.transfer_id, self._sent)
 
     def cancel(self) -> DrainState:
         self._end(AbortedError("the transfer was cancelled"))
