@@ -47,6 +47,7 @@ class Ingest:
             on_failed=on_failed,
             security=security,
         )
+        self.inbox = self.receiver.inbox
         self._port = 0
 
     def start(self) -> None:
@@ -77,18 +78,6 @@ class Ingest:
             ),
             ReservedBlocks(self._kv_cache, block_ids),
         )
-
-    def received_until(self, transfer_id: bytes) -> int | None:
-        """Ends a transfer; the token up to which its KV is there. None while it is still written; 0: not known."""
-        return self.receiver.inbox.received_until(transfer_id)
-
-    def has_seen(self, transfer_id: bytes) -> bool:
-        """Whether the id is taken, or was until lately: what is still under way for it must not meet another."""
-        return self.receiver.inbox.has_seen(transfer_id)
-
-    def last_frame_at(self, transfer_id: bytes) -> float | None:
-        """When the last frame of this transfer was written, on the monotonic clock; None: none was, or it is closed."""
-        return self.receiver.inbox.last_frame_at(transfer_id)
 
     def close(self, transfer_id: bytes) -> DrainState:
         """DRAINED: no byte of this transfer is written any more. UNKNOWN: keep its blocks, and call again.

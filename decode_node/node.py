@@ -198,7 +198,7 @@ class DecodeNode:
             try:
                 self._metrics.sync(
                     load=self._load(),
-                    received=self._parts.ingest.receiver.inbox.counters(),
+                    received=self._parts.ingest.inbox.counters(),
                     drafts=self._parts.drafts.status(),
                     prefix_lookups=self._parts.groups.prefix_lookups,
                 )

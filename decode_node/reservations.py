@@ -65,7 +65,7 @@ class Reservations:
     def is_known(self, transfer_id: bytes) -> bool:
         """Whether the id is taken, or was until lately."""
         is_next = any(filling.next_id == transfer_id for filling in self._fillings.values())
-        return is_next or transfer_id in self._by_transfer or self._ingest.has_seen(transfer_id)
+        return is_next or transfer_id in self._by_transfer or self._ingest.inbox.has_seen(transfer_id)
 
     def add(self, group: SequenceGroup, transfer_id: bytes) -> None:
         """The group waits for this transfer from here on; its blocks are reserved."""
@@ -132,7 +132,7 @@ class Reservations:
             for group, filling in self._fillings.items()
             if group.rank > rank
             and not filling.undrained_id  # its blocks would not be free
-            and self._ingest.last_frame_at(filling.transfer_id) is None
+            and self._ingest.inbox.last_frame_at(filling.transfer_id) is None
         ]
         return max(idle, key=lambda group: group.rank, default=None)
 
@@ -226,7 +226,7 @@ class Reservations:
 
     def _is_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
         """Closes a transfer. True: nothing is written any more, and what it has brought is known."""
-        received_until = self._ingest.received_until(transfer_id)
+        received_until = self._ingest.inbox.received_until(transfer_id)
         if received_until is None or self._ingest.close(transfer_id) is DrainState.UNKNOWN:
             return False
         filling.received_until = received_until
@@ -255,7 +255,7 @@ class Reservations:
 
     def _has_moved(self, filling: _Filling, now: float) -> bool:
         """Whether a frame came within the timeout; puts the deadline off accordingly."""
-        last = self._ingest.last_frame_at(filling.transfer_id)
+        last = self._ingest.inbox.last_frame_at(filling.transfer_id)
         if last is None or now >= last + self._timeout_seconds:
             return False
         filling.deadline = last + self._timeout_seconds

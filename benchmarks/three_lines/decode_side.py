@@ -45,6 +45,10 @@ class NoIngest:
     def address(self, reached_host: str) -> str:
         return reached_host
 
+    @property
+    def inbox(self) -> NoIngest:
+        return self
+
     def has_seen(self, transfer_id: bytes) -> bool:
         return False
 

@@ -54,9 +54,6 @@ class ScriptedIngest:
     def address(self, reached_host):
         return f"{reached_host}:1"
 
-    def has_seen(self, transfer_id):
-        return self.inbox.has_seen(transfer_id)
-
     def open(self, transfer_id, block_ids, *, start_token, end_token):
         spec = TransferSpec(
             transfer_id=transfer_id,
@@ -67,12 +64,6 @@ class ScriptedIngest:
         )
         self.specs[transfer_id] = spec
         self.inbox.open(spec, GatedSink(self, ReservedBlocks(self.cache, block_ids)))
-
-    def received_until(self, transfer_id):
-        return self.inbox.received_until(transfer_id)
-
-    def last_frame_at(self, transfer_id):
-        return self.inbox.last_frame_at(transfer_id)
 
     def close(self, transfer_id):
         return self.inbox.close(transfer_id, timeout_seconds=0.0)
