@@ -18,7 +18,7 @@ from outrider.rpc.status import from_rpc_error
 from outrider.service.liveness import REPORT_SECONDS
 from outrider.session import SequenceGroupCommand, SequenceGroupEvent
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, session_pb2, session_pb2_grpc
-from outrider.wire.node import info_from_proto, report_from_proto
+from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL, FIGURES
 from outrider.wire.session import command_to_proto, report_message_from_proto
 
@@ -90,7 +90,7 @@ class NodeTransport:
         try:
             with self._errors():
                 async for proto in call:
-                    report = report_from_proto(proto)
+                    report = REPORT.from_proto(proto)
                     if report.incarnation != incarnation:
                         raise self._lost("was restarted")
                     yield report

@@ -15,7 +15,7 @@ from outrider.node import NodeInfo, NodeReport, NodeState
 from outrider.service.profiling import NoProfiles, ProfileDesk
 from outrider.service.rpc_errors import abort_with, rpc_errors
 from outrider.v1 import node_pb2, node_pb2_grpc
-from outrider.wire.node import info_to_proto, report_to_proto
+from outrider.wire.node import REPORT, info_to_proto
 from outrider.wire.profile import PROFILE, options_from_proto
 
 SERVICE_NAME = "outrider.v1.NodeService"
@@ -78,7 +78,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         interval = request.interval_milliseconds / 1000 or DEFAULT_INTERVAL_SECONDS
         interval = max(interval, LEAST_INTERVAL_SECONDS)
         while True:
-            yield report_to_proto(self._report())
+            yield REPORT.to_proto(self._report())
             await asyncio.sleep(interval)
 
     async def Profile(  # noqa: N802

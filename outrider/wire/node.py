@@ -18,6 +18,8 @@ _INFO = Fields(
     state=NODE_STATES,
     model=Fields(ModelInfo, node_pb2.ModelInfo, features=FEATURES),
 )
+REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=Fields(NodeLoad, node_pb2.NodeLoad))
+"""`from_proto` raises ValueError for a state that this version does not know."""
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
@@ -36,48 +38,3 @@ def versions_to_proto(versions: ProtocolVersions) -> dict[str, int]:
 
 def versions_from_proto(proto: node_pb2.NodeInfo | draft_pb2.DraftHello) -> ProtocolVersions:
     return ProtocolVersions.of_hello(oldest=proto.oldest_protocol_version, newest=proto.protocol_version)
-
-
-def report_to_proto(report: NodeReport) -> node_pb2.NodeReport:
-    load = report.load
-    return node_pb2.NodeReport(
-        state=NODE_STATES.to_proto(report.state),
-        step=report.step,
-        expected_step_microseconds=round(report.expected_step_seconds * 1e6),
-        step_age_microseconds=round(report.step_age_seconds * 1e6),
-        load=node_pb2.NodeLoad(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            kv_blocks_total=load.kv_blocks_total,
-            kv_blocks_free=load.kv_blocks_free,
-            tokens_per_second=load.tokens_per_second,
-            mean_acceptance_length=load.mean_acceptance_length,
-            num_outstanding_tokens=load.num_outstanding_tokens,
-            num_sequences_free=load.num_sequences_free,
-            max_rows_per_step=load.max_rows_per_step,
-        ),
-        incarnation=report.incarnation,
-    )
-
-
-def report_from_proto(proto: node_pb2.NodeReport) -> NodeReport:
-    """Raises: ValueError for a state that this version does not know."""
-    load = proto.load
-    return NodeReport(
-        state=NODE_STATES.from_proto(proto.state),
-        incarnation=proto.incarnation,
-        step=proto.step,
-        expected_step_seconds=proto.expected_step_microseconds / 1e6,
-        step_age_seconds=proto.step_age_microseconds / 1e6,
-        load=NodeLoad(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            kv_blocks_total=load.kv_blocks_total,
-            kv_blocks_free=load.kv_blocks_free,
-            tokens_per_second=load.tokens_per_second,
-            mean_acceptance_length=load.mean_acceptance_length,
-            num_outstanding_tokens=load.num_outstanding_tokens,
-            num_sequences_free=load.num_sequences_free,
-            max_rows_per_step=load.max_rows_per_step,
-        ),
-    )

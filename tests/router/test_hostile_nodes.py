@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from outrider.node import NodeLoad, NodeReport, NodeState
-from outrider.wire.node import report_to_proto
+from outrider.wire.node import REPORT
 from tests.support.router_fakes.node import _FakeNodeServicer
 
 NUM_STREAMS = 8
@@ -71,7 +71,7 @@ async def test_a_flood_of_reports_leaves_the_loop_to_the_others(node_pair, monke
         nonlocal num_reports
         while True:
             num_reports += 1
-            yield report_to_proto(servicer._node.report())
+            yield REPORT.to_proto(servicer._node.report())
 
     monkeypatch.setattr(_FakeNodeServicer, "Watch", flood)
     await node_pair.serve()
