@@ -27,7 +27,7 @@ from outrider.request import Constraint
 from outrider.service.engine_failure import end_process
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
-from outrider.service.profiling import make_profile_desk
+from outrider.service.profiling import ProfileDesk
 from outrider.service.telemetry.logging import get_logger
 from outrider.v1 import node_pb2_grpc, session_pb2_grpc
 
@@ -75,9 +75,7 @@ class DecodeNode:
         self._metrics_task: asyncio.Task[None] | None = None
         self._rates = RecentRates()
         self._servicer = DecodeServicer()
-        self._profiles = make_profile_desk(
-            is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit
-        )
+        self._profiles = ProfileDesk(is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit)
         self._thread: EngineThread[DecodeParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._sessions = Sessions(

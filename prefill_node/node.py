@@ -23,7 +23,7 @@ from outrider.prefill import PrefillFigures
 from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
-from outrider.service.profiling import make_profile_desk
+from outrider.service.profiling import ProfileDesk
 from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
@@ -86,9 +86,7 @@ class PrefillNode:
         self._metrics: EngineMetrics | None = None
         self._servicer = PrefillServicer()
         self._jobs = PendingJobs(submit=self._submit, max_jobs=max_jobs)
-        self._profiles = make_profile_desk(
-            is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit
-        )
+        self._profiles = ProfileDesk(is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit)
         self._thread: EngineThread[PrefillParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
 

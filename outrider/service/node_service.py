@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from outrider.errors import NotFoundError, PeerLostError
+from outrider.errors import NotFoundError, NotSupportedError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeState
-from outrider.service.profiling import NoProfiles, ProfileDesk
+from outrider.service.profiling import ProfileDesk
 from outrider.service.rpc_errors import abort_with, rpc_errors
 from outrider.v1 import node_pb2, node_pb2_grpc
 from outrider.wire.node import REPORT, info_to_proto
@@ -23,7 +23,6 @@ TOKENIZER_CHUNK_BYTES = 1 << 20
 TRACE_CHUNK_BYTES = 1 << 20
 DEFAULT_INTERVAL_SECONDS = 0.2
 LEAST_INTERVAL_SECONDS = 0.05
-NO_ENGINE = NoProfiles("this node has no engine whose steps could be profiled", reason="NO_ENGINE")
 
 
 def make_incarnation() -> bytes:
@@ -44,7 +43,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         info: Callable[[], NodeInfo],
         report: Callable[[], NodeReport],
         tokenizer_files: Callable[[], Mapping[str, bytes] | None] = lambda: None,
-        profiles: ProfileDesk | NoProfiles = NO_ENGINE,
+        profiles: ProfileDesk | None = None,
     ) -> None:
         self._info = info
         self._report = report
@@ -90,6 +89,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             options = options_from_proto(request)
             if self._info().state is not NodeState.SERVING:
                 raise PeerLostError(f"{self._info().name} does not serve", node=self._info().name, reason="NOT_SERVING")
+            if self._profiles is None:
+                raise NotSupportedError("this node has no engine whose steps could be profiled", reason="NO_ENGINE")
             profile, trace = await self._profiles.run(options)
         yield node_pb2.ProfileChunk(summary=PROFILE.to_proto(profile))
         for start in range(0, len(trace), TRACE_CHUNK_BYTES):

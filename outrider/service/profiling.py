@@ -21,9 +21,12 @@ EXPORT_SECONDS = 60.0
 
 
 class ProfileDesk:
-    """One profile at a time. Event loop only; `submit` hands commands to the engine thread."""
+    """One profile at a time, if any `is_allowed`. Event loop only; `submit` hands commands to the engine thread."""
 
-    def __init__(self, *, node_name: Callable[[], str], submit: Callable[[StartProfile | EndProfile], None]) -> None:
+    def __init__(
+        self, *, is_allowed: bool, node_name: Callable[[], str], submit: Callable[[StartProfile | EndProfile], None]
+    ) -> None:
+        self._is_allowed = is_allowed
         self._node_name = node_name
         self._submit = submit
         self._is_running = False
@@ -31,8 +34,11 @@ class ProfileDesk:
     async def run(self, options: ProfileOptions) -> tuple[Profile, bytes]:
         """What was captured in the time given, and a trace (empty: none). Cancelled, it ends the profile.
 
-        Raises: AlreadyRunningError; AbortedError when the engine does not let go of it.
+        Raises: NotSupportedError; AlreadyRunningError; AbortedError when the engine does not let go of it.
         """
+        if not self._is_allowed:
+            message = "profiling is turned off on this node (telemetry.profiling)"
+            raise NotSupportedError(message, reason="PROFILING_OFF")
         if self._is_running:
             raise AlreadyRunningError(f"{self._node_name()} is being profiled already", reason="PROFILE_RUNNING")
         self._is_running = True
@@ -72,26 +78,6 @@ class ProfileDesk:
             raise AbortedError(
                 f"{self._node_name()}: the step at hand takes too long", reason="STEP_TOO_LONG"
             ) from error
-
-
-class NoProfiles:
-    """A node that cannot be profiled, and why."""
-
-    def __init__(self, why: str, *, reason: str) -> None:
-        self._error = NotSupportedError(why, reason=reason)
-
-    async def run(self, options: ProfileOptions) -> tuple[Profile, bytes]:
-        """Raises: NotSupportedError."""
-        raise self._error
-
-
-def make_profile_desk(
-    *, is_allowed: bool, node_name: Callable[[], str], submit: Callable[[StartProfile | EndProfile], None]
-) -> ProfileDesk | NoProfiles:
-    """`submit` hands commands to the engine thread."""
-    if not is_allowed:
-        return NoProfiles("profiling is turned off on this node (telemetry.profiling)", reason="PROFILING_OFF")
-    return ProfileDesk(node_name=node_name, submit=submit)
 
 
 async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, target: str) -> tuple[Profile, bytes]:

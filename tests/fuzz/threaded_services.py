@@ -16,7 +16,7 @@ from outrider.profile import Captured, StartProfile
 from outrider.service.config import ServerConfig
 from outrider.service.health import HEALTH_SERVICE, Health
 from outrider.service.node_service import NodeServicer
-from outrider.service.profiling import make_profile_desk
+from outrider.service.profiling import ProfileDesk
 from outrider.service.reflection import add_reflection
 from outrider.service.server import make_server
 from outrider.session import Rejected, RejectReason
@@ -90,7 +90,7 @@ class ThreadedServices(WatchedLoop):
         self.jobs = PendingJobs(submit=self._answer, max_jobs=8)
         prefill = PrefillServicer()
         prefill.serve(self.jobs, ServedModel(node_name="prefill", info=MODEL, max_tokens=MAX_PROMPT_TOKENS))
-        profiles = make_profile_desk(is_allowed=True, node_name=lambda: "node", submit=self._profile)
+        profiles = ProfileDesk(is_allowed=True, node_name=lambda: "node", submit=self._profile)
         server = make_server(ServerConfig())
         session_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)

@@ -21,7 +21,7 @@ from outrider.profile import (
 )
 from outrider.rpc.channels import open_channel
 from outrider.service.node_service import NodeServicer
-from outrider.service.profiling import fetch_profile, make_profile_desk
+from outrider.service.profiling import ProfileDesk, fetch_profile
 from outrider.v1 import node_pb2_grpc
 from tests.service.conftest import INFO, REPORT
 
@@ -68,9 +68,7 @@ class Served:
         self.channel = None
 
     async def start(self, *, is_allowed=True):
-        desk = make_profile_desk(
-            is_allowed=is_allowed, node_name=lambda: "decode@x", submit=self.engine.commands.put_nowait
-        )
+        desk = ProfileDesk(is_allowed=is_allowed, node_name=lambda: "decode@x", submit=self.engine.commands.put_nowait)
         servicer = NodeServicer(lambda: replace(INFO, state=self.state), lambda: REPORT, profiles=desk)
         node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
