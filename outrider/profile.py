@@ -100,14 +100,11 @@ class Profile:
     feature_bytes_per_token: int = 0  # beside them, for a drafter head
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Captured:
     """What the engine thread hands over. `export_trace` writes it as gzipped Chrome trace JSON; slow, any thread."""
 
-    steps: tuple[ProfiledStep, ...]
-    num_traced_steps: int = 0
-    kv_bytes_per_token: int = 0  # as in Profile
-    feature_bytes_per_token: int = 0
+    profile: Profile  # without what the event loop knows: node, seconds, timed_out
     export_trace: Callable[[], bytes] | None = None
 
 

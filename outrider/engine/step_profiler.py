@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.step_clock import StepClock
-from outrider.profile import FORWARD_PREFIX, FORWARD_REST, Capture, Captured, Part, ProfiledStep, StepKind
+from outrider.profile import FORWARD_PREFIX, FORWARD_REST, Capture, Captured, Part, Profile, ProfiledStep, StepKind
 
 if TYPE_CHECKING:
     from outrider.engine.torch_trace import TorchTrace
@@ -93,15 +93,13 @@ class StepProfiler:
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.stop()
-        current.on_done(
-            Captured(
-                steps=tuple(self._steps),
-                num_traced_steps=self._num_traced_steps,
-                kv_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if not plane.is_feature),
-                feature_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if plane.is_feature),
-                export_trace=trace.export if trace is not None and self._num_traced_steps else None,
-            )
+        profile = Profile(
+            steps=tuple(self._steps),
+            num_traced_steps=self._num_traced_steps,
+            kv_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if not plane.is_feature),
+            feature_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if plane.is_feature),
         )
+        current.on_done(Captured(profile, trace.export if trace is not None and self._num_traced_steps else None))
         self.clock.restart()
 
     def step_ended(self, nanoseconds: Mapping[str, int], *, kind: StepKind, num_rows: int, num_sequences: int) -> None:

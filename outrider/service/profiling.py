@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -49,16 +50,7 @@ class ProfileDesk:
             trace = await asyncio.to_thread(captured.export_trace) if captured.export_trace else b""
         finally:
             self._is_running = False
-        profile = Profile(
-            node=self._node_name(),
-            steps=captured.steps,
-            num_traced_steps=captured.num_traced_steps,
-            seconds=seconds,
-            timed_out=timed_out,
-            kv_bytes_per_token=captured.kv_bytes_per_token,
-            feature_bytes_per_token=captured.feature_bytes_per_token,
-        )
-        return profile, trace
+        return replace(captured.profile, node=self._node_name(), seconds=seconds, timed_out=timed_out), trace
 
     async def _capture(self, options: ProfileOptions) -> tuple[Captured, bool]:
         """What the engine captured, and whether the time ran out. Raises: AbortedError."""

@@ -191,7 +191,7 @@ def test_a_profile_accounts_for_every_nanosecond_and_changes_no_token(make_node)
     node.submit(StartProfile(Capture(ProfileOptions(num_steps=10), captured.append)))
     assert generate(node) == plain
     elapsed = time.perf_counter_ns() - before
-    (profile,) = captured
+    (profile,) = (each.profile for each in captured)
     first, *others = profile.steps
     assert first.kind is StepKind.PROMPT  # short enough to be computed here
     assert StepKind.VERIFY in {step.kind for step in others} <= {StepKind.VERIFY, StepKind.DECODE}

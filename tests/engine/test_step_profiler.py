@@ -86,12 +86,13 @@ def test_steps_are_accounted_with_the_forward_split_into_its_phases(profiled):
     profiled.step()
     profiled.step(kind=StepKind.VERIFY)
     (captured,) = profiled.captured
-    assert (captured.kv_bytes_per_token, captured.feature_bytes_per_token) == (2 * 30 * 3 * 64 * 2, 576 * 2)
-    assert [step.kind for step in captured.steps] == [StepKind.DECODE, StepKind.VERIFY]
-    assert captured.steps[1].nanoseconds == {
+    profile = captured.profile
+    assert (profile.kv_bytes_per_token, profile.feature_bytes_per_token) == (2 * 30 * 3 * 64 * 2, 576 * 2)
+    assert [step.kind for step in captured.profile.steps] == [StepKind.DECODE, StepKind.VERIFY]
+    assert captured.profile.steps[1].nanoseconds == {
         "schedule": 3, "forward.attention": 30, "forward.linear": 50, "forward.rest": 20,
     }  # fmt: skip
-    assert [step.event_loop_nanoseconds for step in captured.steps] == [7, 7]
+    assert [step.event_loop_nanoseconds for step in captured.profile.steps] == [7, 7]
     assert captured.export_trace is None
     assert not profiled.traces
     assert not profiled.phases.is_measuring
@@ -103,8 +104,8 @@ def test_traced_steps_come_after_the_accounted_and_are_not_among_them(profiled):
         assert not profiled.captured
         profiled.step()
     (captured,) = profiled.captured
-    assert len(captured.steps) == 2
-    assert captured.num_traced_steps == profiled.traces[0].num_steps == 3
+    assert len(captured.profile.steps) == 2
+    assert captured.profile.num_traced_steps == profiled.traces[0].num_steps == 3
     assert profiled.traces[0].is_stopped
     assert captured.export_trace() == b"trace"
 
@@ -115,7 +116,7 @@ def test_a_profile_that_ends_early_hands_over_what_there_is(profiled):
         profiled.step()
     profiled.profiler.end(capture)
     (captured,) = profiled.captured
-    assert (len(captured.steps), captured.num_traced_steps) == (2, 1)
+    assert (len(captured.profile.steps), captured.profile.num_traced_steps) == (2, 1)
     assert captured.export_trace() == b"trace"
     assert profiled.traces[0].is_stopped
     profiled.profiler.end(capture)

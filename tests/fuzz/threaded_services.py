@@ -12,7 +12,7 @@ from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.node import ModelInfo, NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.prefill import PrefillFigures
-from outrider.profile import Captured, StartProfile
+from outrider.profile import Captured, Profile, StartProfile
 from outrider.service.config import ServerConfig
 from outrider.service.health import HEALTH_SERVICE, Health
 from outrider.service.node_service import NodeServicer
@@ -136,7 +136,7 @@ class ThreadedServices(WatchedLoop):
 
     def _profile(self, command):
         if isinstance(command, StartProfile):
-            command.capture.on_done(Captured(steps=(), num_traced_steps=0, export_trace=None))
+            command.capture.on_done(Captured(Profile()))
 
 
 def _make_proposer():

@@ -14,6 +14,7 @@ from outrider.node import NodeState
 from outrider.profile import (
     Captured,
     EndProfile,
+    Profile,
     ProfiledStep,
     ProfileOptions,
     StartProfile,
@@ -49,11 +50,10 @@ class Engine:
         capture = await self.next(StartProfile)
         capture.on_done(
             Captured(
-                steps=steps,
-                num_traced_steps=num_traced_steps,
-                kv_bytes_per_token=640,
-                feature_bytes_per_token=32,
-                export_trace=None if trace is None else lambda: trace,
+                Profile(
+                    steps=steps, num_traced_steps=num_traced_steps, kv_bytes_per_token=640, feature_bytes_per_token=32
+                ),
+                None if trace is None else lambda: trace,
             )
         )
         await self.next(EndProfile)
@@ -107,7 +107,7 @@ async def test_an_idle_node_gives_what_it_has_when_the_time_is_over(served):
     fetching = served.fetch(num_steps=5, timeout_seconds=0.2)
     capture = await served.engine.next(StartProfile)
     assert await served.engine.next(EndProfile) is capture
-    capture.on_done(Captured(steps=(step(),)))
+    capture.on_done(Captured(Profile(steps=(step(),))))
     profile, trace = await fetching
     assert profile.timed_out
     assert len(profile.steps) == 1
