@@ -15,11 +15,11 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Never, Protocol
+from wsgiref.simple_server import WSGIServer
 
 import grpc
 import grpc.aio
@@ -133,14 +133,15 @@ class _ServiceProcess:
         try:
             address = bind(server, self.config, self.security, role=self.role, client_tls=self.client_tls)
             await server.start()
-            metrics = MetricsEndpoint.open(self.config)
+            metrics = serve_metrics(self.config)
         except (OutriderError, OSError) as error:
             _log.error("cannot listen", error=str(error))
             return 1
+        metrics_address = None if metrics is None else f"{self.config.host}:{metrics.server_port}"
         where = {
             "role": self.role,
             "address": address,
-            "metrics_address": metrics.address,
+            "metrics_address": metrics_address,
             "pid": os.getpid(),
             "drain_seconds": self.config.drain_seconds,
         }
@@ -150,14 +151,14 @@ class _ServiceProcess:
             "listening",
             address=address,
             reachable_address=reachable,
-            metrics_address=metrics.address,
+            metrics_address=metrics_address,
             version=__version__,
         )
         self._warn_if_exposed()
         try:
             return await self._serve(health, where, reachable)
         finally:
-            await self._close(metrics)
+            await self._stop()
 
     def _warn_if_exposed(self) -> None:
         tls = self.client_tls
@@ -204,11 +205,10 @@ class _ServiceProcess:
             _log.warning("drain took too long; running work is cut off")
         return 0
 
-    async def _close(self, metrics: MetricsEndpoint) -> None:
+    async def _stop(self) -> None:
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self.service.stop()
-                await asyncio.to_thread(metrics.close)
         except TimeoutError:
             _log.warning("stopping took too long; the process ends all the same")
         _log.info("stopped")
@@ -300,36 +300,21 @@ def probe_port(host: str, port: int, advice: str) -> None:
             raise ConfigError(f"port {port} on {host} cannot be bound: {error.strerror}; {advice}") from error
 
 
-class MetricsEndpoint:
-    """Prometheus over HTTP in a thread of its own, or nothing.
+def serve_metrics(config: ServerConfig, *, registry: CollectorRegistry = REGISTRY) -> WSGIServer | None:
+    """Prometheus over HTTP in a thread of its own, or nothing. Raises: ConfigError when the port is taken.
 
     Always in Prometheus's text format: whoever asks for OpenMetrics, as Prometheus 2 does,
     would get names from prometheus_client in which colons have become underscores.
     """
-
-    def __init__(self, server: Any, thread: threading.Thread | None, address: str | None) -> None:
-        self._server = server
-        self._thread = thread
-        self.address = address
-
-    @classmethod
-    def open(cls, config: ServerConfig, *, registry: CollectorRegistry = REGISTRY) -> MetricsEndpoint:
-        """Raises: ConfigError when the port is taken."""
-        if config.metrics_port is None:
-            return cls(None, None, None)
-        try:
-            server, thread = start_http_server(config.metrics_port, addr=config.host, registry=registry)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics port {config.metrics_port} on {config.host} cannot be bound: {error.strerror}; "
-                f"choose another with --set server.metrics_port=N"
-            ) from error
-        app: Any = server.get_app()
-        server.set_app(lambda environ, respond: app({**environ, "HTTP_ACCEPT": TEXT_FORMAT}, respond))
-        return cls(server, thread, f"{config.host}:{server.server_port}")
-
-    def close(self) -> None:
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join(timeout=1.0)
+    if config.metrics_port is None:
+        return None
+    try:
+        server, _ = start_http_server(config.metrics_port, addr=config.host, registry=registry)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics port {config.metrics_port} on {config.host} cannot be bound: {error.strerror}; "
+            f"choose another with --set server.metrics_port=N"
+        ) from error
+    app: Any = server.get_app()
+    server.set_app(lambda environ, respond: app({**environ, "HTTP_ACCEPT": TEXT_FORMAT}, respond))
+    return server

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from outrider.node import NodeLoad
 from outrider.request import FinishReason
 from outrider.service.config import ServerConfig, TelemetryConfig
-from outrider.service.server import MetricsEndpoint
+from outrider.service.server import serve_metrics
 from outrider.service.telemetry.logging import configure_logging, get_logger
 from outrider.service.telemetry.metrics import ITL_BUCKETS, EngineMetrics, RouterMetrics
 from outrider.session import SpeculationCounts
@@ -154,14 +154,15 @@ def test_router_metrics_have_the_names_of_vllm():
 def test_names_keep_their_colons_whatever_format_is_asked_for(accept):
     registry = CollectorRegistry()
     Counter("outrider:things", "Some things.", registry=registry).inc()
-    endpoint = MetricsEndpoint.open(ServerConfig(metrics_port=0), registry=registry)
+    server = serve_metrics(ServerConfig(metrics_port=0), registry=registry)
     try:
-        asked = urllib.request.Request(f"http://{endpoint.address}/metrics", headers={"Accept": accept})
+        asked = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/metrics", headers={"Accept": accept})
         with urllib.request.urlopen(asked, timeout=30) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             assert "outrider:things_total 1.0" in answer.read().decode().splitlines()
     finally:
-        endpoint.close()
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize("names", [[], ["vllm:generation_tokens_total"]])
