@@ -47,9 +47,9 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
 
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
+        from outrider.engine.engine import PromptEngine
         from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.scheduler import Scheduler
-        from outrider.engine.step_clock import StepClock
         from outrider.engine.step_profiler import StepProfiler
         from outrider.heads.open import reduction_of
         from outrider.kv_transfer.connectors import Connector
@@ -58,7 +58,6 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.service.engine_failure import end_process
         from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
-        from prefill_node.forward import PagedForward
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop
 
@@ -89,24 +88,21 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             cpus=usable_cpus(),
             on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
         )
-        clock = StepClock()
+        engine = PromptEngine(pool, scheduler, kv_cache, runner)
         loop = PrefillLoop(
-            pool=pool,
-            scheduler=scheduler,
-            kv_cache=kv_cache,
-            forward=PagedForward(kv_cache, runner, clock),
+            engine=engine,
             connector=connector,
             frame_bytes=config.kv_transfer.frame_bytes,
-            max_rows_per_step=compute.max_rows_per_step,
             keep_alive_seconds=config.kv_transfer.keep_alive_seconds,
-            profiler=StepProfiler(clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock()),
+            profiler=StepProfiler(
+                engine.clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock()
+            ),
             emit=emit,
             cpu_turns=cpu_turns,
             turn_seconds=config.turn_seconds,
         )
         return PrefillParts(
-            pool=pool,
-            scheduler=scheduler,
+            engine=engine,
             loop=loop,
             connector=connector,
             model=model.info,

@@ -13,9 +13,8 @@ from typing import Any
 import grpc.aio
 
 from outrider import __version__
+from outrider.engine.engine import PromptEngine
 from outrider.engine.engine_thread import EngineThread
-from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.scheduler import Scheduler
 from outrider.errors import InternalError, PeerLostError
 from outrider.kv_transfer.connectors import Connector
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
@@ -47,8 +46,7 @@ Emit = Callable[[Sequence[JobEnded], StepStats | None], None]
 class PrefillParts:
     """What the composition root has built; the loop is not running yet."""
 
-    pool: BlockPool
-    scheduler: Scheduler
+    engine: PromptEngine
     loop: PrefillLoop
     connector: Connector
     model: ModelInfo
@@ -115,7 +113,8 @@ class PrefillNode:
         parts = self._parts = await thread.build()
         self._metrics = EngineMetrics(model_name=parts.model.name)
         thread.run()
-        max_tokens = min(parts.model.max_model_len, parts.pool.num_blocks * parts.pool.block_size)
+        pool = parts.engine.pool
+        max_tokens = min(parts.model.max_model_len, pool.num_blocks * pool.block_size)
         self._servicer.serve(self._jobs, ServedModel(node_name=self._name, info=parts.model, max_tokens=max_tokens))
         self._state = NodeState.SERVING
 
@@ -215,15 +214,15 @@ class PrefillNode:
 
     def _load(self) -> NodeLoad:
         assert self._parts is not None
-        parts = self._parts
+        engine, loop = self._parts.engine, self._parts.loop
         return NodeLoad(
-            num_running=parts.scheduler.num_running,
-            num_waiting=parts.loop.num_waiting,
-            kv_blocks_total=parts.pool.num_blocks,
-            kv_blocks_free=parts.pool.num_free_blocks,
-            tokens_per_second=parts.loop.prompt_tokens.tokens_per_second(),
-            num_outstanding_tokens=parts.loop.prompt_tokens.num_outstanding,
-            max_rows_per_step=parts.scheduler.max_rows_per_step,
+            num_running=engine.scheduler.num_running,
+            num_waiting=loop.num_waiting,
+            kv_blocks_total=engine.pool.num_blocks,
+            kv_blocks_free=engine.pool.num_free_blocks,
+            tokens_per_second=loop.prompt_tokens.tokens_per_second(),
+            num_outstanding_tokens=loop.prompt_tokens.num_outstanding,
+            max_rows_per_step=engine.scheduler.max_rows_per_step,
         )
 
 

@@ -13,23 +13,23 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
+from outrider.engine.engine import PromptEngine
 from outrider.engine.sampler.logprobs import take_scored_rows
-from outrider.engine.scheduler import Scheduler, StepPlan
+from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
 from outrider.engine.transfer import read
 from outrider.errors import PeerLostError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import TransferSpec
+from outrider.kv_transfer.connectors import Connector
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.service.telemetry.logging import get_logger
 from outrider.wire.answer import pack_logprobs
-from prefill_node.forward import Forward, chunk_rows
 from prefill_node.jobs import (
     CancelJob,
     Command,
@@ -43,12 +43,7 @@ from prefill_node.jobs import (
 from prefill_node.push import KvPush, LayerGroups
 from prefill_node.push_places import PushPlaces
 from prefill_node.statistics import PromptTokens, StepStats
-from prefill_node.task import PrefillTask
-
-if TYPE_CHECKING:
-    from outrider.engine.kv_cache.base import KVCache
-    from outrider.engine.kv_cache.block_pool import BlockPool
-    from outrider.kv_transfer.connectors import Connector
+from prefill_node.task import PrefillTask, chunk_rows
 
 MAX_PUSHES = 64  # 32 to a single decode node; each has three threads, and may outlast its job's computation
 STOP_SECONDS = 2.0
@@ -67,13 +62,9 @@ class PrefillLoop:
     def __init__(
         self,
         *,
-        pool: BlockPool,
-        scheduler: Scheduler,
-        kv_cache: KVCache,
-        forward: Forward,
+        engine: PromptEngine,
         connector: Connector,
         frame_bytes: int,
-        max_rows_per_step: int,
         keep_alive_seconds: float,
         profiler: StepProfiler,
         emit: Callable[[Sequence[JobEnded], StepStats | None], None],
@@ -87,15 +78,15 @@ class PrefillLoop:
         """
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
-        self._pool = pool
-        self._scheduler = scheduler
-        self._kv_cache = kv_cache
-        self._forward = forward
+        self._engine = engine
+        self._scheduler = scheduler = engine.scheduler
         self._connector = connector
-        self._layers = LayerGroups.of(kv_cache.planes, num_tokens=max_rows_per_step, frame_bytes=frame_bytes)
+        self._layers = LayerGroups.of(
+            engine.kv_cache.planes, num_tokens=scheduler.max_rows_per_step, frame_bytes=frame_bytes
+        )
         self._keep_alive_seconds = keep_alive_seconds
         self._profiler = profiler
-        self._time = profiler.clock
+        self._time = engine.clock
         self._emit = emit
         self._cpu_turns = NoTurns() if cpu_turns is None else cpu_turns
         self._turn_seconds = turn_seconds
@@ -206,7 +197,7 @@ class PrefillLoop:
     def _schedule(self) -> None:
         """As many jobs as there is room for beside the pushes under way."""
         for task in self._places.take():
-            if task.reserve_to_read(self._pool):
+            if task.reserve_to_read(self._engine.pool):
                 self._start_push(task)  # HeldRead follows
             else:
                 self._scheduler.add(task.sequence)
@@ -264,14 +255,14 @@ class PrefillLoop:
         assert kv is not None
         task.push = KvPush(
             connector=self._connector,
-            kv_cache=self._kv_cache,
+            kv_cache=self._engine.kv_cache,
             address=call.kv_address,
             spec=TransferSpec(
                 transfer_id=call.transfer_id,
                 incarnation=call.decode_incarnation,
                 start_token=call.held_prefix_length,
                 end_token=len(call.token_ids),
-                planes=self._kv_cache.planes,
+                planes=self._engine.kv_cache.planes,
             ),
             # Blocks were reserved for the whole prompt and begin after the shared ones: the table stays.
             block_ids=kv.block_ids,
@@ -296,7 +287,9 @@ class PrefillLoop:
             self._tasks[item.sequence.key].begin_compute()
         rows = [chunk_rows(item) for item in plan.scheduled]
         try:
-            logits = self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer))
+            logits = self._engine.forward(
+                plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
+            )
             self._offer_features(plan)
             for sequence, logprobs in read(take_scored_rows(plan, logits)[1])[0]:
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.scheduler import EngineSequence, PromptScoring
+from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled
 from outrider.prefill import PrefillFigures
 from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
@@ -126,3 +127,16 @@ class PrefillTask:
             exposed_seconds=max(outcome.committed_at - exposed_from, 0.0),
             prompt_logprobs=b"".join(self.prompt_logprobs),
         )
+
+
+def chunk_rows(item: Scheduled) -> SequenceRows:
+    """With logits where logprobs of the prompt are wanted."""
+    sequence = item.sequence
+    assert sequence.kv is not None
+    start = sequence.num_computed
+    return SequenceRows(
+        token_ids=sequence.token_ids[start : start + item.num_rows],
+        start_position=start,
+        block_ids=sequence.kv.block_table(),
+        num_logits=len(item.scored_token_ids),
+    )

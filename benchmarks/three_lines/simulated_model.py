@@ -120,7 +120,7 @@ class SimulatedRunner:
     is_asynchronous: bool = field(default=False, init=False)
     padded_rows: tuple[int, ...] = field(default=(), init=False)
 
-    def forward(self, batch: InputBatch) -> Tensor:
+    def forward(self, batch: InputBatch, *, on_layer_done: None = None) -> Tensor:
         """Logits of the rows that need them.  # [num_logits, vocab_size] float32"""
         with self.time.forward(len(batch.arrays.token_ids)):
             return self._logits(batch)

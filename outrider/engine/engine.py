@@ -1,8 +1,8 @@
-"""What a decode loop runs forward passes with, as one value."""
+"""What the loops of prefill and decode nodes run forward passes with, as one value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,23 +21,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """Pool, scheduler, cache, runner and sampler of one model. One owner thread."""
+class PromptEngine:
+    """Pool, scheduler, cache and runner of one model. One owner thread."""
 
     pool: BlockPool
     scheduler: Scheduler
     kv_cache: KVCache
     runner: ModelRunner
-    sampler: Sampler
-    clock: StepClock = field(default_factory=StepClock)
+    clock: StepClock = field(default_factory=StepClock, kw_only=True)
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether `forward` returns while a device still computes."""
         return self.runner.is_asynchronous
 
-    def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[SequenceRows]) -> Tensor:
+    def forward(
+        self,
+        block_copies: Sequence[tuple[int, int]],
+        rows: Sequence[SequenceRows],
+        *,
+        on_layer_done: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Copies the shared blocks that the step writes to, then runs one forward pass.
+
+        `on_layer_done(layer)` follows each layer, rising, once its keys and values are in the cache.
 
         Returns:
             Logits of the rows that need them, in order.  # [num_logits, vocab_size] float32
@@ -46,6 +53,13 @@ class Engine:
             self.kv_cache.copy_blocks(block_copies)
         batch = build_input_batch(rows, self.pool.block_size)
         self.clock.mark(Part.BATCH)
-        logits = self.runner.forward(batch)
+        logits = self.runner.forward(batch, on_layer_done=on_layer_done)
         self.clock.mark(Part.FORWARD)
         return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Engine(PromptEngine):
+    """With a sampler: decides tokens."""
+
+    sampler: Sampler

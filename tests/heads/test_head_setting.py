@@ -47,7 +47,7 @@ def open_decode(config):
 def test_prefill_and_decode_nodes_keep_the_features_of_the_head_and_say_so(config):
     reduction = reduction_of(config)
     prefill, decode = open_prefill(config), open_decode(config)
-    for parts, cache in ((prefill, prefill.loop._kv_cache), (decode, decode.engine.kv_cache)):
+    for parts, cache in ((prefill, prefill.engine.kv_cache), (decode, decode.engine.kv_cache)):
         assert cache.planes[2:] == (reduction.plane("float32"),)
         assert parts.model.features == reduction.format("float32")
         assert parts.description["features"] == f"{reduction.fingerprint[:16]} (64 numbers of float32, taps 3)"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -130,7 +130,12 @@ class Rig:
         features=FEATURES,
         **turns,
     ):
-        self.engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, features=features)
+        engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, features=features)
+        scheduler = Scheduler(
+            engine.pool, max_running=max_running, max_rows_per_step=max_rows_per_step, reserve_blocks_per_running=0
+        )
+        self.runner = engine.runner
+        self.engine = replace(engine, scheduler=scheduler, runner=self)
         self.decode = DecodeSide(ADDRESS)
         self.other_decode = DecodeSide(OTHER_ADDRESS)
         self.ended = {}
@@ -139,19 +144,10 @@ class Rig:
         self.chunks = []  # of each forward: (start, rows) of each sequence
         self.computed = []  # the first token of every chunk
         self.loop = PrefillLoop(
-            pool=self.engine.pool,
-            scheduler=Scheduler(
-                self.engine.pool,
-                max_running=max_running,
-                max_rows_per_step=max_rows_per_step,
-                reserve_blocks_per_running=0,
-            ),
-            kv_cache=self.engine.kv_cache,
-            forward=self.forward,
+            engine=self.engine,
             connector=connector
             or InMemoryConnector({side.address: side.inbox for side in (self.decode, self.other_decode)}),
             frame_bytes=frame_bytes,
-            max_rows_per_step=max_rows_per_step,
             keep_alive_seconds=0.05,
             profiler=StepProfiler(self.engine.clock),
             emit=self.emit,
@@ -160,16 +156,16 @@ class Rig:
         self._ids = itertools.count(1)
         self.thread = threading.Thread(target=self.loop.run)
 
-    def forward(self, block_copies, rows, *, on_layer_done):
+    def forward(self, rows, *, on_layer_done):
+        """In the place of the engine's runner."""
         self.computed += [row.token_ids[0] for row in rows]
         self.chunks.append([(row.start_position, len(row.token_ids)) for row in rows])
-        self.engine.kv_cache.copy_blocks(block_copies)
 
         def layer_done(layer):
             self.before_layer(layer)
             on_layer_done(layer)
 
-        self.engine.runner.forward(rows, on_layer_done=layer_done)
+        return self.runner.forward(rows, on_layer_done=layer_done)
 
     def emit(self, ended, stats):
         with self.changed:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.engine import PromptEngine
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step_clock import StepClock
 from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
@@ -26,7 +26,6 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.prefill import PrefillFigures
-from prefill_node.forward import PagedForward
 from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
 from tests.prefill_node.conftest import job_of
@@ -71,20 +70,17 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
     port = receiver.start()
 
     cache, runner = fresh_runner(model, block_size=BLOCK_SIZE)
-    clock = StepClock()
     pool = BlockPool(num_blocks=64, block_size=BLOCK_SIZE, hash_seed=b"seed")
+    scheduler = Scheduler(pool, max_running=4, max_rows_per_step=64, reserve_blocks_per_running=0)
+    engine = PromptEngine(pool, scheduler, cache, runner)
     ended: queue.SimpleQueue = queue.SimpleQueue()
     connector = Connector(KvTransferConfig(connector=connector_name, frame_bytes=8192, arena_bytes=1 << 20))
     loop = PrefillLoop(
-        pool=pool,
-        scheduler=Scheduler(pool, max_running=4, max_rows_per_step=64, reserve_blocks_per_running=0),
-        kv_cache=cache,
-        forward=PagedForward(cache, runner, clock),
+        engine=engine,
         connector=connector,
         frame_bytes=8192,
-        max_rows_per_step=64,
         keep_alive_seconds=1.0,
-        profiler=StepProfiler(clock, runner.phases),
+        profiler=StepProfiler(engine.clock, runner.phases),
         emit=lambda ends, stats: [ended.put(end.result) for end in ends],
     )
     thread = threading.Thread(target=loop.run)

@@ -49,8 +49,7 @@ class Serving:
     def build(self, emit):
         self.rig.loop._emit = emit
         return PrefillParts(
-            pool=self.rig.engine.pool,
-            scheduler=self.rig.loop._scheduler,
+            engine=self.rig.engine,
             loop=self.rig.loop,
             connector=self.rig.loop._connector,
             model=MODEL,

@@ -74,7 +74,7 @@ def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(make
     rig.prefill(PROMPT)
     rig.wait_until_idle()
     assert [parts[Part.CPU_TURN] for parts in spent] == [2 * 1000] * 3  # before the forward, and within it
-    # The scripted forward marks nothing itself: what follows its last mark is whatever comes next.
+    # The parts of a step are all of its time.
     assert [sum(parts.values()) for parts in spent] == [2 * 1000 + NUM_LAYERS] * 3
 
 

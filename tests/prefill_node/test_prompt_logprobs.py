@@ -6,20 +6,20 @@ import itertools
 import os
 import queue
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.engine import PromptEngine
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step_clock import StepClock
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.transfer import read
 from outrider.errors import InvalidRequestError
@@ -30,7 +30,6 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.wire.answer import PackedLogprobs
-from prefill_node.forward import PagedForward
 from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.servicer import ServedModel, check_call
@@ -68,6 +67,17 @@ def model(request, model_path, tmp_path_factory):
     return load_model(ModelConfig(id=str(model_path), **config))
 
 
+@dataclass(frozen=True)
+class CountingEngine(PromptEngine):
+    """Notes the rows of each step: (start, rows, logits) of each sequence."""
+
+    steps: list
+
+    def forward(self, block_copies, rows, **options):
+        self.steps.append([(row.start_position, len(row.token_ids), row.num_logits) for row in rows])
+        return PromptEngine.forward(self, block_copies, rows, **options)
+
+
 class Node:
     """A prefill loop, driven by hand, and the decode node that it pushes to."""
 
@@ -79,23 +89,14 @@ class Node:
         self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, hash_seed=b"seed")
         self.ended: queue.SimpleQueue = queue.SimpleQueue()
         self.steps = []
-        clock = StepClock()
-        forward = PagedForward(self.cache, self.runner, clock)
-
-        def counted(copies, rows, **options):
-            self.steps.append([(row.start_position, len(row.token_ids), row.num_logits) for row in rows])
-            return forward(copies, rows, **options)
-
+        scheduler = Scheduler(self.pool, max_running=4, max_rows_per_step=MAX_ROWS, reserve_blocks_per_running=0)
+        engine = CountingEngine(self.pool, scheduler, self.cache, self.runner, steps=self.steps)
         self.loop = PrefillLoop(
-            pool=self.pool,
-            scheduler=Scheduler(self.pool, max_running=4, max_rows_per_step=MAX_ROWS, reserve_blocks_per_running=0),
-            kv_cache=self.cache,
-            forward=counted,
+            engine=engine,
             connector=InMemoryConnector({ADDRESS: self.inbox}),
             frame_bytes=8192,
-            max_rows_per_step=MAX_ROWS,
             keep_alive_seconds=1.0,
-            profiler=StepProfiler(clock, self.runner.phases),
+            profiler=StepProfiler(engine.clock, self.runner.phases),
             emit=lambda ends, stats: [self.ended.put(end) for end in ends],
         )
         self.thread = threading.Thread(target=self.loop.run)

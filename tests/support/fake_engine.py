@@ -226,11 +226,16 @@ class ScriptedEngine:
         return self.runner.is_asynchronous
 
     def forward(
-        self, block_copies: Sequence[tuple[int, int]], rows: Sequence[ScriptedRows]
+        self,
+        block_copies: Sequence[tuple[int, int]],
+        rows: Sequence[ScriptedRows],
+        *,
+        on_layer_done: Callable[[int], None] | None = None,
     ) -> Sequence[Sequence[float]]:
         self.kv_cache.copy_blocks(block_copies)
         self.clock.mark(Part.BATCH)
-        logits = self.runner.forward(rows)
+        options = {} if on_layer_done is None else {"on_layer_done": on_layer_done}
+        logits = self.runner.forward(rows, **options)
         self.clock.mark(Part.FORWARD)
         return logits
 
