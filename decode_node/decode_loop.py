@@ -35,7 +35,7 @@ from decode_node.inbox import Inbox
 from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.statistics import StepStats
 from decode_node.step import PlannedSequence, StepReport, Verdict, apply_stop_conditions, step_kind, step_stats
-from outrider.engine.cpu_turns import CpuTurns, NoTurns
+from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import Engine
 from outrider.engine.sampler.logprobs import take_scored_rows
 from outrider.engine.scheduler import StepPlan
@@ -81,7 +81,7 @@ class DecodeLoop:
         self._verifier = verifier
         self._time = engine.clock
         self._emit = emit
-        self._cpu_turns = NoTurns() if cpu_turns is None else cpu_turns
+        self._cpu_turns = cpu_turns or CpuTurns()
         self._clock = clock
         self._inbox = Inbox()
         self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, to be handled after

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from outrider.engine.cpu_turns import CpuTurns, NoTurns
+from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import PromptEngine
 from outrider.engine.sampler.logprobs import take_scored_rows
 from outrider.engine.scheduler import StepPlan
@@ -88,7 +88,7 @@ class PrefillLoop:
         self._profiler = profiler
         self._time = engine.clock
         self._emit = emit
-        self._cpu_turns = NoTurns() if cpu_turns is None else cpu_turns
+        self._cpu_turns = cpu_turns or CpuTurns()
         self._turn_seconds = turn_seconds
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}

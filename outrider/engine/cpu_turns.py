@@ -14,7 +14,6 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary
@@ -30,46 +29,30 @@ TAKEN_FROM_ANOTHER = "a node on the same processors showed no life in its turn; 
 _NOT_TAKEN, _TAKEN, _TAKEN_FROM_ANOTHER = range(3)
 
 
-class CpuTurns(Protocol):
-    """Engine thread only."""
+class CpuTurns:
+    """Those of a node that shares its processors with no other. Engine thread only."""
 
-    @property
-    def description(self) -> str:
-        """For people: the file, or "none"."""
+    def __init__(self, description: str = "none") -> None:
+        """`description`, for people: the file of turns, or "none"."""
+        self.description = description
 
     def take(self, timeout_seconds: float) -> bool:
         """Queues for a turn (FIFO). False: not within the timeout; the place in the queue is kept."""
+        return True
 
     def keep(self, expected_seconds: float) -> bool:
         """Renews the lease: the next renewal is expected in about that time. False: it has expired already."""
+        return True
 
     def is_over(self, seconds: float) -> bool:
         """Whether the turn has lasted this long and others wait for one."""
+        return False
 
     def give(self) -> None:
         """Releases the turn to the longest waiter, or leaves the queue. Idempotent."""
 
 
-class NoTurns:
-    """For a node that shares its processors with no other."""
-
-    def __init__(self, description: str = "none") -> None:
-        self.description = description
-
-    def take(self, timeout_seconds: float) -> bool:
-        return True
-
-    def keep(self, expected_seconds: float) -> bool:
-        return True
-
-    def is_over(self, seconds: float) -> bool:
-        return False
-
-    def give(self) -> None:
-        return
-
-
-class SharedTurns:
+class SharedTurns(CpuTurns):
     """Turns in a file that all nodes on the same processors map. At most one in a process, which owns one slot."""
 
     def __init__(
@@ -87,7 +70,7 @@ class SharedTurns:
 
         Raises: ConfigError when the file cannot be opened or is another kind of file, or no slot is free.
         """
-        self.description = str(path)
+        super().__init__(str(path))
         self._on_taken_from_another = on_taken_from_another
         self._least_lease_seconds = least_lease_seconds
         self._calls = library.functions
@@ -137,17 +120,17 @@ def open_turns(
 ) -> CpuTurns:
     """Turns among the nodes that name the same path and compute on the same `cpus`.
 
-    NoTurns for an empty path, without native kernels, and for a node with fewer threads than processors, whose turns
-    would leave some idle.
+    Nothing is shared for an empty path, without native kernels, and by a node with fewer threads than processors,
+    whose turns would leave some idle.
 
     Raises: ConfigError.
     """
     if not path:
-        return NoTurns()
+        return CpuTurns()
     if kernels is None:
-        return NoTurns("none: they need native kernels")
+        return CpuTurns("none: they need native kernels")
     if kernels.team.num_threads < len(cpus):
-        return NoTurns("none: fewer threads than processors")
+        return CpuTurns("none: fewer threads than processors")
     file = Path(f"{path}-{_ranges(cpus)}")
     return SharedTurns(kernels.library, file, on_taken_from_another=on_taken_from_another)
 

@@ -9,7 +9,7 @@ import signal
 import time
 
 from outrider.engine.cpu_kernels.library import KernelLibrary
-from outrider.engine.cpu_turns import NoTurns, SharedTurns
+from outrider.engine.cpu_turns import CpuTurns, SharedTurns
 
 PATIENCE_SECONDS = 60.0
 LONG = 30.0  # of a wait, or a lease (of which ten seconds count), that must not run out
@@ -92,7 +92,7 @@ def run_party(pipe, library_file, turns_file, least_lease_seconds):
 
 
 def look_twice(number, library_file, turns_file, shared, start, results):
-    turns = NoTurns()
+    turns = CpuTurns()
     if library_file is not None:
         turns = SharedTurns(KernelLibrary(library_file), turns_file, least_lease_seconds=LONG)
     num_met = 0

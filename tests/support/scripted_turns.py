@@ -2,14 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outrider.engine.cpu_turns import CpuTurns
 
-class ScriptedTurns:
+
+class ScriptedTurns(CpuTurns):
     """CpuTurns among others whose part the test plays."""
-
-    description = "scripted"
 
     def __init__(self, *, num_refusals: int = 0, is_over: bool = False) -> None:
         """`num_refusals`: takes that fail before each one that does not. `is_over`: what `is_over` answers."""
+        super().__init__("scripted")
         self.num_refusals = num_refusals
         self.on_refusal: Callable[[], None] = lambda: None
         self.is_held = False
