@@ -8,7 +8,7 @@ from outrider.config import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.service.security import make_security
 from outrider.service.server import run_service
-from router.clients import AnonymousClients, TokenFile
+from router.clients import TokenFile
 from router.config import SECTIONS, RouterConfig
 from router.router import Router
 
@@ -22,7 +22,7 @@ def main() -> int:
         return 2
     security = make_security(sections["security"])
     try:
-        clients = AnonymousClients() if config.token_file is None else TokenFile(config.token_file)
+        clients = None if config.token_file is None else TokenFile(config.token_file)
         router = Router(config, name=sections["server"].name, security=security, clients=clients)
     except ConfigError as error:
         sys.stderr.write(f"router: {error}\n")
@@ -33,7 +33,7 @@ def main() -> int:
         telemetry=sections["telemetry"],
         security=security,
         client_tls=config.tls,
-        authenticate=clients.authenticate if config.token_file is not None else None,
+        authenticate=None if clients is None else clients.authenticate,
         role="router",
     )
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from outrider.errors import CapacityError, ConfigError, NotAllowedError, UnauthenticatedError
 from outrider.service.telemetry.logging import get_logger
@@ -58,35 +57,18 @@ def split_key(key: str) -> tuple[str, str]:
     return name, request_id
 
 
-class Clients(Protocol):
-    """Owned by the event loop."""
-
-    def authenticate(self, metadata: Metadata | None) -> None:
-        """Called once a call, before its message is read, by the task that serves it. Raises: UnauthenticatedError."""
+class Clients:
+    """Those that nobody asks for tokens; calls without a `client_id` share the empty name. Owned by the event loop."""
 
     def identify(self, metadata: Metadata | None) -> Caller:
         """The caller of the call that this task serves. Raises: UnauthenticatedError."""
+        return Caller(share=_text_of(metadata, CLIENT_ID_KEY)[:MAX_CLIENT_ID_LENGTH])
 
     def charge(self, caller: Caller) -> None:
         """Counts one call. Raises: CapacityError beyond the client's rate."""
 
     def named(self, name: str) -> Caller:
         """The client whose request was begun on another router."""
-
-
-class AnonymousClients:
-    """Nobody is asked for tokens; calls without a `client_id` share the empty name."""
-
-    def authenticate(self, metadata: Metadata | None) -> None:
-        return
-
-    def identify(self, metadata: Metadata | None) -> Caller:
-        return Caller(share=_text_of(metadata, CLIENT_ID_KEY)[:MAX_CLIENT_ID_LENGTH])
-
-    def charge(self, caller: Caller) -> None:
-        return
-
-    def named(self, name: str) -> Caller:
         return Caller(name=name)
 
 
@@ -106,7 +88,7 @@ class Tokens:
     limits: dict[str, TokenLimits]  # by name
 
 
-class TokenFile:
+class TokenFile(Clients):
     """Clients by the hashes of their tokens, one a line: `NAME sha256:HEX [priority=N] [rate=N]`.
 
     `priority` is the highest that a request may have (default 0), `rate` the calls in a minute. Several tokens of
@@ -125,6 +107,7 @@ class TokenFile:
         self._tokens = read_tokens(path)
 
     def authenticate(self, metadata: Metadata | None) -> None:
+        """Called once a call, before its message is read, by the task that serves it. Raises: UnauthenticatedError."""
         shown = _text_of(metadata, TOKEN_KEY)
         if not shown.lower().startswith(SCHEME):
             raise UnauthenticatedError("this router asks for a token: authorization: Bearer TOKEN", reason="NO_TOKEN")

@@ -21,7 +21,7 @@ from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2_grpc
 from router.answer_budget import AnswerBudget
 from router.answer_keeper import AnswerKeeper
-from router.clients import AnonymousClients, Clients
+from router.clients import Clients
 from router.config import RouterConfig
 from router.front import Front
 from router.hedge_budget import HedgeBudget
@@ -65,7 +65,7 @@ class Router:
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: Services | None = None  # None: no node has served yet
-        self.front = Front(self.nodes, self._services_now, AnonymousClients() if clients is None else clients)
+        self.front = Front(self.nodes, self._services_now, clients or Clients())
         self.requests = self.front.requests
         self._calls = OpenCalls()
         self.servicer = RouterServicer(self.front, self._calls)

@@ -20,7 +20,7 @@ from outrider.rpc.channels import open_channel
 from outrider.service.config import ServerConfig
 from outrider.service.server import make_server
 from outrider.v1 import router_pb2, router_pb2_grpc
-from router.clients import Clients
+from router.clients import TokenFile
 from router.config import RouterConfig
 from router.router import Router
 from tests.support.memory_store import FlakyStore, MemoryRecords
@@ -144,7 +144,7 @@ class Cluster:
         self.registry = CollectorRegistry()
 
     async def start(
-        self, *, resolver: Any = None, store: Any = None, clients: Clients | None = None, **config: Any
+        self, *, resolver: Any = None, store: Any = None, clients: TokenFile | None = None, **config: Any
     ) -> Cluster:
         for node in self.nodes:
             if not node.address:

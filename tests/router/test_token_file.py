@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from outrider.errors import CapacityError, ConfigError, NotAllowedError, UnauthenticatedError
-from router.clients import CHECK_SECONDS, AnonymousClients, Caller, TokenFile, split_key
+from router.clients import CHECK_SECONDS, Caller, Clients, TokenFile, split_key
 
 
 def line(name, token, *limits):
@@ -140,5 +140,5 @@ def test_requests_of_two_clients_have_two_keys():
 
 
 def test_where_nobody_is_asked_clients_name_their_share():
-    assert AnonymousClients().identify((("client_id", "x" * 200),)) == Caller(share="x" * 128)
-    assert AnonymousClients().identify(None) == Caller()
+    assert Clients().identify((("client_id", "x" * 200),)) == Caller(share="x" * 128)
+    assert Clients().identify(None) == Caller()
