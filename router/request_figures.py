@@ -190,7 +190,7 @@ class RequestFigures:
         if len({numerics for numerics in self.nodes.values() if numerics}) > 1:
             self.metrics.add_mixed_numerics()
         if failure is not None:
-            self.metrics.add_failure(failure.reason)
+            self.metrics.add_failures(failure.reason, 1)
             _log.warning(
                 "request failed", request_id=self.request.request_id, error=failure.message, reason=failure.reason
             )

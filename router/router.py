@@ -165,7 +165,7 @@ class Router:
 
     def _on_lost(self, role: NodeRole) -> None:
         if self.services is not None:
-            self.services.metrics.add_lost_node(role.name.lower())
+            self.services.metrics.add_lost_nodes(role.name.lower(), 1)
 
 
 def _pump_and_count(services: Services) -> Callable[[], None]:

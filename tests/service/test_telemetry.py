@@ -99,7 +99,7 @@ def test_engine_metrics_have_the_names_of_vllm():
     )
     metrics.observe_transfer(connector="shared_memory", num_bytes=100, seconds=0.01, exposed_seconds=0.002)
     metrics.add_verified_drafts({}, num_tokens_by_source={"ngram": 5}, num_accepted_by_source={"ngram": 2})
-    metrics.add_dropped_frames("stale")
+    metrics.add_dropped_frames("stale", 1)
     metrics.add_refused_proposals("too_long", 2)
     metrics.set_breakers({"127.0.0.1:1": True})
     figures = exported(registry)
@@ -131,8 +131,8 @@ def test_router_metrics_have_the_names_of_vllm():
     metrics.observe_tokens(4, 0.08)
     metrics.observe_finished_sample(FinishReason.ABORTED)
     metrics.observe_finished_request(1.5)
-    metrics.add_failure("OVERLOADED")
-    metrics.add_lost_node("decode")
+    metrics.add_failures("OVERLOADED", 1)
+    metrics.add_lost_nodes("decode", 1)
     figures = exported(registry)
     label = 'model_name="m"'
     assert figures[f"vllm:generation_tokens_total{{{label}}}"] == 5

@@ -61,9 +61,10 @@ class _Family:
         histogram = Histogram(name, help_text, ("model_name",), registry=self._registry, buckets=buckets)
         return histogram.labels(self._model_name)
 
-    def labelled_counter(self, name: str, help_text: str, label: str) -> Callable[[str], Counter]:
+    def labelled_counter(self, name: str, help_text: str, label: str) -> Callable[[str, float], None]:
+        """What adds to the series of a label's value. 0 makes a series known."""
         counter = Counter(name, help_text, ("model_name", label), registry=self._registry)
-        return lambda value: counter.labels(self._model_name, value)
+        return lambda value, number: counter.labels(self._model_name, value).inc(number)
 
     def labelled_gauge(self, name: str, help_text: str, label: str) -> _LabelledGauge:
         return _LabelledGauge(Gauge(name, help_text, ("model_name", label), registry=self._registry), self._model_name)
@@ -135,18 +136,18 @@ class EngineMetrics:
         self._cache_queries = family.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = family.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
         self._drafts = family.counter("vllm:spec_decode_num_drafts", "Verifications with draft tokens.")
-        self._drafts_by_method = family.labelled_counter(
+        self._add_drafts_by_method = family.labelled_counter(
             "outrider:verified_drafts", "Verifications with draft tokens, by method; one is lossy.", "method"
         )
         self._draft_tokens = family.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = family.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._draft_tokens_of = family.labelled_counter(
+        self._add_draft_tokens_of = family.labelled_counter(
             "outrider:source_draft_tokens", "Draft tokens verified, by who proposed them.", "source"
         )
-        self._accepted_of = family.labelled_counter(
+        self._add_accepted_of = family.labelled_counter(
             "outrider:source_accepted_tokens", "Draft tokens accepted, by who proposed them.", "source"
         )
-        self._accepted_at = family.labelled_counter(
+        self._add_accepted_at = family.labelled_counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position in the draft.",
             "position",
@@ -157,19 +158,23 @@ class EngineMetrics:
         self._ahead = family.counter("outrider:draft_ahead_tokens", "Draft tokens sent before they were asked for.")
         self._wasted = family.counter("outrider:draft_wasted_tokens", "Draft tokens made that were never committed.")
         self._steps = family.histogram("outrider:step_seconds", "One engine iteration.", STEP_BUCKETS)
-        self._parts = family.labelled_counter(
+        self._add_part = family.labelled_counter(
             "outrider:step_part_seconds", "What the engine's thread did with its time.", "part"
         )
         self._rows = family.counter("outrider:step_rows", "Rows in forward passes.")
-        self._transfer_bytes = family.labelled_counter("outrider:kv_transfer_bytes", "KV payload moved.", "connector")
+        self._add_transfer_bytes = family.labelled_counter(
+            "outrider:kv_transfer_bytes", "KV payload moved.", "connector"
+        )
         self._transfers = family.histogram(
             "outrider:kv_transfer_seconds", "First frame to commit of one hand-off.", TRANSFER_BUCKETS
         )
         self._exposed = family.histogram(
             "outrider:kv_transfer_exposed_seconds", "Hand-off time that compute did not hide.", TRANSFER_BUCKETS
         )
-        self._dropped = family.labelled_counter("outrider:kv_frames_dropped", "Frames refused.", "reason")
-        self._refused = family.labelled_counter("outrider:proposals_refused", "Hostile or stale proposals.", "reason")
+        self.add_dropped_frames = family.labelled_counter("outrider:kv_frames_dropped", "Frames refused.", "reason")
+        self.add_refused_proposals = family.labelled_counter(
+            "outrider:proposals_refused", "Hostile or stale proposals.", "reason"
+        )
         # By address, of every draft node there is now. One thread.
         self.set_breakers = family.labelled_gauge(
             "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
@@ -188,7 +193,7 @@ class EngineMetrics:
     def add_step_parts(self, nanoseconds: Mapping[str, int]) -> None:
         """All that passed since the step before, by part."""
         for part, spent in nanoseconds.items():
-            self._parts(part).inc(spent / 1e9)
+            self._add_part(part, spent / 1e9)
 
     def add_tokens(self, *, num_prompt_tokens: int = 0, num_generated_tokens: int = 0) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)
@@ -205,7 +210,7 @@ class EngineMetrics:
         for position in range(len(counts.acceptance_histogram) - 1):
             reached = sum(counts.acceptance_histogram[position + 1 :])
             if reached:
-                self._accepted_at(str(position)).inc(reached)
+                self._add_accepted_at(str(position), reached)
         self._wanting.inc(counts.num_wanting_steps)
         self._hits.inc(counts.num_hit_steps)
 
@@ -218,11 +223,11 @@ class EngineMetrics:
     ) -> None:
         """Of one step. A source is "draft_node" or the name of a proposer in the decode node."""
         for method, number in num_drafts.items():
-            self._drafts_by_method(method.label).inc(number)
+            self._add_drafts_by_method(method.label, number)
         for source, number in num_tokens_by_source.items():
-            self._draft_tokens_of(source).inc(number)
+            self._add_draft_tokens_of(source, number)
         for source, number in num_accepted_by_source.items():
-            self._accepted_of(source).inc(number)
+            self._add_accepted_of(source, number)
 
     def add_look_ahead(self, *, num_tokens: int = 0, num_wasted_tokens: int = 0, lead_seconds: float = 0.0) -> None:
         """The first two are known on draft nodes, the last on decode nodes."""
@@ -234,16 +239,10 @@ class EngineMetrics:
         self, *, connector: str, num_bytes: int, seconds: float, exposed_seconds: float | None = None
     ) -> None:
         """One hand-off. `exposed_seconds` is known on the prefill node only."""
-        self._transfer_bytes(connector).inc(num_bytes)
+        self._add_transfer_bytes(connector, num_bytes)
         self._transfers.observe(seconds)
         if exposed_seconds is not None:
             self._exposed.observe(exposed_seconds)
-
-    def add_dropped_frames(self, reason: str, num_frames: int = 1) -> None:
-        self._dropped(reason).inc(num_frames)
-
-    def add_refused_proposals(self, reason: str, num_proposals: int = 1) -> None:
-        self._refused(reason).inc(num_proposals)
 
 
 class RouterMetrics:
@@ -264,15 +263,15 @@ class RouterMetrics:
             "vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS
         ).observe
         self._queue = family.histogram("vllm:request_queue_time_seconds", "Arrival to admission.", REQUEST_BUCKETS)
-        self._success = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
-        self._failures = family.labelled_counter(
+        self._add_finished = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
+        self.add_failures = family.labelled_counter(  # by OutriderErrors' reasons
             "outrider:request_failures", "Requests that ended in an error.", "reason"
         )
-        self._lost = family.labelled_counter("outrider:nodes_lost", "Nodes that died or froze.", "role")
+        self.add_lost_nodes = family.labelled_counter("outrider:nodes_lost", "Nodes that died or froze.", "role")
         self.add_mixed_numerics = family.counter(
             "outrider:mixed_numerics_requests", "Requests that moved between nodes of different numerics."
         ).inc
-        self._moves = family.labelled_counter(
+        self._add_moves = family.labelled_counter(
             "outrider:moves", "Times that a request's work moved to another node.", "cause"
         )
         self.add_hedge = family.counter(
@@ -286,11 +285,11 @@ class RouterMetrics:
         ).observe
         # Known from the start: a series that begins at 1 has not risen, and no rate shows the first of anything.
         for reason in _FINISHED_REASONS.values():
-            self._success(reason)
+            self._add_finished(reason, 0)
         for cause in MOVE_CAUSES:
-            self._moves(cause)
+            self._add_moves(cause, 0)
         for role in NodeRole:
-            self._lost(role.name.lower())
+            self.add_lost_nodes(role.name.lower(), 0)
 
     def set_load(self, *, num_running: int, num_waiting: int) -> None:
         self._running.set(num_running)
@@ -301,17 +300,10 @@ class RouterMetrics:
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def observe_finished_sample(self, reason: FinishReason) -> None:
-        self._success(_FINISHED_REASONS[reason]).inc()
-
-    def add_failure(self, reason: str) -> None:
-        """`reason` is an OutriderError's."""
-        self._failures(reason).inc()
-
-    def add_lost_node(self, role: str) -> None:
-        self._lost(role).inc()
+        self._add_finished(_FINISHED_REASONS[reason], 1)
 
     def add_move(self, cause: str) -> None:
         """`cause` is one of `MOVE_CAUSES`."""
-        self._moves(cause).inc()
+        self._add_moves(cause, 1)
         if cause == "token_mismatch":
             self._mismatches.inc()
