@@ -48,15 +48,6 @@ Answers = list[tuple[DraftPeer, SequenceProposals]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftLimits:
-    """Limits of what the node offers and holds."""
-
-    num_speculative_tokens: int
-    max_alternatives: int = 0  # of a sequence, while its target verifies; 0: no look-ahead
-    max_sequences: int = MAX_SEQUENCES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStepStats:
     """One step, for reports and metrics."""
 
@@ -79,17 +70,21 @@ class DraftLoop:
     def __init__(
         self,
         proposer: Proposer,
-        limits: DraftLimits,
         *,
+        num_speculative_tokens: int,
+        max_alternatives: int = 0,
+        max_sequences: int = MAX_SEQUENCES,
         on_step: Callable[[DraftStepStats], None] = lambda _stats: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`max_alternatives`: of a sequence, while its target verifies; 0: no look-ahead."""
         self._proposer = IsolatedProposer(proposer, on_failure=self._log_failure, clock=clock)
-        self._limits = limits
+        self._num_speculative_tokens = num_speculative_tokens
+        self._max_alternatives = max_alternatives
         self._on_step = on_step
         self._clock = clock
         self._held = HeldSequences(
-            max_sequences=limits.max_sequences,
+            max_sequences=max_sequences,
             features=proposer.info.features,
             on_forgotten=self._forget,
             on_displaced=self._refuse_pending,
@@ -229,7 +224,7 @@ class DraftLoop:
         ]
 
     def _request(self, held: HeldSequence, now: float, *, looks_ahead: bool) -> ProposalRequest:
-        max_alternatives = self._limits.max_alternatives if self._may_look_ahead(held, now) else 0
+        max_alternatives = self._max_alternatives if self._may_look_ahead(held, now) else 0
         return ProposalRequest(
             sequence_id=held.key,
             token_ids=held.tokens.token_ids,
@@ -243,14 +238,14 @@ class DraftLoop:
 
     def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:
         """Whether look-ahead that is begun now is expected to end before the target's step."""
-        is_able = self._limits.max_alternatives > 0 and self._proposer.info.can_look_ahead
+        is_able = self._max_alternatives > 0 and self._proposer.info.can_look_ahead
         return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.verified_by
 
     def _num_offered(self, held: HeldSequence, *, looks_ahead: bool) -> int:
         """Wanted tokens, and some extra where no look-ahead follows; none past the end of the text."""
         if held.num_wanted <= 0:
             return 0
-        offered = wanted = min(held.num_wanted, self._limits.num_speculative_tokens)
+        offered = wanted = min(held.num_wanted, self._num_speculative_tokens)
         if not looks_ahead:
             offered = min(wanted + self._proposer.info.num_extra_tokens, most_tokens_offered(wanted))
         num_left = held.start.prompt_length + held.start.options.sampling.max_tokens - len(held.tokens)

@@ -12,7 +12,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from draft_node.config import DraftNodeConfig
-from draft_node.draft_loop import DraftLimits, DraftLoop, DraftStepStats
+from draft_node.draft_loop import DraftLoop, DraftStepStats
 from draft_node.held_sequences import max_held_bytes
 from draft_node.servicer import DraftServicer
 from outrider import __version__
@@ -88,12 +88,13 @@ class DraftNode:
     def _build(self) -> DraftLoop:
         """In the draft loop's thread."""
         proposer = self._proposer = self._make_proposer()
-        limits = DraftLimits(
+        metrics = EngineMetrics(model_name=proposer.info.name, registry=self._registry)
+        return DraftLoop(
+            proposer,
             num_speculative_tokens=self._config.num_speculative_tokens,
             max_alternatives=self._config.max_alternatives,
+            on_step=partial(_count_step, metrics),
         )
-        metrics = EngineMetrics(model_name=proposer.info.name, registry=self._registry)
-        return DraftLoop(proposer, limits, on_step=partial(_count_step, metrics))
 
     def describe(self) -> Mapping[str, Any]:
         assert self._proposer is not None, "started"

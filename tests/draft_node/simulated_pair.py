@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from decode_node.drafting.book import DraftBook
 from decode_node.drafting.drafted_sequence import is_well_formed
-from draft_node.draft_loop import DraftLimits, DraftLoop
+from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import DraftPeer
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceProposals, SequenceStart, SequenceUpdate
@@ -195,8 +195,13 @@ class SimulatedPair:
         self.clock = FakeClock()
         self.forward = ScriptedForward(self.clock, num_blocks=num_blocks)
         self.proposer = DraftModelProposer(self.forward, ProposerInfo(name="draft_model:scripted"), clock=self.clock)
-        limits = DraftLimits(num_speculative_tokens=16, max_sequences=1000, max_alternatives=max_alternatives)
-        self.loop = DraftLoop(self.proposer, limits, clock=self.clock)
+        self.loop = DraftLoop(
+            self.proposer,
+            num_speculative_tokens=16,
+            max_sequences=1000,
+            max_alternatives=max_alternatives,
+            clock=self.clock,
+        )
         self.step_seconds = step_seconds
         self.delay_seconds = delay_seconds
         self.nodes: list[DecodeNode] = []

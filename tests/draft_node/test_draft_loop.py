@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from draft_node.draft_loop import DraftLimits, DraftLoop
+from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import MAX_UPDATES_PER_STEP
 from outrider.speculation.draft_stream import DraftStatus, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
@@ -23,7 +23,7 @@ TEXT = tuple(range(1, 60))
 
 
 def loop_of(proposer, *, max_sequences=100, **options) -> DraftLoop:
-    return DraftLoop(proposer, DraftLimits(num_speculative_tokens=16, max_sequences=max_sequences), **options)
+    return DraftLoop(proposer, num_speculative_tokens=16, max_sequences=max_sequences, **options)
 
 
 def connect(loop: DraftLoop, **changes):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from decode_node.drafting import book as book_module
 from decode_node.drafting.book import DraftBook
 from decode_node.drafting.drafted_sequence import is_well_formed
-from draft_node.draft_loop import DraftLimits, DraftLoop
+from draft_node.draft_loop import DraftLoop
 from outrider.speculation.draft_stream import SequenceProposals
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import proposals_from_proto, proposals_to_proto, update_from_proto, updates_to_proto
@@ -32,7 +32,7 @@ class DraftSide:
 
     def __init__(self):
         self.head = FakeHead(TEXTS)
-        self.loop = DraftLoop(self.head, DraftLimits(num_speculative_tokens=8))
+        self.loop = DraftLoop(self.head, num_speculative_tokens=8)
         self.peer = self.loop.connect(hello_of(vocab_size=VOCAB_SIZE, features=FEATURES), lambda: None)
 
     def exchange(self, message: bytes) -> list[SequenceProposals]:
