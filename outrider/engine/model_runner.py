@@ -21,8 +21,8 @@ from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_ba
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.step_clock import ForwardPhases
 from outrider.engine.step_graphs import MOST_ROWS, Buckets, GraphShapes, StepGraphs, cuda_graphs
-from outrider.engine.step_profiler import ForwardPhases, NoPhases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +77,7 @@ class ModelRunner:
         if model.model is not None:
             writer = None if features is None else FeatureWriter(model.model, features, kv_cache, model.native)
             self._modules = _ModuleForward(model.model, model.spec, kv_cache, attention, writer)
-        self.phases: ForwardPhases = NoPhases() if self._native is None else self._native.phases
+        self.phases = ForwardPhases() if self._native is None else self._native.phases
         self._graphs: StepGraphs | None = None
         self.padded_rows: tuple[int, ...] = ()
         """Row counts to which steps are padded, rising; larger steps are not padded. Empty: no step is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from outrider.profile import Part
 
@@ -44,3 +44,20 @@ class StepClock:
         """Forgets what has passed since the last `take`."""
         self._spent = {}
         self._last = self._now()
+
+
+class ForwardPhases:
+    """Splits forward passes into named phases, measured inside native kernels. Engine thread only.
+
+    This one splits none: torch's operations are in a trace, and some devices only queue.
+    """
+
+    def start(self) -> None:
+        """Forwards are measured from here on."""
+
+    def take(self) -> Mapping[str, int]:
+        """Nanoseconds by phase of the forwards since the last `take`; callbacks between layers are not in them."""
+        return {}
+
+    def stop(self) -> None:
+        """As before `start`. Idempotent."""

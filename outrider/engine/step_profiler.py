@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.engine.step_clock import StepClock
+from outrider.engine.step_clock import ForwardPhases, StepClock
 from outrider.profile import FORWARD_PREFIX, FORWARD_REST, Capture, Captured, Part, Profile, ProfiledStep, StepKind
 
 if TYPE_CHECKING:
     from outrider.engine.torch_trace import TorchTrace
-
-
-class ForwardPhases(Protocol):
-    """Splits forward passes into named phases, measured inside native kernels. Engine thread only."""
-
-    def start(self) -> None:
-        """Forwards are measured from here on."""
-
-    def take(self) -> Mapping[str, int]:
-        """Nanoseconds by phase of the forwards since the last `take`; callbacks between layers are not in them."""
-
-    def stop(self) -> None:
-        """As before `start`. Idempotent."""
-
-
-class NoPhases:
-    """A forward that is not split: of torch modules, whose operations a trace shows, and of devices that only queue."""
-
-    def start(self) -> None:
-        return
-
-    def take(self) -> Mapping[str, int]:
-        return {}
-
-    def stop(self) -> None:
-        return
 
 
 class StepProfiler:
@@ -59,7 +33,7 @@ class StepProfiler:
         `read_event_loop`: processor nanoseconds that the event loop's thread has used so far.
         """
         self.clock = clock
-        self._phases = NoPhases() if phases is None else phases
+        self._phases = phases or ForwardPhases()
         self._planes = planes
         self._read_event_loop = read_event_loop
         self._start_trace = start_trace or _start_torch_trace

@@ -16,6 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from outrider.engine.step_clock import ForwardPhases
 from outrider.errors import InternalError
 
 API_VERSION = 9
@@ -265,11 +266,8 @@ STEP_PHASES = ("linear", "attention", "norm", "rope", "head")
 """By OutriderPhase: what a native decoder's step spends its time on."""
 
 
-class Workspace:
-    """Scratch memory of one runner; grows to its largest step.
-
-    Also the `ForwardPhases` of a native decoder's steps, whose time is counted inside the call.
-    """
+class Workspace(ForwardPhases):
+    """Scratch memory of one runner; grows to its largest step. A native decoder counts the time of its steps there."""
 
     def __init__(self, library: KernelLibrary) -> None:
         self._functions = library.functions
@@ -279,7 +277,6 @@ class Workspace:
             raise MemoryError("no memory for a workspace of the native kernels")
 
     def start(self) -> None:
-        """Decoder steps are measured from here on."""
         self.take()
         self._functions.outrider_workspace_measure(self.handle, 1)
 
@@ -287,7 +284,7 @@ class Workspace:
         self._functions.outrider_workspace_measure(self.handle, 0)
 
     def take(self) -> dict[str, int]:
-        """Nanoseconds by name of STEP_PHASES since the last call; callbacks between layers are not in them."""
+        """By name of STEP_PHASES."""
         spent = (c_int64 * len(STEP_PHASES))()
         self._functions.outrider_workspace_take_times(self.handle, spent)
         return dict(zip(STEP_PHASES, spent, strict=True))
