@@ -102,15 +102,15 @@ class DecodeSession:
 
     async def _read(self) -> None:
         while True:
-            message = await self._stream.read()
+            hello, report, events = await self._stream.read()
             if not self.is_open:
-                self._check_hello(message.hello)
+                self._check_hello(hello)
                 self.is_open = True
-            for event in message.events:
+            for event in events:
                 listener = self._listeners.get(event.sequence_group_id)
                 if listener is not None:
                     listener.on_event(event)
-            self._on_report(message.report)
+            self._on_report(report)
 
     def _check_hello(self, hello: NodeInfo | None) -> None:
         if hello is None:

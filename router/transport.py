@@ -36,15 +36,6 @@ class RouterIdentity:
     incarnation: bytes  # 16 random bytes, from the start of the process
 
 
-@dataclass(frozen=True, slots=True)
-class SessionMessage:
-    """One message of a decode node. `hello` comes with the first."""
-
-    hello: NodeInfo | None
-    report: NodeReport
-    events: tuple[SequenceGroupEvent, ...]
-
-
 class NodeTransport:
     """Owns the channel to one address. Every method raises nothing but OutriderErrors."""
 
@@ -154,12 +145,12 @@ class SessionStream:
         else:
             await self.write_proto(command_to_proto(command))
 
-    async def read(self) -> SessionMessage:
+    async def read(self) -> tuple[NodeInfo | None, NodeReport, list[SequenceGroupEvent]]:
+        """One message; the hello comes with the first."""
         try:
             message = await self._call.read()
             if isinstance(message, session_pb2.SessionReport):
-                hello, report, events = report_message_from_proto(message)
-                return SessionMessage(hello, report, tuple(events))
+                return report_message_from_proto(message)
             if await self._call.code() is grpc.StatusCode.OK:
                 raise PeerLostError("the node ended the session", node=self._address)
             raise PeerLostError(await self._call.details() or "the session broke", node=self._address)
