@@ -66,8 +66,20 @@ class _Family:
         counter = Counter(name, help_text, ("model_name", label), registry=self._registry)
         return lambda value, number: counter.labels(self._model_name, value).inc(number)
 
-    def labelled_gauge(self, name: str, help_text: str, label: str) -> _LabelledGauge:
-        return _LabelledGauge(Gauge(name, help_text, ("model_name", label), registry=self._registry), self._model_name)
+    def labelled_gauge(self, name: str, help_text: str, label: str) -> Callable[[Mapping[str, float]], None]:
+        """What shows these series of the label, and no others. For one thread."""
+        gauge = Gauge(name, help_text, ("model_name", label), registry=self._registry)
+        shown: set[str] = set()
+
+        def show(numbers: Mapping[str, float]) -> None:
+            for value in shown - numbers.keys():
+                gauge.remove(self._model_name, value)
+            for value, number in numbers.items():
+                gauge.labels(self._model_name, value).set(number)
+            shown.clear()
+            shown.update(numbers)
+
+        return show
 
 
 class TokenTimes(Collector):
@@ -103,23 +115,6 @@ class TokenTimes(Collector):
         buckets = list(zip(bounds, map(float, accumulate(self._num_times)), strict=True))
         times.add_metric((self._model_name,), buckets, sum_value=self._seconds)
         return tokens, times
-
-
-class _LabelledGauge:
-    """One series for each value of a label, as long as there is something to say of it."""
-
-    def __init__(self, gauge: Gauge, model_name: str) -> None:
-        self._gauge = gauge
-        self._model_name = model_name
-        self._shown: set[str] = set()
-
-    def show(self, values: Mapping[str, float]) -> None:
-        """These series and no others."""
-        for label in self._shown - values.keys():
-            self._gauge.remove(self._model_name, label)
-        for label, value in values.items():
-            self._gauge.labels(self._model_name, label).set(value)
-        self._shown = set(values)
 
 
 class EngineMetrics:
@@ -175,10 +170,10 @@ class EngineMetrics:
         self.add_refused_proposals = family.labelled_counter(
             "outrider:proposals_refused", "Hostile or stale proposals.", "reason"
         )
-        # By address, of every draft node there is now. One thread.
+        # By address, of every draft node there is now.
         self.set_breakers = family.labelled_gauge(
             "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
-        ).show
+        )
 
     def set_load(self, load: NodeLoad) -> None:
         self._running.set(load.num_running)
