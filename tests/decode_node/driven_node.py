@@ -13,6 +13,7 @@ from outrider.session import (
     SampleStart,
     SampleTokens,
 )
+from tests.support.pool_integrity import check_pool
 
 SESSION = 1
 
@@ -78,7 +79,7 @@ class DrivenNode:
 
     def assert_nothing_is_held(self):
         pool = self.engine.pool
-        pool.check_integrity(())
+        check_pool(pool, ())
         assert pool.num_free_blocks == pool.num_blocks
         assert self.groups.num_groups == 0
         assert len(self.groups._reservations) == 0

@@ -12,6 +12,7 @@ from outrider.session import Granted, KvFailed, Rejected, RejectReason, SampleDo
 from outrider.speculation.draft_tree import DraftTree
 from tests.decode_node.conftest import Node
 from tests.support.fake_drafts import TextDrafts
+from tests.support.pool_integrity import check_pool
 
 
 class HalfRightDrafts(TextDrafts):
@@ -92,7 +93,7 @@ def _soak(seed):
         node.iterate()
         node.engine.runner.on_launch = lambda: None
         _push_some(node, opened, choice)
-        node.engine.pool.check_integrity(_tables(node))
+        check_pool(node.engine.pool, _tables(node))
     for _ in range(3):  # what waits for blocks gets them; pushes that never came end, then their reservations
         node.clock.advance(node.transfer_timeout_seconds)
         node.run()

@@ -11,6 +11,7 @@ from outrider.speculation.proposers.draft_model import MAX_FORWARD_ROWS, DraftMo
 from tests.draft_node.simulated_pair import ScriptedForward, SimulatedPair
 from tests.support.draft_messages import start_of
 from tests.support.fake_clock import FakeClock
+from tests.support.pool_integrity import check_proposer
 
 
 def hit_rate(node, *, after: int = 3) -> float:
@@ -50,7 +51,7 @@ def test_a_rejection_whose_token_was_a_runner_up_is_a_hit():
     (sequence,) = node.sequences.values()
     assert sequence.num_accepted < sequence.num_drafted
     assert hit_rate(node) > 0.9
-    pair.proposer.check_integrity()
+    check_proposer(pair.proposer)
 
 
 def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
@@ -60,7 +61,7 @@ def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
     pair.run(1.0)
     assert node.book.counters.num_quarantined == 0
     assert any(sequence.num_accepted for sequence in node.sequences.values())
-    pair.proposer.check_integrity()
+    check_proposer(pair.proposer)
 
 
 def test_siblings_win_where_the_drafter_is_often_wrong():
@@ -73,7 +74,7 @@ def test_siblings_win_where_the_drafter_is_often_wrong():
         texts.append(node.sequences[0])
         assert texts[-1].num_drafted <= 4 * texts[-1].num_steps
         assert node.book.counters.num_quarantined == 0
-        pair.proposer.check_integrity()
+        check_proposer(pair.proposer)
     chains, trees = texts
     assert trees.num_accepted / trees.num_steps > 1.15 * chains.num_accepted / chains.num_steps
     size = min(len(text.token_ids) for text in texts)
@@ -157,7 +158,7 @@ def test_the_pool_is_whole_when_all_sequences_have_ended():
     nodes[0].close_all()
     pair.loop.disconnect(nodes[1].peer)
     pair.run(0.1, is_stepping=False)
-    pair.proposer.check_integrity()
+    check_proposer(pair.proposer)
     assert pair.forward.pool.num_free_blocks == 4096
     assert pair.loop.load().num_running == 0
 
@@ -191,7 +192,7 @@ def test_a_sequence_that_loses_its_kv_to_a_waiting_one_is_not_looked_ahead_for()
     found, ahead = proposer.propose([request(2, waiting, looks_ahead=False), request(1, verified, looks_ahead=True)])
     assert found.tree
     assert not ahead.has_more
-    proposer.check_integrity()
+    check_proposer(proposer)
 
 
 def test_no_forward_has_more_rows_than_memory_is_kept_for():

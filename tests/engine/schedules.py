@@ -5,6 +5,7 @@ from __future__ import annotations
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence, Scheduler, StepPlan
+from tests.support.pool_integrity import check_pool
 
 BLOCK = 4
 NEW_TOKEN = 7
@@ -71,4 +72,4 @@ def rows_of(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 def check(scheduler: Scheduler) -> None:
     tables = [s.kv.block_ids for s in (*scheduler.running, *scheduler.waiting) if s.kv is not None]
-    scheduler._pool.check_integrity(tables)
+    check_pool(scheduler._pool, tables)

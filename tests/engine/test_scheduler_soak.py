@@ -15,6 +15,7 @@ from outrider.speculation.acceptance import accept
 from tests.engine.schedules import check
 from tests.engine.schedules import drafts as first_come
 from tests.support.fake_engine import ScriptedEngine, ScriptedModel, ScriptedRows, greedy
+from tests.support.pool_integrity import check_pool
 
 MODEL = ScriptedModel(vocab_size=8, seed=3)
 NUM_STEPS_ALLOWED = 5000
@@ -101,7 +102,7 @@ class MiniLoop:
         while self.ends:
             assert len(self.plans) < NUM_STEPS_ALLOWED, f"starved: {list(self.ends)}"
             self.step()
-        self.engine.pool.check_integrity([])
+        check_pool(self.engine.pool, [])
         assert self.engine.pool.num_free_blocks == self.engine.pool.num_blocks
 
 

@@ -20,6 +20,7 @@ from prefill_node.prefill_loop import PrefillLoop
 from tests.support.fake_engine import ScriptedEngine
 from tests.support.fake_kv_cache import FEATURES, ScriptedKVCache
 from tests.support.in_memory_connector import InMemoryConnector
+from tests.support.pool_integrity import check_pool
 from tests.support.waiting import PATIENCE_SECONDS
 
 BLOCK_SIZE = 4
@@ -206,7 +207,7 @@ class Rig:
         """Until the loop holds no job: a stop is the only way to be sure that it has seen everything."""
         self.stop()
         assert not self.loop._tasks
-        self.engine.pool.check_integrity([])
+        check_pool(self.engine.pool, [])
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from outrider.prefill import PrefillFigures
 from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
 from tests.prefill_node.conftest import job_of
+from tests.support.pool_integrity import check_pool
 from tests.support.tiny_model import make_tiny_model
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -112,7 +113,7 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
         thread.join(PATIENCE_SECONDS)
         connector.close()
         receiver.stop()
-    pool.check_integrity([])
+    check_pool(pool, [])
 
 
 def assert_equal_to_one_pass(model, tokens, decode_cache, blocks):

@@ -20,6 +20,7 @@ from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL
 from prefill_node.node import PrefillNode, PrefillParts
 from prefill_node.servicer import ServedModel, check_call
+from tests.support.pool_integrity import check_pool
 from tests.support.waiting import PATIENCE_SECONDS, until
 
 FINGERPRINT = "ab" * 32
@@ -159,7 +160,7 @@ async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(serving):
     await serving.stub.Prefill(serving.request([1], to=serving.rig.other_decode))  # the loop has seen the cancel
     serving.rig.decode.gate.set()
     await until(lambda: not serving.rig.loop._tasks)
-    serving.rig.engine.pool.check_integrity([])
+    check_pool(serving.rig.engine.pool, [])
     assert request.transfer_id not in serving.rig.decode.completed
 
 

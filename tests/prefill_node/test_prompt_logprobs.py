@@ -35,6 +35,7 @@ from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.servicer import ServedModel, check_call
 from tests.prefill_node.conftest import ADDRESS, job_of
 from tests.support.in_memory_connector import InMemoryConnector
+from tests.support.pool_integrity import check_pool
 from tests.support.tiny_model import make_tiny_model
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -133,7 +134,7 @@ class Node:
         self.loop.submit(Stop())
         self.thread.join(PATIENCE_SECONDS)
         assert not self.thread.is_alive()
-        self.pool.check_integrity([])
+        check_pool(self.pool, [])
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.token_distribution import TokenDistribution
 from tests.speculation.draft_trees import likeliest_path
+from tests.support.pool_integrity import check_proposer
 from tests.support.tiny_model import make_tiny_model
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
@@ -136,7 +137,7 @@ def test_after_a_partly_accepted_draft_it_goes_on_as_from_a_fresh_prefix(model, 
     text = [*PROMPT, *first.tree.token_ids[:num_agreeing], 3]
     (second,) = drafts_of(proposer, ProposalRequest(1, text, 5, start_of(HOT)))
     assert second.tree.token_ids == Reference(model).continuation(text, HOT, 5)
-    proposer.check_integrity()
+    check_proposer(proposer)
 
 
 def test_a_prompt_of_one_tenant_is_not_cached_for_another(model):
@@ -172,7 +173,7 @@ def test_catching_up_takes_the_shortest_first_within_its_budget(model):
     behind, drafting, done = Progress.CATCHING_UP, Progress.DRAFTING, Progress.DONE
     assert outcomes == [[behind, drafting], [behind, done]]
     assert [len(proposal.tree) for proposal in drafts_of(proposer, *requests)] == [2, 2]
-    proposer.check_integrity()
+    check_proposer(proposer)
 
 
 def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
@@ -181,7 +182,7 @@ def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
     for key in range(20):
         (proposal,) = drafts_of(proposer, ProposalRequest(key, [key, *text], 3, start_of(GREEDY)))
         assert len(proposal.tree.token_ids) == 3
-        proposer.check_integrity()
+        check_proposer(proposer)
 
 
 def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounted_for(model):
@@ -191,10 +192,10 @@ def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounte
     requests = [ProposalRequest(key, [key, *text], 3, start_of(GREEDY)) for key in range(6)]
     proposals = drafts_of(proposer, *requests)
     assert 0 < sum(bool(proposal.tree.token_ids) for proposal in proposals) < 6
-    proposer.check_integrity()
+    check_proposer(proposer)
     for key in range(6):
         proposer.forget(key)
-    proposer.check_integrity()
+    check_proposer(proposer)
     assert proposer._forward.pool.num_free_blocks == 256
 
 
@@ -258,7 +259,7 @@ def test_branches_on_forks_of_its_kv_are_what_it_would_generate_from_a_fresh_pre
     branches = branches_ahead(proposer, request)
     assert {len(branch.assumed_token_ids) for branch in branches} == {0, 1, 2, 3}
     assert_continued(branches, reference, params)
-    proposer.check_integrity()
+    check_proposer(proposer)
 
 
 class FailsBeforeCopies:
@@ -289,7 +290,7 @@ def test_a_block_that_a_failed_forward_did_not_copy_is_computed_again(model):
     branches = branches_ahead(proposer, request)
     assert forward.num_failures > 1
     assert_continued(branches, reference, GREEDY)
-    proposer.check_integrity()
+    check_proposer(proposer)
 
 
 @pytest.mark.parametrize("params", [HOT, dataclasses.replace(HOT, top_k=0, top_p=1.0)], ids=["filtered", "all"])

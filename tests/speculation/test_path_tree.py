@@ -13,6 +13,7 @@ from outrider.speculation.features import HeadRules
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
 from outrider.speculation.path_tree import Decided, DraftPath, Opening, PathTree
 from tests.speculation.draft_trees import likeliest_path
+from tests.support.pool_integrity import check_pool
 
 PROMPT = (1, 2, 3, 4, 5)
 STOP = 99
@@ -39,7 +40,7 @@ class Sequence:
         return self.tree.open(self.tree.openings(10)[0])
 
     def check(self) -> None:
-        self.pool.check_integrity([path.kv.block_ids for path in self.tree.paths])
+        check_pool(self.pool, [path.kv.block_ids for path in self.tree.paths])
 
 
 @pytest.fixture

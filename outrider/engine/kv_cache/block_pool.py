@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
-from outrider.errors import CapacityError, InternalError
+from outrider.errors import CapacityError
 
 
 class NoFreeBlocksError(CapacityError):
@@ -133,33 +133,6 @@ class BlockPool:
         """Takes a used block out of the prefix cache, before its content changes."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
         self._forget_hash(block_id)
-
-    # --- integrity ------------------------------------------------------------------------
-
-    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Checks every invariant; with `tables`, all block tables that exist, also for leaks and double owners.
-
-        Raises InternalError naming the first wrong block.
-        """
-        free, evictable = set(self._free), set(self._evictable)
-        if len(free) != len(self._free):
-            raise InternalError("a block is twice in the free list")
-        for block_id, count in enumerate(self._ref_counts):
-            block_hash = self._hash_of[block_id]
-            if count < 0 or (block_id in free) != (count == 0 and block_hash is None):
-                raise InternalError(f"block {block_id}: free list disagrees with reference count {count}")
-            if (block_id in evictable) != (count == 0 and block_hash is not None):
-                raise InternalError(f"block {block_id}: eviction list disagrees with reference count {count}")
-            if block_hash is not None and self._block_of.get(block_hash) != block_id:
-                raise InternalError(f"block {block_id}: the prefix cache does not know its hash")
-        if len(self._block_of) != sum(block_hash is not None for block_hash in self._hash_of):
-            raise InternalError("the prefix cache names a block that has no hash")
-        if tables is None:
-            return
-        held = Counter(block_id for table in tables for block_id in table)
-        for block_id, count in enumerate(self._ref_counts):
-            if held[block_id] != count:
-                raise InternalError(f"block {block_id}: {held[block_id]} tables hold it, its count is {count}")
 
     def _take_one(self) -> int:
         if self._free:

@@ -127,10 +127,6 @@ class DraftModelProposer:
             tree.free()
             self._count_waste(tree)
 
-    def check_integrity(self) -> None:
-        """Raises InternalError unless the pool's blocks are exactly those of the paths."""
-        self._forward.pool.check_integrity([path.kv.block_ids for tree in self._trees.values() for path in tree.paths])
-
     # --- sequences ------------------------------------------------------------------------
 
     def _tree(self, request: ProposalRequest) -> PathTree | None:

@@ -5,6 +5,7 @@ import pytest
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.errors import CapacityError, InternalError
+from tests.support.pool_integrity import check_pool
 
 BLOCK = 4
 
@@ -36,7 +37,7 @@ def test_allocating_too_many_raises_and_changes_nothing():
         pool.allocate(4)
     assert isinstance(caught.value, CapacityError)
     assert pool.num_free_blocks == 3
-    pool.check_integrity([held])
+    check_pool(pool, [held])
 
 
 def test_fresh_memory_is_touched_last():
@@ -74,7 +75,7 @@ def test_of_two_blocks_with_equal_content_the_first_is_cached():
     first, second = computed(pool, [1, 2, 3, 4]), computed(pool, [1, 2, 3, 4])
     second.free()
     assert pool.match_prefix([1, 2, 3, 4], max_tokens=4) == first.block_ids
-    pool.check_integrity([first.block_ids, first.block_ids])
+    check_pool(pool, [first.block_ids, first.block_ids])
 
 
 def test_blocks_are_evicted_least_recently_released_first():
@@ -87,7 +88,7 @@ def test_blocks_are_evicted_least_recently_released_first():
     assert pool.match_prefix([2] * BLOCK, max_tokens=BLOCK) == []
     for token in (1, 3):
         pool.release(pool.match_prefix([token] * BLOCK, max_tokens=BLOCK) or pytest.fail(f"{token} was evicted"))
-    pool.check_integrity([taken])
+    check_pool(pool, [taken])
 
 
 def test_a_chain_is_evicted_from_its_end():
@@ -97,7 +98,7 @@ def test_a_chain_is_evicted_from_its_end():
     taken = pool.allocate(1)
     found = pool.match_prefix(tokens, max_tokens=12)
     assert found == cached[:2]
-    pool.check_integrity([taken, found])
+    check_pool(pool, [taken, found])
 
 
 def test_free_blocks_are_used_before_anything_is_evicted():
@@ -111,17 +112,17 @@ def test_without_prefix_cache_nothing_is_kept():
     pool = make_pool(enable_prefix_cache=False)
     cache_tokens(pool, list(range(8)))
     assert pool.match_prefix(list(range(8)), max_tokens=8) == []
-    pool.check_integrity([])
+    check_pool(pool, [])
 
 
 def test_integrity_names_a_leaked_and_a_doubly_owned_block():
     pool = make_pool()
     (block,) = pool.allocate(1)
-    pool.check_integrity()
+    check_pool(pool)
     with pytest.raises(InternalError, match=f"block {block}: 0 tables hold it, its count is 1"):
-        pool.check_integrity([])
+        check_pool(pool, [])
     with pytest.raises(InternalError, match=f"block {block}: 2 tables hold it, its count is 1"):
-        pool.check_integrity([[block], [block]])
+        check_pool(pool, [[block], [block]])
 
 
 @pytest.mark.parametrize(
@@ -141,4 +142,4 @@ def test_integrity_finds_broken_bookkeeping(break_it):
     cache_tokens(pool, list(range(8)))
     break_it(pool)
     with pytest.raises(InternalError):
-        pool.check_integrity()
+        check_pool(pool)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from tests.support.fake_kv_cache import ScriptedKVCache
+from tests.support.pool_integrity import check_pool
 
 NUM_BLOCKS = 12
 BLOCK = 3
@@ -101,7 +102,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_pool_is_whole(self):
-        self.pool.check_integrity(sequence.kv.block_ids for sequence in self.sequences)
+        check_pool(self.pool, [sequence.kv.block_ids for sequence in self.sequences])
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self):
@@ -113,7 +114,7 @@ class KVMachine(RuleBasedStateMachine):
     def teardown(self):
         for sequence in self.sequences:
             sequence.kv.free()
-        self.pool.check_integrity([])
+        check_pool(self.pool, [])
         assert self.pool.num_free_blocks == NUM_BLOCKS
 
 

@@ -7,6 +7,7 @@ import pytest
 from outrider.engine.kv_cache import block_hashes
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from tests.support.pool_integrity import check_pool
 
 BLOCK = 4
 
@@ -32,7 +33,7 @@ def test_truncating_frees_whole_blocks_past_it(pool):
     assert len(kv.block_ids) == 2
     kv.truncate(4)
     assert len(kv.block_ids) == 1
-    pool.check_integrity([kv.block_ids])
+    check_pool(pool, [kv.block_ids])
 
 
 def test_releasing_slack_keeps_what_is_valid(pool):
@@ -51,7 +52,7 @@ def test_a_sequence_finds_what_another_published(pool):
     second = SequenceKV.create(pool, tokens, max_cached_tokens=9)
     assert second.block_ids == first.block_ids[:2]
     assert second.num_tokens == second.num_cached_tokens == 8
-    pool.check_integrity([first.block_ids, second.block_ids])
+    check_pool(pool, [first.block_ids, second.block_ids])
 
 
 def test_what_one_tenant_published_no_other_finds(pool):

@@ -11,6 +11,7 @@ from outrider.speculation.proposers.base import Progress, ProposalRequest, Propo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 from tests.speculation.draft_trees import likeliest_path
+from tests.support.pool_integrity import check_proposer
 from tests.support.toy_head import VOCAB_SIZE, WIDTH, ToyFeatures, ToyHead, drafted
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19, 4, 8, 15, 16, 23, 42]
@@ -44,7 +45,7 @@ def drafts_of(proposer: DraftModelProposer, *requests: ProposalRequest) -> list[
         if not asked:
             return [list(likeliest_path(done[each.sequence_id]).token_ids) for each in requests]
         proposals = proposer.propose(asked)
-        proposer.check_integrity()
+        check_proposer(proposer)
         done |= {each.sequence_id: each.tree for each in proposals if each.progress is Progress.DONE}
     raise AssertionError("never done")
 
@@ -141,7 +142,7 @@ def ahead_of(proposer, asked: ProposalRequest) -> dict[tuple[int, ...], list[int
     found = {}
     for _ in range(200):
         (proposal,) = proposer.propose([asked])
-        proposer.check_integrity()
+        check_proposer(proposer)
         for branch in proposal.ahead:
             draft = list(likeliest_path(branch.tree).token_ids)
             found[branch.assumed_token_ids] = max(found.get(branch.assumed_token_ids, []), draft, key=len)
@@ -229,7 +230,7 @@ def test_a_forward_that_fails_leaves_the_cache_as_good_as_it_was(monkeypatch):
             patch.setattr(ToyHead, "forward", failing)
             with pytest.raises(RuntimeError, match="out of memory"):
                 proposer.propose([asked])
-        proposer.check_integrity()
+        check_proposer(proposer)
     assert len(ways) == 3
     both = drafts_of(proposer, request([*text, 1, 2], 3), request(PROMPT, 3, key=2))
     assert both == [expected(head, [*text, 1, 2], GREEDY, 3), expected(head, PROMPT, GREEDY, 3)]

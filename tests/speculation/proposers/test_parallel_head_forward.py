@@ -14,6 +14,7 @@ from tests.heads import golden_files
 from tests.heads.golden_heads import block_logits, opened
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.native_kernels import native_kernels
+from tests.support.pool_integrity import check_proposer
 
 VOCAB_SIZE, WIDTH = 96, 32
 FEATURES = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(4))
@@ -60,7 +61,7 @@ def drafts_of(proposer, *texts, num_wanted=3, params=GREEDY):
     while len(done) < len(texts):
         asked = [each for each in requests if each.sequence_id not in done]
         proposals = proposer.propose(asked)
-        proposer.check_integrity()
+        check_proposer(proposer)
         is_alone = len(texts) == 1
         assert not is_alone or proposals[0].progress is not Progress.DRAFTING, "one forward is enough"
         done |= {each.sequence_id: each.tree for each in proposals if each.progress is Progress.DONE}
