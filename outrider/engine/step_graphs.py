@@ -64,7 +64,6 @@ class Buckets:
 
     def __init__(self, shapes: GraphShapes, *, max_model_len: int, block_size: int) -> None:
         self._shapes = shapes
-        self._block_size = block_size
         lengths = [LEAST_KEYS]
         while lengths[-1] < max_model_len:
             lengths.append(lengths[-1] * KEYS_FACTOR)

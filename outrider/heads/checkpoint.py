@@ -92,20 +92,14 @@ class Target:
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size]. Raises: ModelError for a checkpoint that keeps it under no known name."""
-        return self._first("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
+        names = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
+        for name in names:
+            if name in self.checkpoint.tensor_names:
+                return self.checkpoint.mapped(name)
+        raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")
 
     def output_layer(self) -> Tensor:
         """[vocab_size, hidden_size]; the embedding where they are tied."""
         if "lm_head.weight" in self.checkpoint.tensor_names:
             return self.checkpoint.mapped("lm_head.weight")
         return self.embedding()
-
-    def final_norm(self) -> Tensor:
-        """[hidden_size]."""
-        return self._first("model.norm.weight", "norm.weight")
-
-    def _first(self, *names: str) -> Tensor:
-        for name in names:
-            if name in self.checkpoint.tensor_names:
-                return self.checkpoint.mapped(name)
-        raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")

@@ -13,8 +13,3 @@ class CpuKernels:
 
     library: KernelLibrary
     team: Team
-
-    @property
-    def path(self) -> str:
-        """The instruction path: "portable", "avx512_bf16" or "amx"."""
-        return self.library.path
