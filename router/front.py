@@ -6,8 +6,9 @@ so whatever a request can ask for, and whatever happens to it, is the same by ev
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 from outrider import __version__
 from outrider.errors import PeerLostError
@@ -22,14 +23,19 @@ from router.request_figures import NOTHING_GENERATED, Trailers
 from router.services import Services
 from router.validation import check_request_id
 
-SetTrailers = Callable[[Trailers], None]
+
+class Call(Protocol):
+    """What a service knows of a client's call, as gRPC's contexts name it."""
+
+    def invocation_metadata(self) -> Metadata | None:
+        """It says who calls."""
+
+    def set_trailing_metadata(self, trailers: Trailers, /) -> object:
+        """What is told when it ends."""
 
 
 class Front:
-    """Owned by the event loop. `services` gives what requests use; it raises PeerLostError until the router serves.
-
-    `metadata` is that of the call: it says who calls.
-    """
+    """Owned by the event loop. `services` gives what requests use; it raises PeerLostError until the router serves."""
 
     def __init__(self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients) -> None:
         self._nodes = nodes
@@ -39,54 +45,40 @@ class Front:
 
     # ------------------------------------------------------------ who calls
 
-    def identify(self, metadata: Metadata | None) -> Caller:
+    def identify(self, call: Call) -> Caller:
         """Raises: UnauthenticatedError."""
-        return self._clients.identify(metadata)
+        return self._clients.identify(call.invocation_metadata())
 
-    def charge(self, metadata: Metadata | None) -> Caller:
+    def charge(self, call: Call) -> Caller:
         """Counts a call. Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""
-        caller = self.identify(metadata)
+        caller = self.identify(call)
         self._clients.charge(caller)
         return caller
 
     # ------------------------------------------------------------ requests
 
     @asynccontextmanager
-    async def open(
-        self, proto: router_pb2.GenerateRequest, metadata: Metadata | None, set_trailers: SetTrailers
-    ) -> AsyncIterator[LiveRequest]:
+    async def open(self, proto: router_pb2.GenerateRequest, call: Call) -> AsyncIterator[LiveRequest]:
         """A new request, which the block reads with `LiveRequest.write`; without a resume window it ends with it.
 
         However the block ends, the trailers say what there was of an answer. Raises: OutriderError.
         """
-        set_trailers(NOTHING_GENERATED)
-        live = await self.requests.open(proto, self.charge(metadata))
-        try:
+        call.set_trailing_metadata(NOTHING_GENERATED)
+        live = await self.requests.open(proto, self.charge(call))
+        with _reading(live, call):
             yield live
-        finally:
-            live.leave()
-            set_trailers(live.trailers())
 
     @asynccontextmanager
-    async def find(
-        self,
-        request_id: str,
-        next_positions: Mapping[int, int],
-        metadata: Metadata | None,
-        set_trailers: SetTrailers,
-    ) -> AsyncIterator[LiveRequest]:
+    async def find(self, request_id: str, next_positions: Mapping[int, int], call: Call) -> AsyncIterator[LiveRequest]:
         """A request of the caller's that can be read again; as `open`. Raises: OutriderError."""
-        live = await self.requests.find(request_id, next_positions, self.charge(metadata))
-        try:
+        live = await self.requests.find(request_id, next_positions, self.charge(call))
+        with _reading(live, call):
             yield live
-        finally:
-            live.leave()
-            set_trailers(live.trailers())
 
-    async def abort(self, request_id: str, metadata: Metadata | None) -> bool:
+    async def abort(self, request_id: str, call: Call) -> bool:
         """Whether there was something of the caller's to stop. Raises: OutriderError."""
         check_request_id(request_id)
-        return await self.requests.abort(request_id, self.identify(metadata))
+        return await self.requests.abort(request_id, self.identify(call))
 
     # ------------------------------------------------------------ model and cluster
 
@@ -122,3 +114,12 @@ class Front:
         return ClusterStatus(
             nodes=tuple(self._nodes.statuses()), num_requests_running=num_running, num_requests_waiting=num_waiting
         )
+
+
+@contextmanager
+def _reading(live: LiveRequest, call: Call) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        live.leave()
+        call.set_trailing_metadata(live.trailers())

@@ -22,7 +22,6 @@ from outrider.wire.cluster import CLUSTER, MODEL
 from outrider.wire.request import num_samples, skips_special_tokens
 from router.clients import host_of_peer
 from router.front import Front
-from router.live_request import LiveRequest
 from router.request_parsing import encode_prompt
 from router.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
 
@@ -51,13 +50,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._has_ended.set()
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
-        async with rpc_errors(context), self._request(request, context) as live:
+        self._calls.enter(context)
+        async with rpc_errors(context), self._front.open(request, context) as live:
             await live.write(context.write, event_to_proto)
 
     async def Complete(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
-        async with rpc_errors(context), self._request(request, context) as live:
+        self._calls.enter(context)
+        async with rpc_errors(context), self._front.open(request, context) as live:
             builder = CompleteResponseBuilder(num_samples(request.sampling))
 
             async def add(event: AnswerEvent) -> None:
@@ -80,20 +81,19 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if len(request.next_positions) > MAX_SAMPLES:
                 raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
             next_positions = dict(request.next_positions)
-            metadata, set_trailers = context.invocation_metadata(), context.set_trailing_metadata
-            async with self._front.find(request.request_id, next_positions, metadata, set_trailers) as live:
+            async with self._front.find(request.request_id, next_positions, context) as live:
                 await live.write(context.write, event_to_proto, next_positions)
 
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
         response = router_pb2.AbortResponse()
         async with rpc_errors(context):
-            response.aborted = await self._front.abort(request.request_id, context.invocation_metadata())
+            response.aborted = await self._front.abort(request.request_id, context)
         return response
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
         response = router_pb2.TokenizeResponse()
         async with rpc_errors(context):
-            caller = self._front.charge(context.invocation_metadata())
+            caller = self._front.charge(context)
             kind = request.WhichOneof("input")
             if kind is None:
                 raise InvalidRequestError("one of text and chat is needed", field="input")
@@ -108,7 +108,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.DetokenizeResponse:
         response = router_pb2.DetokenizeResponse()
         async with rpc_errors(context):
-            caller = self._front.charge(context.invocation_metadata())
+            caller = self._front.charge(context)
             served = self._front.served()
             check_detokenize(request, served.info)
             response.text = await served.tokenizer.decode(
@@ -136,7 +136,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     @asynccontextmanager
     async def _watch(self, context: Context) -> AsyncIterator[None]:
         """Raises: CapacityError beyond `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
-        client = self._front.identify(context.invocation_metadata()).name or host_of_peer(context.peer())
+        client = self._front.identify(context).name or host_of_peer(context.peer())
         if self._watches.total() >= MAX_WATCHES:
             raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
         if self._watches[client] >= MAX_WATCHES_OF_ONE:
@@ -148,11 +148,3 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         finally:
             self._watches[client] -= 1
             self._watches += Counter()  # which drops those that have none
-
-    @asynccontextmanager
-    async def _request(self, proto: router_pb2.GenerateRequest, context: Context) -> AsyncIterator[LiveRequest]:
-        """Raises: OutriderError."""
-        self._calls.enter(context)
-        metadata, set_trailers = context.invocation_metadata(), context.set_trailing_metadata
-        async with self._front.open(proto, metadata, set_trailers) as live:
-            yield live

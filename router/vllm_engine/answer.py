@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2
@@ -11,6 +11,8 @@ from smg_grpc_proto import vllm_engine_pb2
 from outrider.answer import AnswerEvent, Delta, Finished, Started, Summary
 from outrider.errors import InvalidRequestError
 from outrider.request import FinishReason, TokenLogprobs
+from outrider.v1 import router_pb2
+from outrider.wire.request import num_samples
 
 MAX_COMPLETE_BYTES = 4 << 20
 """Larger messages are refused by gRPC clients with default settings, tonic's among them."""
@@ -28,14 +30,15 @@ class EngineAnswer:
     tokens. What is counted once for all samples (cached and draft tokens) is in the first, since clients add them up.
     """
 
-    def __init__(self, num_samples: int, *, is_streamed: bool, stop_token_ids: Iterable[int]) -> None:
-        """`stop_token_ids`: those that the request named; of others that end an answer, nothing is said."""
-        self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num_samples)]
+    def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool) -> None:
+        num = num_samples(request.sampling)
+        self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]
         self._is_streamed = is_streamed
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop_token_ids = frozenset(request.stop.token_ids)  # of others that end an answer, nothing is said
         self._num_prompt_tokens = 0
         self._input_logprobs: Any = None  # until it has been sent
-        self._num_bytes = [0] * num_samples  # of each Complete, or a little more
+        num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
+        self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # of a Complete
 
     def render(self, event: AnswerEvent) -> list[Any]:
         """GenerateResponses. Raises: InvalidRequestError where there is too much for a message."""
@@ -70,9 +73,7 @@ class EngineAnswer:
         complete.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)
-        num_logprobs = sum(2 + len(value.top) for value in delta.logprobs)
-        self._num_bytes[delta.sample] += _TOKEN_BYTES * len(delta.token_ids) + _LOGPROB_BYTES * num_logprobs
-        if self._num_bytes[delta.sample] > MAX_COMPLETE_BYTES:  # what cannot be sent is not computed to its end
+        if complete.completion_tokens > self._max_tokens:  # what cannot be sent is not computed to its end
             raise InvalidRequestError(
                 f"the answer has more than the {MAX_COMPLETE_BYTES} bytes of a message; stream it",
                 field="stream",

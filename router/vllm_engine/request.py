@@ -11,12 +11,17 @@ from router.validation import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX
 
 ANY_OBJECT = '{"type": "object"}'
 """The schema of `json_object`."""
-_UNSUPPORTED = ("mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
-_SAME = ("top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens")
-"""Sampling parameters whose zero is our default, too."""
-_SAME_IF_SET = ("temperature", "max_tokens")
-_SAME_IF_NOT_ZERO = ("top_p", "repetition_penalty", "n")
-"""Those whose zero means that they were not set."""
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("max_tokens", "min_tokens", "n", "json_schema", "regex", "grammar"),
+)
+"""Sampling parameters that mean the same on both sides. Zero, where it cannot be told from nothing, is nothing."""
+_UNSUPPORTED = {
+    **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text"),
+    **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "KV is the cluster's own"),
+    "truncate_prompt_tokens": "prompts are not truncated",
+    "structural_tag": "structural tags are not known",
+}
 
 
 def request_from_engine(proto: Any, model: ModelInfo) -> router_pb2.GenerateRequest:
@@ -25,12 +30,12 @@ def request_from_engine(proto: Any, model: ModelInfo) -> router_pb2.GenerateRequ
     Raises: InvalidRequestError for what is too much to be copied; NotSupportedError for what ours has no place for.
     """
     _check_sizes(proto, model)
-    for name in _UNSUPPORTED:
-        if any(field.name == name for field, _ in proto.ListFields()):
-            raise NotSupportedError(f"{name} is not supported: prompts are text, KV is the cluster's own", field=name)
     params = proto.sampling_params
-    if params.HasField("truncate_prompt_tokens"):
-        raise NotSupportedError("prompts are not truncated", field="sampling_params.truncate_prompt_tokens")
+    for message, prefix in ((proto, ""), (params, "sampling_params.")):
+        for field, _ in message.ListFields():
+            if field.name in _UNSUPPORTED:
+                why = f"{field.name} is not supported: {_UNSUPPORTED[field.name]}"
+                raise NotSupportedError(why, field=prefix + field.name)
     request = router_pb2.GenerateRequest(
         request_id=proto.request_id,
         sampling=_sampling(params),
@@ -68,28 +73,17 @@ def _check_sizes(proto: Any, model: ModelInfo) -> None:
 
 
 def _sampling(params: Any) -> router_pb2.SamplingParams:
-    values = {name: getattr(params, name) for name in _SAME}
-    values |= {name: getattr(params, name) for name in _SAME_IF_SET if params.HasField(name)}
-    values |= {name: getattr(params, name) for name in _SAME_IF_NOT_ZERO if getattr(params, name)}
+    """Raises: InvalidRequestError."""
+    values = {field.name: value for field, value in params.ListFields() if field.name in _SAME}
     if params.HasField("seed"):
         values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
+    if params.HasField("choice"):
+        values["choice"] = router_pb2.Choice(options=params.choice.choices)
+    if params.json_object:
+        values["json_schema"] = ANY_OBJECT
     if any(token_id < 0 for token_id in params.logit_bias):
         raise InvalidRequestError("a token id is not negative", field="sampling_params.logit_bias")
-    return router_pb2.SamplingParams(**values, **_constraint(params), logit_bias=dict(params.logit_bias))
-
-
-def _constraint(params: Any) -> dict[str, Any]:
-    """Raises: NotSupportedError."""
-    match params.WhichOneof("constraint"):
-        case "json_schema" | "regex" | "grammar" as kind:
-            return {kind: getattr(params, kind)}
-        case "choice":
-            return {"choice": router_pb2.Choice(options=params.choice.choices)}
-        case "json_object" if params.json_object:
-            return {"json_schema": ANY_OBJECT}
-        case "structural_tag":
-            raise NotSupportedError("structural tags are not supported", field="sampling_params.structural_tag")
-    return {}
+    return router_pb2.SamplingParams(**values, logit_bias=dict(params.logit_bias))
 
 
 def _num_logprobs(params: Any, name: str) -> int | None:

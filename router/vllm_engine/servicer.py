@@ -12,7 +12,6 @@ from typing import Any, Never
 import grpc
 import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
-from smg_grpc_proto.generated import common_pb2
 
 from outrider import __version__
 from outrider.errors import (
@@ -26,11 +25,10 @@ from outrider.errors import (
 from outrider.node import NodeRole
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
-from outrider.wire.request import num_samples
 from router.front import Front
 from router.vllm_engine.answer import EngineAnswer
 from router.vllm_engine.request import request_from_engine
-from router.vllm_engine.tokenizer_archive import TokenizerArchive, make_archive
+from router.vllm_engine.tokenizer_archive import archive_chunks
 
 MAX_ABORTED = 256
 """Requests of one Abort: a gateway sends one."""
@@ -50,21 +48,17 @@ class VllmEngineServicer:
         self._front = front
         self._calls = calls
         self._started_at = time.monotonic()
-        self._archive: TokenizerArchive | None = None  # once it was asked for
-        self._archiving = asyncio.Lock()
+        self._tokenizer: list[Any] | None = None  # its archive, once it was asked for
 
     def add_to(self, server: grpc.aio.Server) -> None:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
         self._calls.enter(context)
-        metadata, set_trailers = context.invocation_metadata(), context.set_trailing_metadata
         async with _errors(context):
             ours = request_from_engine(request, self._front.served().info)
-            async with self._front.open(ours, metadata, set_trailers) as live:
-                answer = EngineAnswer(
-                    num_samples(ours.sampling), is_streamed=request.stream, stop_token_ids=ours.stop.token_ids
-                )
+            async with self._front.open(ours, context) as live:
+                answer = EngineAnswer(ours, is_streamed=request.stream)
 
                 async def write(messages: Sequence[Any]) -> None:
                     for message in messages:
@@ -80,7 +74,7 @@ class VllmEngineServicer:
             refused: OutriderError | None = None
             for request_id in request.request_ids:
                 try:
-                    await self._front.abort(request_id, context.invocation_metadata())
+                    await self._front.abort(request_id, context)
                 except OutriderError as error:  # the others are freed all the same
                     refused = refused or error
             if refused is not None:
@@ -138,9 +132,11 @@ class VllmEngineServicer:
 
     async def GetTokenizer(self, request: Any, context: Context) -> None:  # noqa: N802
         async with _errors(context):
-            self._front.charge(context.invocation_metadata())
-            for data, sha256 in (await self._tokenizer_archive()).chunks():
-                await context.write(common_pb2.GetTokenizerChunk(data=data, sha256=sha256))
+            self._front.charge(context)
+            if self._tokenizer is None:
+                self._tokenizer = await asyncio.to_thread(archive_chunks, self._front.served().tokenizer_files)
+            for chunk in self._tokenizer:
+                await context.write(chunk)
 
     async def _refuse(self, request: Any, context: Context) -> Never:
         async with _errors(context):
@@ -148,14 +144,6 @@ class VllmEngineServicer:
         raise AssertionError("the call has ended")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _refuse
-
-    async def _tokenizer_archive(self) -> TokenizerArchive:
-        """Raises: PeerLostError while no node has served yet."""
-        files = self._front.served().tokenizer_files
-        async with self._archiving:
-            if self._archive is None:
-                self._archive = await asyncio.to_thread(make_archive, files)
-            return self._archive
 
 
 @asynccontextmanager

@@ -5,29 +5,25 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
+
+from smg_grpc_proto.generated import common_pb2
 
 CHUNK_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerArchive:
-    data: bytes
-    sha256: str  # of data, hexadecimal
+def archive_chunks(files: Mapping[str, bytes]) -> list[Any]:
+    """GetTokenizerChunks of at most `CHUNK_BYTES`; the last has the SHA-256 of all, in hexadecimal.
 
-    def chunks(self) -> Iterator[tuple[bytes, str]]:
-        """(at most `CHUNK_BYTES`, the hash with the last chunk and "" before)."""
-        for start in range(0, len(self.data), CHUNK_BYTES):
-            is_last = start + CHUNK_BYTES >= len(self.data)
-            yield self.data[start : start + CHUNK_BYTES], self.sha256 if is_last else ""
-
-
-def make_archive(files: Mapping[str, bytes]) -> TokenizerArchive:
-    """Equal files make equal archives: by name, without times. Compresses some MB: call it in a thread."""
+    Equal files make equal archives: by name, without times. Compresses some MB: call it in a thread.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name in sorted(files):
             archive.writestr(zipfile.ZipInfo(name), files[name], zipfile.ZIP_DEFLATED, compresslevel=1)
     data = buffer.getvalue()
-    return TokenizerArchive(data, hashlib.sha256(data).hexdigest())
+    starts = range(0, len(data), CHUNK_BYTES)
+    chunks = [common_pb2.GetTokenizerChunk(data=data[start : start + CHUNK_BYTES]) for start in starts]
+    chunks[-1].sha256 = hashlib.sha256(data).hexdigest()
+    return chunks

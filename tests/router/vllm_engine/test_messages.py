@@ -90,7 +90,7 @@ PROMPT_LOGPROBS = (
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_prompt_logprobs_come_once(is_streamed):
-    answer = EngineAnswer(2, is_streamed=is_streamed, stop_token_ids=())
+    answer = EngineAnswer(ours(n=2), is_streamed=is_streamed)
     started = Started(
         request_id="r", num_prompt_tokens=2, seed=0, model="m", router="", prompt_logprobs=PROMPT_LOGPROBS
     )
@@ -112,7 +112,7 @@ def test_prompt_logprobs_come_once(is_streamed):
 
 
 def test_text_that_is_held_back_to_the_end_makes_no_message():
-    answer = EngineAnswer(1, is_streamed=True, stop_token_ids=())
+    answer = EngineAnswer(ours(), is_streamed=True)
     assert answer.render(Delta(0, 5, (), "tail")) == []
 
 
@@ -121,7 +121,7 @@ def test_more_logprobs_of_a_prompt_than_the_event_loop_has_time_for_are_refused(
     started = Started(
         request_id="r", num_prompt_tokens=4000, seed=0, model="m", router="", prompt_logprobs=(value,) * 4000
     )
-    answer = EngineAnswer(1, is_streamed=True, stop_token_ids=())
+    answer = EngineAnswer(ours(), is_streamed=True)
     with pytest.raises(InvalidRequestError, match="84000 logprobs of the prompt") as raised:
         answer.render(started)
     assert raised.value.field == "sampling_params.prompt_logprobs"
