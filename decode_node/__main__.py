@@ -54,7 +54,7 @@ def make_build(
         from decode_node.drafting.feature_plane import FeaturePlane
         from decode_node.drafting.gather import DraftGatherer
         from decode_node.drafting.local_head import open_local_head
-        from decode_node.drafting.local_proposers import open_grammar, open_lookups
+        from decode_node.drafting.local_proposers import open_local_proposers
         from decode_node.ingest import Ingest
         from decode_node.kept_answers import open_kept_answers
         from decode_node.node import DecodeParts
@@ -78,7 +78,7 @@ def make_build(
         from outrider.speculation.step_cost import StepCostModel
         from outrider.speculation.verify.by_request import RequestVerifier
 
-        proposers = open_lookups(config)
+        proposers = open_local_proposers(config)
         compute = open_compute(
             model_config,
             config.kv_cache,
@@ -91,7 +91,7 @@ def make_build(
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
         head, features_of = open_local_head(config, model_config, model, kv_cache)
-        proposers += [*([head] if head else []), open_grammar(model.constraints)]
+        proposers += [head] if head else []
         info = replace(
             model.info,
             proposer=head.info.name if head else config.local_fallback,
@@ -165,7 +165,6 @@ def make_build(
                 max_running_sequences=config.max_running_sequences,
                 max_model_len=info.max_model_len,
                 vocab_size=info.vocab_size,
-                constraints=model.constraints,
             ),
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             transfer_timeout_seconds=config.transfer_timeout_seconds,

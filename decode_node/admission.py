@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
+from typing import Any
 
 from decode_node.groups import GroupTable, Sample
-from outrider.constraints.base import ConstraintCompiler, NoConstraints
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.errors import OutriderError
 from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS, RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, RejectReason, SampleStart
 
@@ -23,17 +23,8 @@ class Admission:
     filled to the point where preemption is the rule.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        max_running_sequences: int,
-        max_model_len: int,
-        vocab_size: int,
-        constraints: ConstraintCompiler | None = None,
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, max_running_sequences: int, max_model_len: int, vocab_size: int) -> None:
         self._pool = pool
-        self._constraints = NoConstraints() if constraints is None else constraints
         self.max_running_sequences = max_running_sequences
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -42,8 +33,8 @@ class Admission:
     def observe_finished(self, num_generated: int) -> None:
         self._mean_output_tokens += MEAN_OUTPUT_WEIGHT * (num_generated - self._mean_output_tokens)
 
-    def why_invalid(self, opened: OpenSequenceGroup) -> tuple[RejectReason, str] | None:
-        """Reasons that no waiting changes; a router that validates never sees them."""
+    def why_invalid(self, opened: OpenSequenceGroup, compiled: Future[Any] | None) -> tuple[RejectReason, str] | None:
+        """Reasons that no waiting changes; a router that validates never sees them. `compiled`: its constraint."""
         sampling = opened.options.sampling
         num_prompt = len(opened.prompt_token_ids)
         if num_prompt == 0 or sampling.n < 1 or sampling.max_tokens < 1:
@@ -64,11 +55,8 @@ class Admission:
             return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
         if not (_is_in_range(sampling) and _may_be_answered(opened.options)):
             return RejectReason.INVALID, "a sampling parameter is out of its range"
-        if sampling.constraint is not None:  # compiled by the router, and here before the command came
-            try:
-                self._constraints.prepare(sampling.constraint)
-            except OutriderError as error:
-                return RejectReason.INVALID, error.message
+        if compiled is not None and (error := compiled.exception()) is not None:
+            return RejectReason.INVALID, str(error)
         num_samples = len(opened.samples)
         if num_samples > self.max_running_sequences:
             message = f"{num_samples} samples are more than {self.max_running_sequences} running sequences"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.kv_transfer.base import TransferStats
 from outrider.profile import EndProfile, StartProfile
@@ -17,7 +19,7 @@ class GroupOpened:
     session_id: int
     group: OpenSequenceGroup
     kv_host: str
-    compiled_constraint: object = None  # kept until the group ends, so that its samples start quickly
+    compiled: Future[Any] | None = None  # its constraint, kept until the group ends: its samples start quickly
 
 
 @dataclass(frozen=True, slots=True)

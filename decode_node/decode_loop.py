@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from decode_node.commands import (
     Command,
@@ -92,8 +93,12 @@ class DecodeLoop:
         self.is_drained = False  # since DrainStarted every group has ended and its events are emitted
 
     def submit(self, command: Command) -> None:
-        """From any thread. Of a router, only where there is room for it."""
-        self._inbox.put(command)
+        """From any thread. Of a router, only where there is room for it. Constraints are compiled in another one."""
+        if isinstance(command, GroupOpened) and (constraint := command.group.options.sampling.constraint) is not None:
+            compiled = self._engine.sampler.constraints.prepare(constraint)
+            self._inbox.put_when_done(replace(command, compiled=compiled), compiled)
+        else:
+            self._inbox.put(command)
 
     def has_room(self, session_id: int) -> bool:
         """Whether one command more of this router may be submitted. From any thread."""

@@ -80,7 +80,7 @@ class SequenceGroup:
     kv_host: str  # under which the router reached this node
     arrival: int
     kv: SequenceKV | None
-    compiled_constraint: object = None  # kept for samples that have not started
+    compiled: object = None  # its constraint, kept for samples that have not started
     is_waiting_for_kv: bool = False
     cancelled_samples: set[int] = field(default_factory=set)  # before they could start
     samples: dict[int, Sample] = field(default_factory=dict)  # unfinished ones, by index

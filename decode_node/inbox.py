@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
-from decode_node.commands import Command, GroupCancelled, GroupOpened, RouterCommand, SessionEnded
+from decode_node.commands import Command, GroupCancelled, GroupOpened, GroupRetargeted, RouterCommand, SessionEnded
 
 MAX_COMMANDS = 128
 """Of one router, that wait here: what the engine thread handles in a few iterations."""
@@ -63,6 +65,7 @@ class Inbox:
         self._has_news = threading.Condition()
         self._own: deque[Command] = deque()
         self._lanes: dict[int, _Lane] = {}  # by session; the first has the next turn, none is empty
+        self._awaited: dict[tuple[int, bytes], list[RouterCommand]] = {}  # `put_when_done`; by session and group
 
     @property
     def is_empty(self) -> bool:
@@ -71,18 +74,41 @@ class Inbox:
     def has_room(self, session_id: int) -> bool:
         """Whether one command more of this router may be put."""
         with self._has_news:
-            lane = self._lanes.get(session_id)
-            return lane is None or (len(lane.commands) < self._max_commands and lane.num_tokens < self._max_tokens)
+            lane = self._lanes.get(session_id) or _Lane()
+            awaited = [commands[0] for (session, _), commands in self._awaited.items() if session == session_id]
+            num_tokens = lane.num_tokens + sum(map(_num_tokens, awaited))
+            return len(lane.commands) + len(awaited) < self._max_commands and num_tokens < self._max_tokens
 
     def put(self, command: Command) -> None:
         with self._has_news:
-            if isinstance(command, RouterCommand):
-                self._lanes.setdefault(command.session_id, _Lane()).put(command)
-            else:
-                if isinstance(command, SessionEnded):  # which frees what its commands would have opened
+            match command:
+                case GroupCancelled(session, cancel) if (key := (session, cancel.sequence_group_id)) in self._awaited:
+                    if cancel.samples:
+                        self._awaited[key].append(command)
+                    else:
+                        del self._awaited[key]
+                case GroupOpened() | GroupRetargeted() | GroupCancelled():
+                    self._lanes.setdefault(command.session_id, _Lane()).put(command)
+                case SessionEnded():  # which frees what its commands would have opened
                     self._lanes.pop(command.session_id, None)
-                self._own.append(command)
+                    self._awaited = {key: held for key, held in self._awaited.items() if key[0] != command.session_id}
+                    self._own.append(command)
+                case _:
+                    self._own.append(command)
             self._has_news.notify()
+
+    def put_when_done(self, opened: GroupOpened, compiled: Future[Any]) -> None:
+        """Puts it once its constraint is compiled, unless it is cancelled before. Other commands do not wait."""
+        key = opened.session_id, opened.group.sequence_group_id
+        with self._has_news:
+            self._awaited[key] = [opened]
+        compiled.add_done_callback(lambda _: self._put_awaited(key))
+
+    def _put_awaited(self, key: tuple[int, bytes]) -> None:
+        with self._has_news:
+            commands = self._awaited.pop(key, [])
+        for command in commands:
+            self.put(command)
 
     def wait(self, timeout_seconds: float) -> None:
         """Until a command is here, or for so long."""

@@ -23,7 +23,6 @@ from outrider import __version__
 from outrider.engine.engine import Engine
 from outrider.engine.engine_thread import EngineThread
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.request import Constraint
 from outrider.service.engine_failure import end_process
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
@@ -83,7 +82,6 @@ class DecodeNode:
             has_room=self._has_room,
             info=self._info,
             report=self._report,
-            compile_constraint=self._compile_constraint,
             timeout_seconds=session_timeout_seconds,
         )
 
@@ -168,9 +166,6 @@ class DecodeNode:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     # --- engine thread ⇄ event loop -------------------------------------------------------
-
-    def _compile_constraint(self, constraint: Constraint) -> object:
-        return None if self._parts is None else self._parts.engine.sampler.constraints.prepare(constraint)
 
     def _submit(self, command: Any) -> None:
         if self._parts is not None:

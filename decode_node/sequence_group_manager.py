@@ -144,7 +144,7 @@ class SequenceGroupManager:
         if is_used or self._groups.find(command.session_id, opened.sequence_group_id) is not None:
             self._reject(command, RejectReason.INVALID, "the sequence group or transfer id is in use")
             return
-        invalid = self._admission.why_invalid(opened)
+        invalid = self._admission.why_invalid(opened, command.compiled)
         if invalid is not None:
             self._reject(command, *invalid)
             return
@@ -162,8 +162,8 @@ class SequenceGroupManager:
             num_query_tokens=lookups.num_query_tokens + len(shared) + 1,
             num_hit_tokens=lookups.num_hit_tokens + kv.num_cached_tokens,
         )
-        compiled = command.compiled_constraint
-        group = SequenceGroup(command.session_id, opened, shared, command.kv_host, self._num_arrived, kv, compiled)
+        kv_host, compiled = command.kv_host, command.compiled
+        group = SequenceGroup(command.session_id, opened, shared, kv_host, self._num_arrived, kv, compiled)
         self._groups.add(group)
         for start in opened.samples:
             group.sequence_ids[start.sample] = self._groups.next_sequence_id()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 
 from decode_node.commands import (
@@ -18,11 +16,10 @@ from decode_node.commands import (
     GroupRetargeted,
     SessionEnded,
 )
-from outrider.errors import CapacityError, InvalidRequestError, MismatchError, OutriderError, PeerLostError
+from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.protocol_versions import ProtocolVersions, negotiate
-from outrider.request import Constraint
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     CancelSequenceGroup,
@@ -42,8 +39,6 @@ MAX_UNSENT_EVENTS = 65_536
 
 REPORT_SECONDS = 0.2  # a router hears from this node at least this often
 HELLO_SECONDS = 10.0
-MAX_OPENING = 64
-"""Groups of one router whose constraints are compiled; it waits when there are more."""
 LOOK_AGAIN_SECONDS = 0.01
 """How often a session whose commands wait for the engine thread looks whether there is room for another."""
 
@@ -84,10 +79,9 @@ class Sessions:
         has_room: Callable[[int], bool],
         info: Callable[[], NodeInfo],
         report: Callable[[], NodeReport],
-        compile_constraint: Callable[[Constraint], object],
         timeout_seconds: float,
     ) -> None:
-        """`has_room`: for one command more of a session. `compile_constraint`: blocks; called in a thread.
+        """`has_room`: for one command more of a session.
 
         `timeout_seconds`: a router that is silent for longer (it sends heartbeats) has lost its lease.
         """
@@ -96,7 +90,6 @@ class Sessions:
         self._has_room = has_room
         self._info = info
         self._report = report
-        self._compile_constraint = compile_constraint
         self._sessions: dict[int, RouterSession] = {}
         self._session_ids = itertools.count(1)
 
@@ -197,46 +190,19 @@ class Sessions:
     async def _read_commands(
         self, session: RouterSession, kv_host: str, commands: AsyncIterator[session_pb2.SessionCommand]
     ) -> None:
-        opening: dict[bytes, asyncio.Task[None]] = {}  # groups whose constraints are compiled: others do not wait
-        try:
-            async for proto in self._until_silent(session, commands):
-                if proto.WhichOneof("command") == "heartbeat":
-                    continue
-                # Polled: the engine thread must not know about event loops.
-                while len(opening) >= MAX_OPENING or not self._has_room(session.session_id):  # noqa: ASYNC110 see above
-                    await asyncio.sleep(LOOK_AGAIN_SECONDS)
-                match command_from_proto(proto):
-                    case OpenSequenceGroup() as opened:
-                        constraint, group_id = opened.options.sampling.constraint, opened.sequence_group_id
-                        if constraint is None:
-                            self._submit(GroupOpened(session.session_id, opened, kv_host))
-                            continue
-                        opening[group_id] = asyncio.create_task(self._open(session, opened, constraint, kv_host))
-                        opening[group_id].add_done_callback(partial(_remove, opening, group_id))
-                    case RetargetSequenceGroup() as retarget:
-                        await _end_of(opening.get(retarget.sequence_group_id))
-                        self._submit(GroupRetargeted(session.session_id, retarget))
-                    case CancelSequenceGroup() as cancel:
-                        task = opening.get(cancel.sequence_group_id)
-                        if task is not None and not cancel.samples and task.cancel():
-                            continue  # it is not opened at all
-                        await _end_of(task)
-                        self._submit(GroupCancelled(session.session_id, cancel))
-            for task in tuple(opening.values()):
-                await _end_of(task)
-        finally:
-            for task in opening.values():
-                task.cancel()
-
-    async def _open(
-        self, session: RouterSession, opened: OpenSequenceGroup, constraint: Constraint, kv_host: str
-    ) -> None:
-        """When the constraint is compiled; the engine thread says what is wrong with it."""
-        compiled = None
-        with suppress(OutriderError):
-            compiled = await asyncio.to_thread(self._compile_constraint, constraint)
-        if session.session_id in self._sessions:  # nothing of a session follows its end
-            self._submit(GroupOpened(session.session_id, opened, kv_host, compiled))
+        async for proto in self._until_silent(session, commands):
+            if proto.WhichOneof("command") == "heartbeat":
+                continue
+            # Polled: the engine thread must not know about event loops.
+            while not self._has_room(session.session_id):  # noqa: ASYNC110 see above
+                await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            match command_from_proto(proto):
+                case OpenSequenceGroup() as opened:
+                    self._submit(GroupOpened(session.session_id, opened, kv_host))
+                case RetargetSequenceGroup() as retarget:
+                    self._submit(GroupRetargeted(session.session_id, retarget))
+                case CancelSequenceGroup() as cancel:
+                    self._submit(GroupCancelled(session.session_id, cancel))
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]
@@ -262,15 +228,6 @@ class Sessions:
         except TimeoutError:
             pass  # nothing happened: the report itself says that this node lives
         session.wake.clear()
-
-
-def _remove(opening: dict[bytes, asyncio.Task[None]], group_id: bytes, _task: asyncio.Task[None]) -> None:
-    opening.pop(group_id, None)
-
-
-async def _end_of(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        await asyncio.wait([task])
 
 
 def _end_writer(reader: asyncio.Task[None], session: RouterSession) -> None:

@@ -53,8 +53,6 @@ class LocalProposer:
         self._behind: set[int] = set()  # sequences that it was asked for, and was still reading
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
-        if self.needs_constraint and start.options.sampling.constraint is None:
-            return
         self._starts[sequence_id] = start
         if self._proposer.info.features is None:  # a head's come with the KV
             self._unread[sequence_id] = token_ids
@@ -65,10 +63,6 @@ class LocalProposer:
         self._behind.discard(sequence_id)
         if self._starts.pop(sequence_id, None) is not None:
             self._proposer.forget(sequence_id)
-
-    def serves(self, sample: Sample) -> bool:
-        """Whether it has anything to do with the sequence."""
-        return sample.sequence.key in self._starts
 
     def num_missed(self, sample: Sample) -> int:
         """Tokens of the sequence that it has not read."""
@@ -89,7 +83,13 @@ class LocalProposer:
             start, features = starts.get(sequence.key), self._features_of and self._features_of(sequence)
             requests.append(
                 ProposalRequest(
-                    sequence.key, sequence.token_ids, num_wanted, start, features=features, min_reach=min_reach
+                    sequence.key,
+                    sequence.token_ids,
+                    num_wanted,
+                    start,
+                    features=features,
+                    constraint=sample.sampling.constraint,
+                    min_reach=min_reach,
                 )
             )
         requested = {request.sequence_id for request in requests}
@@ -211,7 +211,7 @@ class DraftGatherer:
         """Betters the drafts at hand by that proposer's where this pays. Returns the sequences it is asked for."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
-            samples = [sample for sample in samples if local.serves(sample)]
+            samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
                 return ()
             wanted = {sample.sequence.key: wanted[sample.sequence.key] for sample in samples}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,11 +46,11 @@ class ConstraintCompiler(Protocol):
     def warm_up(self) -> None:
         """Before the first constraint: what takes long and keeps the interpreter's lock."""
 
-    def prepare(self, constraint: Constraint) -> object:
-        """Compiles it, so that `start` is quick for as long as the result is kept. Raises: as `start`."""
+    def prepare(self, constraint: Constraint) -> Future[Any]:
+        """Compiles it in another thread: `start` is quick once this is done, for as long as it is kept.
 
-    def is_ready(self, constraint: Constraint) -> bool:
-        """Whether `start` is quick. Where it is not, it will be soon, unless the constraint cannot be compiled."""
+        Its exception is what `start` raises.
+        """
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> SequenceConstraint:
         """For a new sample, which has generated these tokens already.
@@ -65,11 +66,12 @@ class NoConstraints:
     def warm_up(self) -> None:
         """Nothing to do."""
 
-    def is_ready(self, constraint: Constraint) -> bool:
-        return False
-
-    def prepare(self, constraint: Constraint) -> None:
-        raise NotSupportedError("no tokenizer to compile constraints for", field=f"sampling.{constraint.kind}")
+    def prepare(self, constraint: Constraint) -> Future[Any]:
+        refusal: Future[Any] = Future()
+        message = "no tokenizer to compile constraints for"
+        refusal.set_exception(NotSupportedError(message, field=f"sampling.{constraint.kind}"))
+        return refusal
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> SequenceConstraint:
-        raise NotSupportedError("no tokenizer to compile constraints for", field=f"sampling.{constraint.kind}")
+        started: SequenceConstraint = self.prepare(constraint).result()
+        return started

@@ -19,7 +19,7 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from outrider.constraints.grammar import compile_grammar, open_tokenizer
-from outrider.errors import OutriderError
+from outrider.errors import InvalidRequestError, NotSupportedError
 from outrider.request import Constraint, ConstraintKind
 
 MAX_CPU_SECONDS = 0.5
@@ -31,19 +31,19 @@ LOCATE_SECONDS = 0.1
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
 
-_SCHEMAS = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
-_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SCHEMAS = (
+    *("items", "prefixItems", "additionalItems", "contains", "additionalProperties"),
+    *("anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
+)
+"""Each has a schema, or a list of them."""
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    described = json.loads(sys.stdin.readline())
     try:
-        tokenizer = open_tokenizer(
-            described["tokenizer"], vocab_size=described["vocab_size"], eos_token_ids=described["eos_token_ids"]
-        )
-    except OutriderError as error:
+        tokenizer = open_tokenizer(**json.loads(sys.stdin.readline()))
+    except NotSupportedError as error:
         _answer(error.message)
         return
     _answer(None)
@@ -60,36 +60,31 @@ def _answer(message: str | None) -> None:
 
 def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
     """The error's message, with the place in a schema. Ends the process beyond `MAX_CPU_SECONDS`."""
+    message = _error(tokenizer, constraint)
+    if message is None or constraint.kind is not ConstraintKind.JSON_SCHEMA:
+        return message
+    schema = json.loads(constraint.text)
+    deadline = time.monotonic() + LOCATE_SECONDS
+
+    def compiles(part: Schema) -> bool:
+        """Also what there is no time to look into."""
+        if time.monotonic() > deadline:
+            return True
+        return _error(tokenizer, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(part))) is None
+
+    place = "/".join(map(str, ("", *faulty_part(schema, compiles)))) if isinstance(schema, dict) else ""
+    return f"{message} (at {place})" if place else message
+
+
+def _error(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
     signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS)  # SIGVTALRM ends the process
     try:
         compile_grammar(tokenizer, constraint)
-    except OutriderError as error:
+    except InvalidRequestError as error:
+        return error.message
+    finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        schema = json.loads(constraint.text) if constraint.kind is ConstraintKind.JSON_SCHEMA else None
-        if not isinstance(schema, dict):
-            return error.message
-        place = "/".join(map(str, ("", *faulty_part(schema, _compiles(tokenizer)))))
-        return f"{error.message} (at {place})" if place else error.message
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     return None
-
-
-def _compiles(tokenizer: LLTokenizer) -> Callable[[Schema], bool]:
-    deadline = time.monotonic() + LOCATE_SECONDS
-
-    def compiles(schema: Schema) -> bool:
-        if time.monotonic() > deadline:
-            return True  # not looked into
-        signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS)
-        try:
-            compile_grammar(tokenizer, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
-        except OutriderError:
-            return False
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        return True
-
-    return compiles
 
 
 def faulty_part(schema: Schema, compiles: Callable[[Schema], bool]) -> Path:
@@ -98,23 +93,23 @@ def faulty_part(schema: Schema, compiles: Callable[[Schema], bool]) -> Path:
     path: Path = ()
     while True:
         for step, part in _parts_of(schema):
-            if not compiles({**definitions, **part}):
+            if isinstance(part, dict) and not compiles({**definitions, **part}):
                 path, schema = (*path, *step), part
                 break
         else:
             return path
 
 
-def _parts_of(schema: Schema) -> Iterator[tuple[Path, Schema]]:
-    for name in _SCHEMAS:
-        if isinstance(schema.get(name), dict):
-            yield (name,), schema[name]
-    for name in _LISTS_OF_SCHEMAS:
-        if isinstance(schema.get(name), list):
-            yield from (((name, index), part) for index, part in enumerate(schema[name]) if isinstance(part, dict))
-    for name in _NAMED_SCHEMAS:
-        if isinstance(schema.get(name), dict):
-            yield from (((name, key), part) for key, part in schema[name].items() if isinstance(part, dict))
+def _parts_of(schema: Schema) -> Iterator[tuple[Path, Any]]:
+    for keyword in _SCHEMAS:
+        part = schema.get(keyword)
+        if isinstance(part, list):
+            yield from (((keyword, index), each) for index, each in enumerate(part))
+        else:
+            yield (keyword,), part
+    for keyword in _NAMED_SCHEMAS:
+        if isinstance(parts := schema.get(keyword), dict):
+            yield from (((keyword, name), part) for name, part in parts.items())
 
 
 if __name__ == "__main__":

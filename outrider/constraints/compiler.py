@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property, partial
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -15,11 +17,15 @@ from llguidance import LLMatcher, LLTokenizer
 
 from outrider.constraints.base import ALL_ALLOWED, Masks
 from outrider.constraints.grammar import compile_grammar, open_tokenizer
-from outrider.errors import NotSupportedError, OutriderError
+from outrider.errors import NotSupportedError
 from outrider.request import Constraint
 
+T = TypeVar("T")
+
+NUM_THREADS = 2
+"""That compile: a constraint that takes long does not keep the next one waiting."""
 MAX_COMPILED = 32
-"""Grammars that are kept compiled, of the most recent requests, besides those in use."""
+"""Grammars that are kept, the newest, besides those that others keep."""
 MAX_CACHED_MASKS = 256
 """Of one sample, between two commits: 6 KB each with 49,152 tokens."""
 MASK_SECONDS = 0.004
@@ -97,69 +103,40 @@ class GrammarCompiler:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="constraints")
         self._lock = threading.Lock()
         self._debt = Debt()
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()  # most recently used last
-        self._in_use: WeakValueDictionary[Constraint, CompiledGrammar] = WeakValueDictionary()  # those, and others
-        self._thread: ThreadPoolExecutor | None = None  # from the first `is_ready` on
-        self._tried: OrderedDict[Constraint, bool] = OrderedDict()  # by `is_ready`; True: it cannot be compiled
+        self._newest: deque[Future[CompiledGrammar]] = deque(maxlen=MAX_COMPILED)
+        # Those, and others that somebody keeps.
+        self._compiled: WeakValueDictionary[Constraint, Future[CompiledGrammar]] = WeakValueDictionary()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """Raises: NotSupportedError."""
+        return open_tokenizer(
+            self._tokenizer_json.decode(), vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+        )
 
     def warm_up(self) -> None:
-        with self._lock, suppress(NotSupportedError):
-            self._open_tokenizer()
+        with suppress(NotSupportedError):
+            _ = self._tokenizer
 
-    def prepare(self, constraint: Constraint) -> CompiledGrammar:
+    def prepare(self, constraint: Constraint) -> Future[CompiledGrammar]:
         with self._lock:
-            grammar, tokenizer = self._in_use.get(constraint), self._open_tokenizer()
-        if grammar is None:
-            grammar = CompiledGrammar(lambda: compile_grammar(tokenizer, constraint), own=Debt(), common=self._debt)
-        with self._lock:
-            grammar = self._in_use.setdefault(constraint, grammar)
-            self._compiled[constraint] = grammar
-            self._compiled.move_to_end(constraint)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return grammar
+            compiled = self._compiled.get(constraint)
+            if compiled is None:
+                compiled = self._compiled[constraint] = self._threads.submit(self._compile, constraint)
+                self._newest.append(compiled)
+        return compiled
 
-    def is_ready(self, constraint: Constraint) -> bool:
-        with self._lock:
-            if constraint in self._in_use:
-                return True
-            if constraint in self._tried:
-                return False
-            self._tried[constraint] = False
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        self._thread.submit(self._prepare_beside, constraint)
-        return False
-
-    def _prepare_beside(self, constraint: Constraint) -> None:
-        try:
-            self.prepare(constraint)
-        except OutriderError:
-            with self._lock:
-                self._tried[constraint] = True
-                while len(self._tried) > MAX_COMPILED:
-                    self._tried.popitem(last=False)
-        else:
-            with self._lock:
-                self._tried.pop(constraint, None)
+    def _compile(self, constraint: Constraint) -> CompiledGrammar:
+        compile_again = partial(compile_grammar, self._tokenizer, constraint)
+        return CompiledGrammar(compile_again, own=Debt(), common=self._debt)
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> GrammarState:
-        grammar, tokenizer = self.prepare(constraint), self._open_tokenizer()
-        sequence = GrammarState(
-            grammar, num_words=-(-tokenizer.vocab_size // 32), eos_token_ids=frozenset(tokenizer.eos_tokens)
-        )
+        sequence = GrammarState(self.prepare(constraint).result(), self._tokenizer)
         sequence.commit(generated_token_ids)
         return sequence
-
-    def _open_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = open_tokenizer(
-                self._tokenizer_json.decode(), vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
-            )
-        return self._tokenizer
 
 
 class GrammarState:
@@ -168,13 +145,13 @@ class GrammarState:
     After the grammar's end only end-of-text follows, as often as the request wants it.
     """
 
-    def __init__(self, grammar: CompiledGrammar, *, num_words: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, grammar: CompiledGrammar, tokenizer: LLTokenizer) -> None:
         self.failure = ""
         self._grammar = grammar
         self._beginning = grammar.beginning
         self._matcher = self._beginning.deep_copy()
-        self._num_words = num_words
-        self._eos_token_ids = eos_token_ids
+        self._num_words = -(-tokenizer.vocab_size // 32)
+        self._eos_token_ids = frozenset(tokenizer.eos_tokens)
         self._token_ids: list[int] = []  # consumed
         self._masks: dict[tuple[tuple[int, ...], tuple[int, ...]], Masks] = {}  # by assumed and draft tokens
         self._dead_ends: dict[tuple[int, ...], str] = {}  # paths after which there is no mask, and why
@@ -190,19 +167,12 @@ class GrammarState:
             if self.failure:
                 return
             started = time.thread_time()
-            self._commit(token_id)
+            is_allowed, error = self._try(partial(self._consume, token_id))
             self._grammar.spend(time.thread_time() - started, due=TOKEN_SECONDS)
-
-    def _commit(self, token_id: int) -> None:
-        if self._consume(token_id):
-            return
-        error = self._take_error()
-        if error and not self.failure and self._consume(token_id):  # it was of others' lexer states
-            return
-        if error:
-            self._fail(error)
-        else:
-            self.failure = "the constraint allows no token that other parameters, such as min_tokens, leave"
+            if error:
+                self._fail(error)
+            elif not is_allowed:
+                self.failure = "the constraint allows no token that other parameters, such as min_tokens, leave"
 
     def masks(self, assumed_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]) -> Masks:
         key = assumed_token_ids, draft_token_ids
@@ -237,17 +207,15 @@ class GrammarState:
 
     def _fill(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> None:
         """The rows that can be reached, of those after `num_assumed` tokens of the path."""
-        num_tokens, error = self._follow(masks, path, num_assumed=num_assumed)
-        if error and _LEXER in error and not self.failure:  # perhaps of what others, or earlier drafts, came by
-            num_tokens, error = self._follow(masks, path, num_assumed=num_assumed)
+        num_tokens, error = self._try(lambda: self._follow(masks, path, num_assumed=num_assumed))
         if error:
             masks[max(num_tokens - num_assumed, 0) :] = 0
             self._dead_ends[path[:num_tokens]] = error
             if not num_tokens:
                 self._fail(error)
 
-    def _follow(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> tuple[int, str]:
-        """Tokens of the path after which no further mask can be made, and the matcher's error if that is why."""
+    def _follow(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> int:
+        """Tokens of the path after which no further mask can be made: there it ends, is forbidden, or an error."""
         matcher, num_committed, num_tokens = self._matcher, len(self._token_ids), 0
         while True:
             if num_tokens >= num_assumed:
@@ -261,10 +229,19 @@ class GrammarState:
             num_tokens += 1
         num_consumed = len(self._token_ids) - num_committed
         del self._token_ids[num_committed:]
-        error = self._take_error()
-        if not error:
+        if not matcher.is_error():
             matcher.rollback(num_consumed)
-        return num_tokens, error
+        return num_tokens
+
+    def _try(self, action: Callable[[], T]) -> tuple[T, str]:
+        """What an action of the matcher returns, and its error, or "".
+
+        Where the lexer is full it is tried once more with an empty one: others, or earlier drafts, may have filled it.
+        """
+        result, error = action(), self._take_error()
+        if _LEXER in error and not self.failure:
+            result, error = action(), self._take_error()
+        return result, error
 
     def _take_error(self) -> str:
         """The matcher's error, or "". A matcher never leaves its error state, so a new one takes its place."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from outrider.constraints import grammar
+
 
 class Promise(StrEnum):
     """What is guaranteed of an answer's tokens in any batch and with any drafts."""
@@ -26,12 +28,9 @@ class Numerics:
     promise: Promise
     kernels: str  # "amx", "torch bfloat16"
 
-    def with_grammars(self, library: str) -> Numerics:
-        """`library`: what decides which tokens a constraint allows."""
-        return Numerics(self.promise, f"{self.kernels}, {library}")
-
     def __str__(self) -> str:
-        return f"{self.promise} ({self.kernels})"
+        """With what decides which tokens a constraint allows."""
+        return f"{self.promise} ({self.kernels}, {grammar.NUMERICS})"
 
 
 def native_numerics(

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from outrider.constraints.grammar import NUMERICS
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
@@ -104,13 +103,13 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     check_paged_forward(loaded, expected, is_lossy=has_int8_weights)
     if config.deterministic and native is None:
         numerics = _deterministic_numerics(loaded, attention_of(config, device))
-        return replace(loaded, info=replace(loaded.info, numerics=str(numerics.with_grammars(NUMERICS))))
+        return replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
     if isinstance(native, NativeLayers) and depends_on_batch(loaded):
         # Experts, Conv1D and whatever else is no linear layer are torch's.
         numerics = native_numerics(
             kernels.path, by_layers=True, has_int8_weights=has_int8_weights, promise=promise_of_torch(dtype)
         )
-        loaded = replace(loaded, info=replace(loaded.info, numerics=str(numerics.with_grammars(NUMERICS))))
+        loaded = replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
     return loaded
 
 

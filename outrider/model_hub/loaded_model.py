@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from outrider.constraints.base import ConstraintCompiler
-from outrider.constraints.grammar import NUMERICS
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers
@@ -113,7 +112,7 @@ def describe_model(
             directory, dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, {config.weights}"
         ),
         vocabulary_fingerprint=vocabulary_fingerprint(strings),
-        numerics=str(numerics.with_grammars(NUMERICS)),
+        numerics=str(numerics),
     )
     return LoadedModel(
         model=model,

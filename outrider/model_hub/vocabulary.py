@@ -87,19 +87,10 @@ def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any
     return tuple(sorted(found))
 
 
-def eos_token_ids_of(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """As `eos_token_ids`, of files as of `read_tokenizer_files`."""
-    config, generation_config = (
-        json.loads(files.get(f"{name}.json", b"{}")) for name in ("config", "generation_config")
-    )
-    return eos_token_ids(config, generation_config)
-
-
-def grammar_compiler(tokenizer_files: Mapping[str, bytes], vocab_size: int) -> GrammarCompiler:
-    """For a model with logits of this width."""
-    return GrammarCompiler(
-        tokenizer_files[TOKENIZER_FILE], vocab_size=vocab_size, eos_token_ids=eos_token_ids_of(tokenizer_files)
-    )
+def grammar_compiler(files: Mapping[str, bytes], vocab_size: int) -> GrammarCompiler:
+    """For a model with logits of this width. `files`: as of `read_tokenizer_files`."""
+    configs = (json.loads(files.get(name, b"{}")) for name in ("config.json", "generation_config.json"))
+    return GrammarCompiler(files[TOKENIZER_FILE], vocab_size=vocab_size, eos_token_ids=eos_token_ids(*configs))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def test_an_error_on_a_drafts_path_costs_the_draft_only(compiler):
 )
 def test_what_cannot_be_compiled_says_why_and_where(compiler, kind, text, message):
     with pytest.raises(InvalidRequestError, match="cannot be compiled") as raised:
-        compiler.prepare(Constraint(ConstraintKind(kind), text))
+        compiler.prepare(Constraint(ConstraintKind(kind), text)).result()
     assert message in raised.value.message
     assert raised.value.field == f"sampling.{kind}"
 
@@ -241,18 +241,18 @@ def test_one_text_that_is_long_has_quick_masks_or_fails(compiler):
     for state in states:
         state.masks((), ())
         state.forced_tokens()
-    assert "too much work" in states[-1].failure or not compiler.prepare(constraint).is_too_slow
+    assert "too much work" in states[-1].failure or not compiler.prepare(constraint).result().is_too_slow
 
 
 def test_a_grammar_whose_masks_take_long_ends_all_that_follow_it(compiler):
     state, others = compiler.start(CONSTRAINTS["regex"]), [compiler.start(CONSTRAINTS["grammar"])]
-    compiler.prepare(CONSTRAINTS["regex"]).spend(MAX_DEBT_SECONDS + 0.1, due=MASK_SECONDS)
+    compiler.prepare(CONSTRAINTS["regex"]).result().spend(MAX_DEBT_SECONDS + 0.1, due=MASK_SECONDS)
     state.masks((), ())
     assert "more than 4 ms a mask" in state.failure
     assert state.forced_tokens() == []
     others[0].masks((), ())
     assert not others[0].failure
-    compiler.prepare(CONSTRAINTS["regex"]).spend(0.0, due=1.0)  # others of its masks were quick
+    compiler.prepare(CONSTRAINTS["regex"]).result().spend(0.0, due=1.0)  # others of its masks were quick
     state = compiler.start(CONSTRAINTS["regex"])
     state.masks((), ())
     assert not state.failure
@@ -265,15 +265,11 @@ def test_what_is_in_use_stays_compiled(compiler):
     assert compiler.prepare(CONSTRAINTS["choice"]) is kept
 
 
-def test_beside_its_owner_a_constraint_is_compiled_once_and_a_bad_one_is_not_tried_again():
-    compiler = GrammarCompiler(TOKENIZER.to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
-    good, bad = CONSTRAINTS["regex"], Constraint(ConstraintKind.REGEX, "(a")
-    assert not compiler.is_ready(good)
-    assert not compiler.is_ready(bad)
-    compiler._thread.submit(lambda: None).result(10)  # after those two
-    assert compiler.is_ready(good)
-    assert not compiler.is_ready(bad)
-    assert compiler._thread._work_queue.empty()
+@pytest.mark.parametrize("constraint", [CONSTRAINTS["regex"], Constraint(ConstraintKind.REGEX, "(a")])
+def test_a_constraint_is_compiled_once_whether_it_can_be_or_not(compiler, constraint):
+    first = compiler.prepare(constraint)
+    first.exception(10)
+    assert compiler.prepare(constraint) is first
 
 
 def test_a_grammar_whose_masks_were_slow_is_served_again_later():

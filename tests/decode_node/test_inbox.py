@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
 from decode_node.commands import DrainStarted, GroupCancelled, GroupOpened, SessionEnded, TransferFailed
@@ -134,3 +136,55 @@ def test_beside_a_flood_a_step_goes_on_and_other_routers_are_heard(make_scripted
     assert node.find(Granted, other)
     assert not node.loop._inbox.is_empty
     node.run()
+
+
+ONE, TWO = bytes([1] * 16), bytes([2] * 16)
+
+
+def test_others_do_not_wait_while_a_groups_constraint_is_compiled():
+    inbox, compiled = Inbox(), Future()
+    waiting, other = opened(1, group_id=ONE), opened(1, group_id=TWO)
+    inbox.put_when_done(waiting, compiled)
+    assert inbox.is_empty
+    inbox.put(other)
+    inbox.put(cancelled(1, group_id=TWO))
+    assert inbox.take_some() == [cancelled(1, group_id=TWO)]
+    compiled.set_result(None)
+    inbox.wait(PATIENCE_SECONDS)
+    assert inbox.take_some() == [waiting]
+
+
+def test_what_is_given_up_before_its_constraint_is_compiled_is_not_opened():
+    inbox, compiled = Inbox(), Future()
+    kept, given_up, elsewhere = opened(1, group_id=TWO), opened(1, group_id=ONE), opened(2, group_id=ONE)
+    for command in (kept, given_up, elsewhere):
+        inbox.put_when_done(command, compiled)
+    inbox.put(cancelled(1, group_id=ONE))
+    inbox.put(cancelled(1, 0, group_id=TWO))  # one of its samples only
+    assert inbox.take_some() == []
+    compiled.set_exception(ValueError("a constraint that cannot be compiled is opened, and refused there"))
+    assert inbox.take_some() == [kept, elsewhere, cancelled(1, 0, group_id=TWO)]
+    inbox.put(cancelled(1, group_id=ONE))
+    assert inbox.take_some() == [cancelled(1, group_id=ONE)]
+
+
+def test_nothing_is_opened_after_the_end_of_its_session():
+    inbox, compiled = Inbox(), Future()
+    inbox.put_when_done(opened(1), compiled)
+    inbox.put_when_done(opened(2), compiled)
+    inbox.put(SessionEnded(1))
+    compiled.set_result(None)
+    assert inbox.take_some() == [SessionEnded(1), opened(2)]
+
+
+@pytest.mark.parametrize("bounds", [{"max_commands": 3}, {"max_tokens": 3}], ids=["commands", "tokens"])
+def test_groups_whose_constraints_are_compiled_count_for_a_routers_room(bounds):
+    inbox, compiled = Inbox(**bounds), Future()
+    for number in range(3):
+        assert inbox.has_room(1)
+        inbox.put_when_done(opened(1, group_id=bytes([number] * 16)), compiled)
+    assert not inbox.has_room(1)
+    assert inbox.has_room(2)
+    compiled.set_result(None)
+    inbox.take_some()
+    assert inbox.has_room(1)

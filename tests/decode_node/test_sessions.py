@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 
 import grpc
 import grpc.aio
 import pytest
 
-from decode_node.commands import GroupCancelled, GroupOpened, SessionEnded
+from decode_node.commands import GroupOpened, SessionEnded
 from decode_node.inbox import Inbox
 from decode_node.servicer import DecodeServicer
 from decode_node.sessions import Sessions, merge_tokens
@@ -20,7 +19,7 @@ from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.request import FinishReason
 from outrider.rpc.status import from_rpc_error
 from outrider.session import SampleDone, SampleTokens, SpeculationCounts
-from outrider.v1 import node_pb2, router_pb2, session_pb2, session_pb2_grpc
+from outrider.v1 import session_pb2, session_pb2_grpc
 from tests.support.waiting import PATIENCE_SECONDS, within
 
 GROUP = bytes(16)
@@ -43,7 +42,6 @@ class Engine:
         self.commands = []
         self.changed = asyncio.Event()
         self.inbox = Inbox()
-        self.compile = lambda constraint: constraint
 
     def submit(self, command):
         self.commands.append(command)
@@ -65,7 +63,6 @@ def sessions_of(engine, *, timeout_seconds=10 * PATIENCE_SECONDS):
         has_room=lambda session_id: engine.inbox.has_room(session_id),  # noqa: PLW0108 `inbox` may be replaced later
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
-        compile_constraint=lambda constraint: engine.compile(constraint),  # noqa: PLW0108 likewise
         timeout_seconds=timeout_seconds,
     )
 
@@ -143,70 +140,14 @@ async def read_all(call):
         pass
 
 
-def opening(number, *, num_tokens=1, regex=None):
+def opening(number, *, num_tokens=1):
     opened = session_pb2.OpenSequenceGroup(
         sequence_group_id=number.to_bytes(16, "big"),
         transfer_id=GROUP,
         prompt_token_ids=[1] * num_tokens,
         request_id="r",
-        options=node_pb2.RequestOptions(sampling=router_pb2.SamplingParams(regex=regex)),
     )
     return session_pb2.SessionCommand(open=opened)
-
-
-def cancelling(number):
-    cancel = session_pb2.CancelSequenceGroup(sequence_group_id=number.to_bytes(16, "big"))
-    return session_pb2.SessionCommand(cancel=cancel)
-
-
-def numbers(opened):
-    return [command.group.sequence_group_id[-1] for command in opened]
-
-
-async def test_others_do_not_wait_while_a_constraint_is_compiled():
-    async with serving() as (engine, _, channel):
-        may_end = threading.Event()
-        engine.compile = lambda constraint: (may_end.wait(PATIENCE_SECONDS), constraint)[1]
-        call = await connect(channel)
-        try:
-            for command in (opening(1, regex="a"), opening(2, regex="b"), cancelling(2), opening(3), cancelling(3)):
-                await call.write(command)
-            (cancelled,) = await engine.until(GroupCancelled)
-            assert cancelled.cancel.sequence_group_id[-1] == 3
-            assert numbers(await engine.until(GroupOpened)) == [3]
-        finally:
-            may_end.set()
-        opened = await engine.until(GroupOpened, 2)
-        assert numbers(opened) == [3, 1], "what was cancelled meanwhile is not opened"
-        assert opened[1].compiled_constraint.text == "a"
-        await call.write(cancelling(1))
-        await engine.until(GroupCancelled, 2)
-        call.cancel()
-
-
-async def test_nothing_is_opened_after_the_end_of_its_session():
-    async with serving() as (engine, _, channel):
-        compiling, may_end, ended = (threading.Event() for _ in range(3))
-
-        def compile_slowly(_constraint):
-            compiling.set()
-            may_end.wait(PATIENCE_SECONDS)
-            ended.set()
-
-        engine.compile = compile_slowly
-        call = await connect(channel)
-        try:
-            await call.write(opening(1, regex="a"))
-            await asyncio.to_thread(compiling.wait, PATIENCE_SECONDS)
-            call.cancel()
-            await engine.until(SessionEnded)
-        finally:
-            may_end.set()
-        await asyncio.to_thread(ended.wait, PATIENCE_SECONDS)
-        other = await connect(channel)
-        await other.write(opening(2))
-        assert numbers(await engine.until(GroupOpened)) == [2]
-        other.cancel()
 
 
 @pytest.mark.parametrize("bounds", [{"max_commands": 3}, {"max_tokens": 150}], ids=["commands", "tokens"])

@@ -82,7 +82,6 @@ class ThreadedServices(WatchedLoop):
             has_room=lambda _: True,
             info=lambda: INFO,
             report=lambda: report,
-            compile_constraint=lambda constraint: None,
             timeout_seconds=CALL_SECONDS,
         )
         decode = DecodeServicer()

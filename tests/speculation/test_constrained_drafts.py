@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from outrider.constraints.compiler import GrammarCompiler
+from outrider.constraints.compiler import NUM_THREADS, GrammarCompiler
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -18,6 +20,7 @@ from outrider.speculation.proposers.model_forward import ModelForward
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model, tiny_tokenizer
 from tests.support.toy_head import VOCAB_SIZE, ToyFeatures, ToyHead
+from tests.support.waiting import PATIENCE_SECONDS
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
 LETTERS = Constraint(ConstraintKind.REGEX, "[a-f]{3,40}(x|yz)")
@@ -50,8 +53,14 @@ def draft(proposer, asked):
 
 def compile_beside(constraints, proposer, asked):
     """The first try finds a constraint that is not compiled, and does not wait for it."""
-    assert draft(proposer, asked) == ()
-    constraints._thread.submit(lambda: None).result(10)
+    may_compile = threading.Event()
+    for _ in range(NUM_THREADS):
+        constraints._threads.submit(may_compile.wait, PATIENCE_SECONDS)
+    try:
+        assert draft(proposer, asked) == ()
+    finally:
+        may_compile.set()
+    constraints.prepare(asked.start.options.sampling.constraint).exception(PATIENCE_SECONDS)
 
 
 def assert_allowed(constraints, constraint, generated, token_ids):

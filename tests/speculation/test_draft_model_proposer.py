@@ -119,6 +119,7 @@ def test_a_draft_is_what_the_draft_model_itself_would_generate_and_siblings(mode
 def test_siblings_are_what_a_constraint_allows_also_where_that_is_one_token(model):
     choice = Constraint(ConstraintKind.CHOICE, options=("the cat sat", "a dog"))
     compiled = model.constraints.prepare(choice)
+    compiled.result(10)
     start = start_of(dataclasses.replace(HOT, constraint=choice), takes_trees=True)
     (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 4, start))
     token_ids, parents = proposal.tree.token_ids, proposal.tree.parents or tuple(range(-1, 3))

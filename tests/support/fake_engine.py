@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.constraints.base import NoConstraints
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.pending import Pending
@@ -151,6 +152,7 @@ class ScriptedSampler:
 
     def __init__(self) -> None:
         self.fails_at: dict[int, int] = {}
+        self.constraints = NoConstraints()
 
     def start(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import numpy as np
 
 
@@ -14,9 +16,9 @@ class RandomMasks:
 
     def prepare(self, constraint):
         """Nothing to compile."""
-
-    def is_ready(self, constraint):
-        return True
+        compiled = Future()
+        compiled.set_result(None)
+        return compiled
 
     def start(self, constraint, generated_token_ids=()):
         return _RandomConstraint(self.vocab_size, constraint.text, list(generated_token_ids))

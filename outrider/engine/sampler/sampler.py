@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +56,8 @@ class Sampler:
         kernels: of logits on the CPU. None: torch decides, to the same ids.
         constraints: compiles those of requests for the same vocabulary. None: there are none.
         """
-        self._masks_thread: ThreadPoolExecutor | None = None  # from the first constraint on
-        self._masks_in_making: Future[None] | None = None
+        self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # starts with the first constraint
+        self._masks_in_making: Future[Any] | None = None
         shape = tuple(known_token_ids.shape)
         assert shape == (vocab_size,), f"known_token_ids {shape} does not fit vocab_size {vocab_size}"
         self.vocab_size = vocab_size
@@ -133,12 +134,7 @@ class Sampler:
 
         What decides these rows waits for them. Until then no other call may be about their samples.
         """
-        constrained = [part for part in rows if part.state.constraint is not None]
-        if not constrained:
-            return
-        if self._masks_thread is None:
-            self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._masks_in_making = self._masks_thread.submit(_make_masks, constrained)
+        self._masks_in_making = self._masks_thread.submit(lambda: [part.masks() for part in rows])
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRows]) -> SampledRows:
         """Decides every row.
@@ -198,8 +194,3 @@ class Sampler:
         if logits.shape != (num_rows, self.vocab_size):
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
         return logits.detach().to(torch.float32).contiguous()
-
-
-def _make_masks(rows: Sequence[SampleRows]) -> None:
-    for part in rows:
-        part.masks()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from outrider.constraints.base import SequenceConstraint
 from outrider.node import FeatureFormat
 from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
@@ -28,6 +29,7 @@ class ProposalRequest:
     looks_ahead: bool = False  # the update is answered; branches ahead of the next one are wanted
     owner: int = 0  # the decode node; owners share the look-ahead equally
     features: Features | None = None  # for a head; None where no target computes any
+    constraint: SequenceConstraint | None = None  # that has followed token_ids; None: there is none, or not here
     min_reach: float = 0.0  # the draft ends with a token that the text goes through with less probability than this
 
 

@@ -7,36 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.constraints.base import ConstraintCompiler, SequenceConstraint
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposalRequest, ProposerInfo, nothing
 
 
 class GrammarProposer:
-    """A `Proposer` for constrained sequences. One owner thread."""
+    """A `Proposer` for constrained sequences, beside the sampler that follows their constraints."""
 
-    def __init__(self, constraints: ConstraintCompiler) -> None:
+    def __init__(self) -> None:
         self.info = ProposerInfo(name="grammar", needs_constraint=True)
         self.num_wasted_tokens = 0
-        self._constraints = constraints
-        self._followed: dict[int, tuple[SequenceConstraint, int]] = {}  # and the tokens that it knows, by sequence
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, empty where the grammar leaves a choice."""
-        return [self._propose(request) for request in requests]
+        return [_propose(request) for request in requests]
 
     def forget(self, sequence_id: int) -> None:
-        self._followed.pop(sequence_id, None)
+        """Nothing is remembered."""
 
-    def _propose(self, request: ProposalRequest) -> Proposal:
-        text, start = request.token_ids, request.start
-        if start is None or start.options.sampling.constraint is None:
-            return nothing(request)
-        followed = self._followed.get(request.sequence_id)
-        if followed is None:
-            followed = self._constraints.start(start.options.sampling.constraint), start.prompt_length
-        constraint, num_known = followed
-        constraint.commit(text[num_known:])
-        self._followed[request.sequence_id] = constraint, len(text)
-        token_ids = tuple(constraint.forced_tokens()[: request.num_wanted]) if request.num_wanted > 0 else ()
-        return Proposal(sequence_id=request.sequence_id, tree=DraftTree(len(text), token_ids=token_ids))
+
+def _propose(request: ProposalRequest) -> Proposal:
+    if request.constraint is None or request.num_wanted <= 0:
+        return nothing(request)
+    token_ids = tuple(request.constraint.forced_tokens()[: request.num_wanted])
+    return Proposal(sequence_id=request.sequence_id, tree=DraftTree(len(request.token_ids), token_ids=token_ids))

@@ -26,7 +26,10 @@ class PathSampler:
 
     def is_ready(self, start: SequenceStart) -> bool:
         constraint = start.options.sampling.constraint
-        return constraint is None or self.sampler.constraints.is_ready(constraint)
+        if constraint is None:
+            return True
+        compiled = self.sampler.constraints.prepare(constraint)
+        return compiled.done() and compiled.exception() is None
 
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
         params = start.options.sampling
