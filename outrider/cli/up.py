@@ -112,14 +112,16 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
     by_role = {role: load(role) for role, _ in map(parse_reference, arguments.imports) if role}
     write_warnings("outrider", [text for each in (common, *by_role.values()) for text in each.warnings])
     sections = common.sections
-    overrides = [*common.overrides, *given_settings(arguments)]
+    drafting = by_role.get(DECODE, common)  # their file says who drafts, for all nodes
+    heads = [text for text in drafting.overrides if text.startswith(f"{HEAD}=")]
+    overrides = [*common.overrides, *heads, *given_settings(arguments)]
     if tls is not None:
         from outrider.cluster.authority import prepare_tls_folder
 
         shown = prepare_tls_folder(tls, sections["security"])
         files = {"certificate": shown.certificate, "private_key": shown.private_key, "authority": shown.authority}
         overrides = [*(f"security.tls.{name}={path}" for name, path in files.items()), *overrides]
-    config: ClusterConfig = by_role.get(DECODE, common).sections["cluster"]
+    config: ClusterConfig = drafting.sections["cluster"]
     _check_heads(getattr(arguments, HEAD), config.draft_choice)
     if config.port:  # reported at once, not after the weights are loaded
         for index in range(config.routers):

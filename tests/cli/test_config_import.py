@@ -176,6 +176,16 @@ def test_a_file_for_decode_nodes_says_who_drafts(file):
     assert cluster_of("--extra-engine-args", f"decode={file}", "--draft", "suffix").config.draft == "suffix"
 
 
+@pytest.mark.parametrize("method", ["NGram", f"Eagle3, speculative_model_dir: {DEFAULT_HEAD}"])
+def test_the_head_of_a_file_for_decode_nodes_is_that_of_prefill_nodes_too(file, method):
+    """Or their features would not fit."""
+    file.write_text(f"speculative_config: {{decoding_type: {method}}}\n")
+    found = settings_of(cluster_of("--extra-engine-args", f"decode={file}"))
+    assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head != "auto"
+    found = settings_of(cluster_of("--extra-engine-args", f"decode={file}", "--set", "model.head=auto"))
+    assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == "auto"
+
+
 def test_flags_of_vllm_are_settings():
     speculative = json.dumps({"method": "suffix", "num_speculative_tokens": 2})
     cluster = cluster_of(
