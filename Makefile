@@ -74,7 +74,7 @@ $(TRITON): $(INSTALLED)
 
 .PHONY: test-triton
 test-triton: $(READY) $(TRITON) ## What needs Triton, in its interpreter: GPU kernels on a CPU
-	$(BIN)/python -m pytest -n 3 --dist worksteal --full -m triton tests/engine tests/contract $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m triton tests/engine tests/contract $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(READY) $(TRITON) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
@@ -100,9 +100,9 @@ soak: $(READY) ## Mixed load and a random fault every five seconds (SOAK_SECONDS
 compose-test: $(INSTALLED) ## Builds the image and runs clusters of containers; says so where there is no Docker engine
 	$(BIN)/python -m pytest -m compose tests/compose $(PYTEST_ARGS)
 
-CHECKS := check-style check-types check-imports check-protos check-kernels check-files
+CHECKS := check-types check-tests check-style check-imports check-protos check-kernels check-files
 .PHONY: check $(CHECKS)
-check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files
+check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files; finds all tests
 
 check-style: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -114,6 +114,10 @@ check-style: $(INSTALLED)
 
 check-types: $(INSTALLED)
 	$(BIN)/mypy
+
+# It compiles them, too, which otherwise each of several workers of `make test` would do for itself.
+check-tests: $(INSTALLED)
+	found=$$($(BIN)/python -m pytest --collect-only -qq) || { echo "$$found"; exit 1; }
 
 check-imports: $(INSTALLED)
 	$(BIN)/lint-imports
