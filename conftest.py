@@ -20,19 +20,13 @@ if TYPE_CHECKING:
 
 LAST_FOLDERS = ("statistical", "faults", "e2e", "gpu")
 LONG_FILES = (
-    "tests/client/test_resume.py",
-    "tests/cluster/test_cluster.py",
-    "tests/cluster/test_gateway.py",
-    "tests/engine/cpu_kernels/test_native_decoder.py",
     "tests/model_hub/test_real_model.py",
-    "tests/router/test_failover.py",
-    "tests/router/test_node_loss.py",
     "tests/router/test_router_process.py",
     "tests/router/test_two_routers.py",
     "tests/speculation/test_source_order.py",
 )
-"""Of other folders, those that take about twenty seconds and more: of several workers, none begins with one at the
-end, when the others have nothing left."""
+"""They take about half a minute, and come late by their names: of several workers, none shall begin with one when the
+others have nothing left."""
 WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
 """Their tests wait more than they compute."""
 SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")
