@@ -61,7 +61,6 @@ def make_build(
         from decode_node.sequence_group_manager import SequenceGroupManager
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import Engine
-        from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.sampler import Sampler
         from outrider.engine.sampler.warm_up import warm_up_sampler
         from outrider.engine.scheduler import Scheduler
@@ -97,12 +96,7 @@ def make_build(
             proposer=head.info.name if head else config.local_fallback,
             num_speculative_tokens=config.num_speculative_tokens,
         )
-        pool = BlockPool(
-            num_blocks=kv_cache.num_blocks,
-            block_size=kv_cache.block_size,
-            hash_seed=bytes.fromhex(info.fingerprint),
-            enable_prefix_cache=config.kv_cache.prefix_cache,
-        )
+        pool = compute.make_pool(config.kv_cache)
         scheduler = Scheduler(
             pool, max_running=config.max_running_sequences, max_rows_per_step=config.max_rows_per_step
         )
@@ -197,21 +191,7 @@ def make_build(
             tokenizer_files=model.tokenizer_files,
             ranks=compute.ranks,
             description={
-                "model": info.name,
-                "fingerprint": info.fingerprint,
-                "dtype": info.dtype,
-                "device": str(model.device),
-                "ranks": model_config.tensor_parallel_size,
-                "attention_backend": runner.attention_name,
-                "threads": model.num_threads,
-                "cpus": ",".join(map(str, usable_cpus())),
-                "numerics": info.numerics,
-                "kernels": str(model.kernels),
-                "weights": model.weights_from,
-                "features": str(info.features or "none"),
-                "cpu_turns": cpu_turns.description,
-                "kv_blocks": pool.num_blocks,
-                "kv_block_size": pool.block_size,
+                **compute.describe(model_config, cpu_turns=cpu_turns),
                 "draft_targets": list(config.draft_targets),
                 "max_running_sequences": config.max_running_sequences,
             },

@@ -48,7 +48,6 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import PromptEngine
-        from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.heads.open import reduction_of
@@ -69,12 +68,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             progress=announce_progress,
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
-        pool = BlockPool(
-            num_blocks=kv_cache.num_blocks,
-            block_size=kv_cache.block_size,
-            hash_seed=bytes.fromhex(model.info.fingerprint),
-            enable_prefix_cache=config.kv_cache.prefix_cache,
-        )
+        pool = compute.make_pool(config.kv_cache)
         scheduler = Scheduler(
             pool,
             max_running=config.max_running_sequences,
@@ -109,21 +103,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             tokenizer_files=model.tokenizer_files,
             ranks=compute.ranks,
             description={
-                "model": model.info.name,
-                "fingerprint": model.info.fingerprint,
-                "dtype": model.info.dtype,
-                "device": str(model.device),
-                "ranks": model_config.tensor_parallel_size,
-                "attention_backend": runner.attention_name,
-                "threads": model.num_threads,
-                "cpus": ",".join(map(str, usable_cpus())),
-                "numerics": model.info.numerics,
-                "kernels": str(model.kernels),
-                "weights": model.weights_from,
-                "features": str(model.info.features or "none"),
-                "cpu_turns": cpu_turns.description,
-                "kv_blocks": pool.num_blocks,
-                "kv_block_size": pool.block_size,
+                **compute.describe(model_config, cpu_turns=cpu_turns),
                 "connector": connector.name,
             },
         )

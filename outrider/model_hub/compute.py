@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.features import FeatureReduction
+from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.model_runner import ModelRunner, open_runner
+from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
 from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
@@ -36,6 +39,36 @@ class Compute:
     runner: ModelRunner
     ranks: AbstractContextManager[object]
     max_rows_per_step: int
+
+    def make_pool(self, config: KVCacheConfig) -> BlockPool:
+        """Of the cache's blocks."""
+        return BlockPool(
+            num_blocks=self.kv_cache.num_blocks,
+            block_size=self.kv_cache.block_size,
+            hash_seed=bytes.fromhex(self.model.info.fingerprint),
+            enable_prefix_cache=config.prefix_cache,
+        )
+
+    def describe(self, config: ModelConfig, *, cpu_turns: CpuTurns) -> dict[str, object]:
+        """For a node's start-up line. `config`: by which it was opened."""
+        model, info = self.model, self.model.info
+        return {
+            "model": info.name,
+            "fingerprint": info.fingerprint,
+            "dtype": info.dtype,
+            "device": str(model.device),
+            "ranks": config.tensor_parallel_size,
+            "attention_backend": self.runner.attention_name,
+            "threads": model.num_threads,
+            "cpus": ",".join(map(str, usable_cpus())),
+            "numerics": info.numerics,
+            "kernels": str(model.kernels),
+            "weights": model.weights_from,
+            "features": str(info.features or "none"),
+            "cpu_turns": cpu_turns.description,
+            "kv_blocks": self.kv_cache.num_blocks,
+            "kv_block_size": self.kv_cache.block_size,
+        }
 
 
 def open_compute(
