@@ -6,28 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 
 from outrider.client import ChatMessage, Client, GenerateOptions, RetryPolicy
 from outrider.errors import CapacityError, InvalidRequestError, NotSupportedError, OutriderError
 from outrider.llm.outputs import RequestOutput, make_output
-from outrider.llm.prompts import Source
-from outrider.llm.sampling_params import SamplingParams
+from outrider.llm.prompts import Request
 
 Result = TypeVar("Result")
 MakeBar = Callable[..., Any]
 """tqdm, or what takes its arguments."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt of a batch, with its parameters."""
-
-    name: str  # "prompts[3]", for errors
-    source: Source
-    params: SamplingParams
-    options: GenerateOptions
 
 
 class Batch:
@@ -50,12 +39,9 @@ class Batch:
         """
         window = self._client.model().max_model_len
         with make_bar(total=len(requests), desc="Encoded prompts", dynamic_ncols=True, leave=False) as bar:
-            encoded = self._each(requests, lambda index: self._encode(requests[index], window), lambda _: bar.update())
+            requests = self._each(requests, lambda request: self._encode(request, window), lambda _: bar.update())
         with make_bar(total=len(requests), desc="Processed prompts", dynamic_ncols=True) as bar:
-            progress = _Progress(bar)
-            return self._each(
-                requests, lambda index: self._complete(requests[index], encoded[index], window), progress.add
-            )
+            return self._each(requests, lambda request: self._complete(request, window), _Progress(bar).add)
 
     def __enter__(self) -> Self:
         return self
@@ -67,10 +53,10 @@ class Batch:
         self._pool.shutdown()
 
     def _each(
-        self, requests: Sequence[Request], work: Callable[[int], Result], on_done: Callable[[Result], object]
+        self, requests: Sequence[Request], work: Callable[[Request], Result], on_done: Callable[[Result], object]
     ) -> list[Result]:
-        """By index. The first error ends it."""
-        futures = {self._pool.submit(work, index): request.name for index, request in enumerate(requests)}
+        """In their order. The first error ends it."""
+        futures = {self._pool.submit(work, request): request.name for request in requests}
         for future in as_completed(futures):
             try:
                 on_done(future.result())
@@ -81,9 +67,9 @@ class Batch:
                 raise
         return [future.result() for future in futures]
 
-    def _encode(self, request: Request, window: int) -> Source:
-        """The prompt as token ids. Raises: InvalidRequestError for one that is empty or too long for any answer."""
-        content, text = request.source.content, request.source.text
+    def _encode(self, request: Request, window: int) -> Request:
+        """With token ids. Raises: InvalidRequestError for a prompt that is empty or too long for any answer."""
+        content, text = request.content, request.text
         if isinstance(content, str):
             token_ids = self._when_there_is_room(self._client.tokenize, content)
         elif len(content) > 0 and isinstance(content[0], ChatMessage):
@@ -98,14 +84,14 @@ class Batch:
                 "the answer",
                 field="prompt",
             )
-        return Source(token_ids, text)
+        return replace(request, content=token_ids, text=text)
 
-    def _complete(self, request: Request, prompt: Source, window: int) -> RequestOutput:
-        left = window - len(prompt.content)
+    def _complete(self, request: Request, window: int) -> RequestOutput:
+        left = window - len(request.content)
         options: GenerateOptions = {**request.options, "max_tokens": min(request.options.get("max_tokens", left), left)}
-        result = self._when_there_is_room(self._client.complete, prompt.content, **options)
+        result = self._when_there_is_room(self._client.complete, request.content, **options)
         decode = self._decode if request.params.detokenize else lambda _: None
-        return make_output(result, request.params, prompt, decode)
+        return make_output(result, request, decode)
 
     def _decode(self, token_id: int) -> str:
         if token_id not in self._decoded:

@@ -24,9 +24,9 @@ from outrider.config.values import is_null
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.llm.arguments import check_arguments
-from outrider.llm.batch import Batch, MakeBar, Request
+from outrider.llm.batch import Batch, MakeBar
 from outrider.llm.outputs import RequestOutput
-from outrider.llm.prompts import PromptType, Source, for_each, read_conversations, read_prompts
+from outrider.llm.prompts import PromptType, Request, Source, for_each, read_conversations, read_prompts
 from outrider.llm.sampling_params import SamplingParams
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.locate import locate_model
@@ -184,11 +184,12 @@ class LLM:
         requests = [
             Request(
                 name=f"{name}[{index}]",
-                source=source,
+                content=content,
+                text=text,
                 params=each[index],
                 options={**self._next_options(), **options[index], **(common or {})},
             )
-            for index, source in enumerate(sources)
+            for index, (content, text) in enumerate(sources)
         ]
         with Batch(self._target, num_outstanding=self._num_outstanding) as batch:
             return batch.run(requests, _make_bar(use_tqdm))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from outrider.answer import CompleteResult, Completion, RequestMetrics
-from outrider.llm.prompts import Source
+from outrider.llm.prompts import Request
 from outrider.llm.sampling_params import SamplingParams
 from outrider.request import FinishReason, TokenLogprobs
 
@@ -54,12 +54,13 @@ class RequestOutput:
     num_cached_tokens: int
 
 
-def make_output(result: CompleteResult, params: SamplingParams, prompt: Source, decode: Decode) -> RequestOutput:
-    """`prompt`: as token ids."""
+def make_output(result: CompleteResult, request: Request, decode: Decode) -> RequestOutput:
+    """`request`: encoded."""
+    params = request.params
     return RequestOutput(
         request_id=result.request_id,
-        prompt=prompt.text,
-        prompt_token_ids=cast("list[int]", prompt.content),
+        prompt=request.text,
+        prompt_token_ids=cast("list[int]", request.content),
         prompt_logprobs=None if params.prompt_logprobs is None else _table(result.started.prompt_logprobs, decode),
         outputs=[_completion(index, sample, params, decode) for index, sample in enumerate(result.completions)],
         finished=True,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
-from outrider.client import ChatMessage, Prompt
+from outrider.client import ChatMessage, GenerateOptions, Prompt
+from outrider.llm.sampling_params import SamplingParams
 
 
 class TokensPrompt(TypedDict):
@@ -20,12 +21,19 @@ class TokensPrompt(TypedDict):
 PromptType = str | Sequence[int] | Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A prompt as it was given, and its text if that is known."""
+Source = tuple[Prompt, str | None]
+"""A prompt as it was given, and its text if that is known."""
 
-    content: Prompt
-    text: str | None = None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt of a batch, with its parameters."""
+
+    name: str  # "prompts[3]", for errors
+    content: Prompt  # token ids, once it is encoded
+    text: str | None  # None: unknown
+    params: SamplingParams
+    options: GenerateOptions
 
 
 def read_prompts(prompts: PromptType | Sequence[PromptType]) -> list[Source]:
@@ -53,16 +61,16 @@ def for_each(name: str, read: Callable[[Any], Any], items: Any) -> list[Any]:
 
 def _read_prompt(prompt: PromptType) -> Source:
     if isinstance(prompt, str):
-        return Source(prompt, prompt)
+        return prompt, prompt
     if not isinstance(prompt, Mapping):
-        return Source(_read_token_ids(prompt))
+        return _read_token_ids(prompt), None
     other = [key for key, value in prompt.items() if key not in TokensPrompt.__annotations__ and value is not None]
     text: Any = prompt.get("prompt")
     token_ids = prompt.get("prompt_token_ids")
     if other or (text is None and token_ids is None):
         given = ", ".join(map(repr, other)) or "an empty dict"
         raise ValueError(f"a prompt has the key 'prompt' or 'prompt_token_ids', not {given}")
-    return _read_prompt(text) if token_ids is None else Source(_read_token_ids(token_ids), text)
+    return _read_prompt(text) if token_ids is None else (_read_token_ids(token_ids), text)
 
 
 def _read_token_ids(token_ids: Sequence[int]) -> list[int]:
@@ -77,7 +85,7 @@ def _read_messages(messages: Sequence[Any]) -> Source:
         if not isinstance(message, Mapping):
             shown = reprlib.repr(message)
             raise ValueError(f"a message is a dict with role and content, not {shown}")  # noqa: TRY004 for_each names it
-    return Source([_read_message(**message) for message in messages])
+    return [_read_message(**message) for message in messages], None
 
 
 def _read_message(role: str = "", content: Any = None, **other: Any) -> ChatMessage:
