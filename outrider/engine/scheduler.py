@@ -145,11 +145,6 @@ class Scheduler:
         return tuple(self._running)
 
     @property
-    def waiting(self) -> Sequence[EngineSequence]:
-        """Sequences without KV of their own, in the order in which they will be admitted."""
-        return tuple(self._waiting)
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 

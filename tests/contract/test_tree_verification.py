@@ -14,6 +14,7 @@ from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.speculation.draft_trees import child, parents_of, trees
+from tests.support.verifying import verify_now
 
 VOCAB_SIZE = 130
 STOP = 3
@@ -74,7 +75,8 @@ def test_any_tree_commits_what_decoding_token_by_token_commits(sampler, tree, pa
     state, logits = state_of(sampler, params), logits_of(tree, seed)
     expected, path = plain(sampler, state, tree, logits)
     chain = DraftTree(0, token_ids=(4, 5))
-    before, outcome, after = RequestVerifier(sampler).verify(
+    before, outcome, after = verify_now(
+        RequestVerifier(sampler),
         torch.cat([logits_of(chain, seed), logits, logits[:1]]),
         [
             DraftRows(SampleRows(state, 7, chain.token_ids)),
@@ -94,7 +96,7 @@ def test_committed_tokens_of_a_tree_have_the_logprobs_of_their_rows(sampler):
     logits[range(4), [6, 9, 8, 10]] = 20.0
     state = state_of(sampler, {}, LogprobsRequest(num_top=1))
     draft = DraftRows(SampleRows(state, 20, (7, 6, 8)), parents=(-1, -1, 1))
-    (outcome,) = RequestVerifier(sampler).verify(logits, [draft])
+    (outcome,) = verify_now(RequestVerifier(sampler), logits, [draft])
     assert (outcome.token_ids, outcome.path) == ((6, 8, 10), (1, 2))
     assert [each.token_id for each in outcome.logprobs] == [6, 8, 10]
     assert [each.logprob for each in outcome.logprobs] == pytest.approx([0.0] * 3, abs=1e-5)

@@ -11,6 +11,7 @@ from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, Veri
 from outrider.speculation.token_distribution import TokenDistribution, certain
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
+from tests.support.verifying import verify_now
 
 VOCAB_SIZE, HOLE = 130, 101
 COUPLED, REJECTION, TYPICAL = VerificationMethod
@@ -40,7 +41,7 @@ def state_of(sampler, *, sample=0, logprobs=None, stop_token_ids=(), **settings)
 
 
 def verify(sampler, logits, *drafts):
-    return RequestVerifier(sampler).verify(logits, drafts)
+    return verify_now(RequestVerifier(sampler), logits, drafts)
 
 
 def test_without_a_draft_the_race_decides(sampler, method):

@@ -71,5 +71,5 @@ def rows_of(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 
 def check(scheduler: Scheduler) -> None:
-    tables = [s.kv.block_ids for s in (*scheduler.running, *scheduler.waiting) if s.kv is not None]
+    tables = [s.kv.block_ids for s in (*scheduler.running, *scheduler._waiting) if s.kv is not None]
     check_pool(scheduler._pool, tables)

@@ -39,6 +39,7 @@ from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.support.fake_gpu import GPU, OneDevice, devices_of, fake_gpu, fake_streams
+from tests.support.verifying import verify_now
 
 VOCAB_SIZE = 5000
 BATCH = [
@@ -191,7 +192,7 @@ def test_a_step_waits_for_the_gpu_once_to_read_the_tokens(node, reads):
         logits = node.runner.forward(build_input_batch(BATCH, 16))
         assert logits.shape == (6, VOCAB_SIZE)
         assert reads == []
-        verified = node.verifier.verify(logits, rows)
+        verified = verify_now(node.verifier, logits, rows)
     assert reads == [6]
     assert len(verified) == 2
 
@@ -205,7 +206,7 @@ def test_every_method_waits_once_for_its_tokens_and_their_logprobs(node, reads, 
     logprobs = [LogprobsRequest(num_top=2, mode=mode) for mode in LogprobsMode] if has_logprobs else [None]
     rows = list(drafts(node.sampler, methods, logprobs))
     with OneDevice():
-        verified = node.verifier.verify(torch.empty(3 * len(rows), VOCAB_SIZE, device=GPU), rows)
+        verified = verify_now(node.verifier, torch.empty(3 * len(rows), VOCAB_SIZE, device=GPU), rows)
     assert len(reads) == 1
     assert len(verified) == len(rows)
     assert all(any(each.logprobs) for each in verified) is has_logprobs

@@ -63,7 +63,7 @@ def test_the_waiting_are_ordered_by_priority_then_age():
     scheduler = make_scheduler()
     for key, priority in [(1, 0), (2, 5), (3, 0), (4, 5), (5, -1)]:
         waiting(scheduler, key, priority=priority)
-    assert [s.key for s in scheduler.waiting] == [2, 4, 1, 3, 5]
+    assert [s.key for s in scheduler._waiting] == [2, 4, 1, 3, 5]
     assert [s.key for s in scheduler.plan().admitted] == [2, 4, 1, 3, 5]
 
 
@@ -82,7 +82,7 @@ def test_a_small_sequence_does_not_overtake_the_head():
     waiting(scheduler, 2, num_tokens=12)
     waiting(scheduler, 3, num_tokens=1)
     assert scheduler.plan().admitted == ()
-    assert [s.key for s in scheduler.waiting] == [2, 3]
+    assert [s.key for s in scheduler._waiting] == [2, 3]
     check(scheduler)
 
 
@@ -124,7 +124,7 @@ def test_the_lowest_priority_is_preempted_then_the_latest():
     plan = scheduler.plan()  # each needs a second block and there is none
     assert [s.key for s in plan.preempted] == [3, 2]
     assert [item.sequence.key for item in plan.scheduled] == [1, 4]
-    assert [s.key for s in scheduler.waiting] == [2, 3]
+    assert [s.key for s in scheduler._waiting] == [2, 3]
     assert all(s.kv is None and s.num_preemptions == 1 for s in plan.preempted)
     check(scheduler)
 
@@ -169,7 +169,7 @@ def test_a_preempted_sequence_resumes_ahead_of_new_ones_and_behind_higher_priori
     waiting(scheduler, 7, priority=1)
     run(scheduler.plan())
     assert [s.key for s in scheduler.plan().preempted] == [6]
-    assert [s.key for s in scheduler.waiting] == [7, 6, 1]
+    assert [s.key for s in scheduler._waiting] == [7, 6, 1]
 
 
 def test_a_preempted_sequence_comes_back_through_the_prefix_cache():

@@ -96,7 +96,7 @@ class MiniLoop:
         scheduler = self.engine.scheduler
         check(scheduler)
         assert len(scheduler.running) <= 64
-        assert {*scheduler.running, *scheduler.waiting} == set(self.ends)
+        assert {*scheduler.running, *scheduler._waiting} == set(self.ends)
 
     def finish(self) -> None:
         while self.ends:

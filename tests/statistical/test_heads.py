@@ -31,6 +31,7 @@ from tests.statistical.samplers import sampler_of
 from tests.support.head_files import HEADS, WITH_OWN_IDS, make_head
 from tests.support.native_kernels import native_kernels
 from tests.support.tiny_model import make_tiny_model
+from tests.support.verifying import verify_now
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,7 +134,7 @@ def generate(proposer, method, *, num_tokens=60, **settings):
             for i, tree in zip(open_ones, trees, strict=True)
         ]
         step += 1
-        verified = verifier.verify(row.expand(sum(draft.rows.num_rows for draft in drafts), -1), drafts)
+        verified = verify_now(verifier, row.expand(sum(draft.rows.num_rows for draft in drafts), -1), drafts)
         for i, draft, outcome in zip(open_ones, drafts, verified, strict=True):
             texts[i].extend(outcome.token_ids)
             num_drafted += len(draft.draft_token_ids)

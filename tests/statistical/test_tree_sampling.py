@@ -19,6 +19,7 @@ from outrider.speculation.verify.by_request import RequestVerifier
 from tests.speculation.draft_trees import SHAPES
 from tests.statistical.chi_square import PASS, probabilities, small_logits, worst_z
 from tests.statistical.samplers import sampler_of
+from tests.support.verifying import verify_now
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +46,7 @@ def generate(logits, *, num_tokens=60, kernels=None, **settings):
             drafts.append(DraftRows(SampleRows(state, len(text), token_ids), parents=parents))
         num_steps += 1
         num_rows = sum(draft.rows.num_rows for draft in drafts)
-        for text, outcome in zip(texts, verifier.verify(row.expand(num_rows, -1), drafts), strict=True):
+        for text, outcome in zip(texts, verify_now(verifier, row.expand(num_rows, -1), drafts), strict=True):
             text.extend(outcome.token_ids)
     return np.asarray([text[:num_tokens] for text in texts]), sum(map(len, texts)) / num_steps / len(texts)
 

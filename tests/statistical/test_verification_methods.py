@@ -26,6 +26,7 @@ from outrider.speculation.verify.by_request import RequestVerifier
 from tests.statistical.chi_square import PASS, chi_square_z, large_logits, probabilities, small_logits, worst_z
 from tests.statistical.samplers import sampler_of
 from tests.support.native_kernels import native_kernels
+from tests.support.verifying import verify_now
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,7 +96,7 @@ def generate(
             distributions = () if q is None else (q,) * len(draft)
             drafts.append(DraftRows(SampleRows(states[i], position, draft), distributions, method))
         step += 1
-        verified = verifier.verify(rows.expand(sum(draft.rows.num_rows for draft in drafts), -1), drafts)
+        verified = verify_now(verifier, rows.expand(sum(draft.rows.num_rows for draft in drafts), -1), drafts)
         for text, draft, outcome in zip(texts, drafts, verified, strict=True):
             text.extend(outcome.token_ids if len(text) < num_tokens else ())
             num_drafted += len(draft.draft_token_ids)
@@ -188,7 +189,7 @@ def replayed_z(*, num_replays=3, num_streams=1500):
             drafts.append(DraftRows(SampleRows(state, 2, proposal.tree.token_ids), (), VerificationMethod.REJECTION))
             texts.append(request)
         rows = torch.from_numpy(logits.astype(np.float32)).expand(sum(draft.rows.num_rows for draft in drafts), -1)
-        tokens = [outcome.token_ids[0] for outcome in RequestVerifier(sampler).verify(rows, drafts)]
+        tokens = [outcome.token_ids[0] for outcome in verify_now(RequestVerifier(sampler), rows, drafts)]
         for request, token_id in zip(texts, tokens, strict=True):
             proposer.propose([replace(request, token_ids=[*request.token_ids, token_id], num_wanted=0)])
             proposer.forget(request.sequence_id)

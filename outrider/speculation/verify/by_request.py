@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler
-from outrider.engine.transfer import read, upload_ids
+from outrider.engine.transfer import upload_ids
 from outrider.request import VerificationMethod
 from outrider.speculation.verify.base import DraftRows, Verified, Verifier
 from outrider.speculation.verify.coupled import CoupledVerifier
@@ -35,11 +35,6 @@ class RequestVerifier:
         if constrained:
             rows = [run for draft in constrained for run in (runs_of_tree(draft) if draft.parents else (draft.rows,))]
             self._sampler.prepare_masks(rows)
-
-    def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
-        """As `queue`, and waits for the outcomes."""
-        (verified,) = read(self.queue(logits, drafts))
-        return list(verified)
 
     def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         """The outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
