@@ -52,7 +52,8 @@ class EchoHead(HeadModel):
     def load(self, files: HeadFiles) -> None:
         target = files.target
         self.embedding, self._norm, self._output = (
-            each.float() for each in (target.embedding(), target.final_norm(), target.output_layer())
+            each.float()
+            for each in (target.embedding(), target.checkpoint.mapped("model.norm.weight"), target.output_layer())
         )
         self.fed: list[tuple[int, int, int]] = []  # of rows with true features: position, the feature's token, the next
         EchoHead.opened.append(self)
