@@ -228,7 +228,7 @@ class DecodeLoop:
         if self._engine.is_asynchronous:
             self._time.mark(Part.SAMPLING)
             self._process_commands_while_computing()
-        verified, scores = read(pending, scored)  # the one place that waits for the device
+        verified, *scores = read(pending, *scored)  # the one place that waits for the device
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._groups.report_scores(scores)
         self._time.mark(Part.SAMPLING)

@@ -26,7 +26,7 @@ from decode_node.reservations import Reservations
 from decode_node.statistics import PrefixLookups
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.sampler.logprobs import ScoredSequences
+from outrider.engine.sampler.logprobs import ScoredSequence
 from outrider.engine.scheduler import EngineSequence
 from outrider.faults import fault_point
 from outrider.session import (
@@ -120,7 +120,7 @@ class SequenceGroupManager:
         for group, event in events:
             self._events[group.session_id].append(event)
 
-    def report_scores(self, scores: ScoredSequences) -> None:
+    def report_scores(self, scores: Iterable[ScoredSequence]) -> None:
         """Logprobs of prompts, which come before the first tokens of their groups."""
         for sequence, logprobs in scores:
             (sample,) = self._groups.samples_of([sequence])

@@ -291,7 +291,7 @@ class PrefillLoop:
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
             )
             self._offer_features(plan)
-            for sequence, logprobs in read(take_scored_rows(plan, logits)[1])[0]:
+            for sequence, logprobs in read(*take_scored_rows(plan, logits)[1]):
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
         finally:

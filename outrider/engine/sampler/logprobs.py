@@ -17,7 +17,7 @@ from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import log_of_mass, masses_of
 from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.scheduler import EngineSequence, StepPlan
+from outrider.engine.scheduler import EngineSequence, Scheduled, StepPlan
 from outrider.engine.transfer import Arrays, upload_ids
 from outrider.request import LogprobsMode, TokenLogprobs
 
@@ -44,33 +44,28 @@ def pending_prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: i
     return Pending(tables, finish)
 
 
-ScoredSequences = Sequence[tuple[EngineSequence, Sequence[TokenLogprobs]]]
+ScoredSequence = tuple[EngineSequence, Sequence[TokenLogprobs]]
 
 
-def take_scored_rows(plan: StepPlan, logits: Tensor) -> tuple[Tensor, Pending[ScoredSequences]]:
+def take_scored_rows(plan: StepPlan, logits: Tensor) -> tuple[Tensor, list[Pending[ScoredSequence]]]:
     """Takes the last rows of logits, of sequences whose prompts are scored. Call it before these advance.
 
     Returns the other rows, and of each such sequence the logprobs that are new; reading them counts them as done.
     """
-    if not (plan.scheduled and plan.scheduled[-1].scored_token_ids):
-        return logits, Pending((), lambda _: ())
-    queued: list[tuple[EngineSequence, int, Pending[list[TokenLogprobs]]]] = []
+    scored: list[Pending[ScoredSequence]] = []
     for item in reversed(plan.scheduled):
         if not item.scored_token_ids:
             break
-        assert item.sequence.scoring is not None
         logits, rows = logits[: -item.num_rows], logits[-item.num_rows :]
-        found = pending_prompt_logprobs(rows, item.scored_token_ids, item.sequence.scoring.num_top)
-        queued.append((item.sequence, item.sequence.num_computed, found))
+        scored.append(_pending_scores(item, rows))
+    return logits, scored
 
-    def finish(arrays: Arrays) -> ScoredSequences:
-        left = iter(arrays)
-        return [
-            (sequence, sequence.score(start, found.finish([next(left) for _ in found.tensors])))
-            for sequence, start, found in queued
-        ]
 
-    return logits, Pending(tuple(tensor for _, _, found in queued for tensor in found.tensors), finish)
+def _pending_scores(item: Scheduled, logits: Tensor) -> Pending[ScoredSequence]:
+    sequence, start, scoring = item.sequence, item.sequence.num_computed, item.sequence.scoring
+    assert scoring is not None
+    found = pending_prompt_logprobs(logits, item.scored_token_ids, scoring.num_top)
+    return Pending(found.tensors, lambda arrays: (sequence, sequence.score(start, found.finish(arrays))))
 
 
 @torch.inference_mode()

@@ -75,8 +75,7 @@ def test_a_plans_last_rows_are_taken(logits, token_ids):
     )
     others, scored = take_scored_rows(plan, logits[:12])
     assert torch.equal(others, logits[:3])
-    (found,) = read(scored)
-    assert {each.key: list(entries) for each, entries in found} == {
+    assert {each.key: list(entries) for each, entries in read(*scored)} == {
         1: read(pending_prompt_logprobs(logits[3:7], token_ids[:4], 2))[0],
         2: read(pending_prompt_logprobs(logits[7:12], token_ids[4:9], 2))[0][2:],  # it was preempted: two were known
     }
@@ -88,4 +87,4 @@ def test_a_plan_without_prompts_to_score_keeps_its_rows(logits):
     plan = StepPlan(scheduled=(Scheduled(EngineSequence(key=3, token_ids=[0]), 1, 0, True),))
     others, scored = take_scored_rows(plan, logits)
     assert others is logits
-    assert read(scored) == [()]
+    assert scored == []
