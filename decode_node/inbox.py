@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from decode_node.commands import Command, GroupCancelled, GroupOpened, GroupRetargeted, RouterCommand, SessionEnded
@@ -75,7 +76,8 @@ class Inbox:
         """Whether one command more of this router may be put."""
         with self._has_news:
             lane = self._lanes.get(session_id) or _Lane()
-            awaited = [commands[0] for (session, _), commands in self._awaited.items() if session == session_id]
+            of_router = [commands for (session, _), commands in self._awaited.items() if session == session_id]
+            awaited = [*chain.from_iterable(of_router)]
             num_tokens = lane.num_tokens + sum(map(_num_tokens, awaited))
             return len(lane.commands) + len(awaited) < self._max_commands and num_tokens < self._max_tokens
 
@@ -87,6 +89,8 @@ class Inbox:
                         self._awaited[key].append(command)
                     else:
                         del self._awaited[key]
+                case GroupRetargeted(session, target) if (key := (session, target.sequence_group_id)) in self._awaited:
+                    self._awaited[key].append(command)
                 case GroupOpened() | GroupRetargeted() | GroupCancelled():
                     self._lanes.setdefault(command.session_id, _Lane()).put(command)
                 case SessionEnded():  # which frees what its commands would have opened
@@ -99,16 +103,21 @@ class Inbox:
 
     def put_when_done(self, opened: GroupOpened, compiled: Future[Any]) -> None:
         """Puts it once its constraint is compiled, unless it is cancelled before. Other commands do not wait."""
-        key = opened.session_id, opened.group.sequence_group_id
+        key, commands = (opened.session_id, opened.group.sequence_group_id), list[RouterCommand]([opened])
         with self._has_news:
-            self._awaited[key] = [opened]
-        compiled.add_done_callback(lambda _: self._put_awaited(key))
+            if key in self._awaited:  # refused when the first has been opened
+                self._awaited[key].append(opened)
+                return
+            self._awaited[key] = commands
+        compiled.add_done_callback(lambda _: self._put_awaited(key, commands))
 
-    def _put_awaited(self, key: tuple[int, bytes]) -> None:
+    def _put_awaited(self, key: tuple[int, bytes], commands: list[RouterCommand]) -> None:
         with self._has_news:
-            commands = self._awaited.pop(key, [])
-        for command in commands:
-            self.put(command)
+            if self._awaited.get(key) is not commands:
+                return  # given up, and perhaps opened again
+            del self._awaited[key]
+            for command in commands:  # a cancel from another thread comes after them
+                self.put(command)
 
     def wait(self, timeout_seconds: float) -> None:
         """Until a command is here, or for so long."""

@@ -6,10 +6,17 @@ from concurrent.futures import Future
 
 import pytest
 
-from decode_node.commands import DrainStarted, GroupCancelled, GroupOpened, SessionEnded, TransferFailed
+from decode_node.commands import (
+    DrainStarted,
+    GroupCancelled,
+    GroupOpened,
+    GroupRetargeted,
+    SessionEnded,
+    TransferFailed,
+)
 from decode_node.inbox import COMMAND_WORK, MAX_WORK, Inbox
 from outrider.request import RequestOptions, SamplingParams
-from outrider.session import CancelSequenceGroup, Granted, OpenSequenceGroup, SampleStart
+from outrider.session import CancelSequenceGroup, Granted, OpenSequenceGroup, RetargetSequenceGroup, SampleStart
 
 PATIENCE_SECONDS = 30.0
 GONE = bytes([1] * 16)
@@ -175,6 +182,28 @@ def test_nothing_is_opened_after_the_end_of_its_session():
     inbox.put(SessionEnded(1))
     compiled.set_result(None)
     assert inbox.take_some() == [SessionEnded(1), opened(2)]
+
+
+def test_what_is_said_of_a_group_that_is_not_opened_yet_comes_after_it():
+    inbox, compiled, others = Inbox(), Future(), Future()
+    inbox.put_when_done(opened(1), compiled)
+    retarget = GroupRetargeted(1, RetargetSequenceGroup(sequence_group_id=bytes(16), transfer_id=ONE))
+    inbox.put(retarget)
+    inbox.put_when_done(opened(1), others)  # the same name again
+    assert inbox.take_some() == []
+    compiled.set_result(None)
+    assert inbox.take_some() == [opened(1), retarget, opened(1)]
+
+
+def test_a_group_that_is_opened_again_waits_for_its_own_constraint():
+    inbox, given_up, compiled = Inbox(), Future(), Future()
+    inbox.put_when_done(opened(1, group_id=ONE), given_up)
+    inbox.put(cancelled(1, group_id=ONE))
+    inbox.put_when_done(opened(1, group_id=ONE), compiled)
+    given_up.set_result(None)
+    assert inbox.take_some() == []
+    compiled.set_result(None)
+    assert inbox.take_some() == [opened(1, group_id=ONE)]
 
 
 @pytest.mark.parametrize("bounds", [{"max_commands": 3}, {"max_tokens": 3}], ids=["commands", "tokens"])
