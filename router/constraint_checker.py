@@ -79,22 +79,15 @@ class ConstraintChecker:
                 raise NotSupportedError(message, field=f"sampling.{constraint.kind}")
         try:
             return _ask(self._process, asked)
-        except _EndedError as error:
-            if self._is_closed or -error.status not in _TOO_MUCH:
+        except InternalError:
+            status = self._process.wait(ANSWER_SECONDS)
+            if self._is_closed or -status not in _TOO_MUCH:
                 raise
-            _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=-error.status)
+            _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=-status)
             return (
                 f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
                 "intersect fewer patterns, or repeat less"
             )
-
-
-class _EndedError(InternalError):
-    """The process has."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"the compiler of constraints has ended with {status}")
-        self.status = status
 
 
 def _start() -> subprocess.Popen[str]:
@@ -108,7 +101,7 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
-    """Its answer. Raises: _EndedError; CapacityError when there is none in time."""
+    """Its answer. Raises: InternalError when it has ended; CapacityError when there is no answer in time."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline = time.monotonic() + ANSWER_SECONDS
@@ -127,4 +120,4 @@ def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
     status = process.wait(ANSWER_SECONDS)
     if time.monotonic() >= deadline:
         raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
-    raise _EndedError(status)
+    raise InternalError(f"the compiler of constraints has ended with {status}")

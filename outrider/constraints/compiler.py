@@ -134,7 +134,7 @@ class GrammarCompiler:
         return CompiledGrammar(compile_again, own=Debt(), common=self._debt)
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> GrammarState:
-        sequence = GrammarState(self.prepare(constraint).result(), self._tokenizer)
+        sequence = GrammarState(self.prepare(constraint), self._tokenizer)
         sequence.commit(generated_token_ids)
         return sequence
 
@@ -145,10 +145,11 @@ class GrammarState:
     After the grammar's end only end-of-text follows, as often as the request wants it.
     """
 
-    def __init__(self, grammar: CompiledGrammar, tokenizer: LLTokenizer) -> None:
+    def __init__(self, compiled: Future[CompiledGrammar], tokenizer: LLTokenizer) -> None:
         self.failure = ""
-        self._grammar = grammar
-        self._beginning = grammar.beginning
+        self._compiled = compiled  # kept: whoever starts another sample does not compile it again
+        self._grammar = compiled.result()
+        self._beginning = self._grammar.beginning
         self._matcher = self._beginning.deep_copy()
         self._num_words = -(-tokenizer.vocab_size // 32)
         self._eos_token_ids = frozenset(tokenizer.eos_tokens)

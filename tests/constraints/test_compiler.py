@@ -265,6 +265,13 @@ def test_what_is_in_use_stays_compiled(compiler):
     assert compiler.prepare(CONSTRAINTS["choice"]) is kept
 
 
+def test_what_a_sample_follows_stays_compiled(compiler):
+    state = compiler.start(CONSTRAINTS["grammar"])
+    for number in range(MAX_COMPILED + 1):
+        compiler.prepare(Constraint(ConstraintKind.REGEX, f"b{{{number + 1}}}"))
+    assert compiler.prepare(CONSTRAINTS["grammar"]).result(10) is state._grammar
+
+
 @pytest.mark.parametrize("constraint", [CONSTRAINTS["regex"], Constraint(ConstraintKind.REGEX, "(a")])
 def test_a_constraint_is_compiled_once_whether_it_can_be_or_not(compiler, constraint):
     first = compiler.prepare(constraint)
