@@ -9,9 +9,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 KERNELS := outrider/engine/cpu_kernels
 LIBRARIES := $(VENV)/.kernels
-READY := $(INSTALLED) $(LIBRARIES)
+READY := $(COMPILED) $(LIBRARIES)
 # Compiling all packages to bytecode takes as long as the rest of the install, so what the services import is compiled
 # (SERVICES). Otherwise each start would compile it again where this variable is set (10 s instead of 4).
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,6 +32,9 @@ $(INSTALLED): pyproject.toml constraints.txt requirements.lock
 	$(PIP_INSTALL) --no-deps -c constraints.txt torch & torch=$$!; \
 		$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock || { kill $$torch; exit 1; }; wait $$torch
 	$(PIP_INSTALL) -c constraints.txt -e '.[node,dev]'
+	touch $@
+
+$(COMPILED): $(INSTALLED)
 	$(BIN)/python -m compileall -q -j 2 outrider router prefill_node decode_node draft_node
 	$(BIN)/python -c 'import $(SERVICES)'
 	touch $@
@@ -116,7 +120,7 @@ check-types: $(INSTALLED)
 	$(BIN)/mypy
 
 # It compiles them, too, which otherwise each of several workers of `make test` would do for itself.
-check-tests: $(INSTALLED)
+check-tests: $(COMPILED)
 	found=$$($(BIN)/python -m pytest --collect-only -qq) || { echo "$$found"; exit 1; }
 
 check-imports: $(INSTALLED)
