@@ -25,12 +25,14 @@ PYTEST_ARGS ?=
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-# First what is one file for everybody, compared by hash, and torch beside it, of which each index has another build (pip
-# takes one processor); then what else that torch needs, and us.
+# First what is one file for everybody, compared by hash, and torch, of which each index has another build: by two
+# processes, as each takes one processor. Then what else that torch needs, and us.
+HALF_OF_LOCK = <(awk '/^[^ \#]/ { n++ } n % 2 == $(1)' requirements.lock)
 $(INSTALLED): pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --no-deps -c constraints.txt torch & torch=$$!; \
-		$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock || { kill $$torch; exit 1; }; wait $$torch
+	$(PIP_INSTALL) --require-hashes --no-deps -r $(call HALF_OF_LOCK,0) & half=$$!; \
+		{ $(PIP_INSTALL) --require-hashes --no-deps -r $(call HALF_OF_LOCK,1) \
+		&& $(PIP_INSTALL) --no-deps -c constraints.txt torch; } || { kill $$half; exit 1; }; wait $$half
 	$(PIP_INSTALL) -c constraints.txt -e '.[node,dev]'
 	touch $@
 
