@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now is not searched for garbage any more: 700,000 objects, every few seconds."""
+    """What is imported by now is not searched for garbage any more: 700,000 objects, again and again."""
     gc.freeze()
 
 
