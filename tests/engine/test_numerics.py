@@ -1,5 +1,6 @@
 import pytest
 
+from outrider.constraints import grammar
 from outrider.engine.numerics import native_numerics, torch_numerics
 
 
@@ -14,5 +15,6 @@ from outrider.engine.numerics import native_numerics, torch_numerics
         (torch_numerics("float32", "cpu", num_ranks=2), "exact up to ties (torch float32, 2 ranks)"),
     ],
 )
-def test_numerics_say_what_they_promise_and_by_which_kernels(numerics, text):
-    assert str(numerics) == text
+def test_numerics_say_what_they_promise_by_which_kernels_and_what_constraints_allow(numerics, text):
+    assert grammar.NUMERICS.startswith("llguidance ")
+    assert str(numerics) == f"{text[:-1]}, {grammar.NUMERICS})"

@@ -42,7 +42,7 @@ async def test_answers_that_move_between_numerics_are_counted_and_warned_of_once
         assert len(answer.summary.metrics.nodes) == (1 if is_local else 2)
     assert num_mixed(cluster) == 3 * counts
     kinds = [warning["numerics"] for warning in warnings()]
-    assert kinds == [{"decode-0": "exact (amx)", "prefill-0": "exact (portable)"}] * num_warnings
+    assert kinds == [{"decode-0": EXACT.numerics, "prefill-0": OTHER.numerics}] * num_warnings
     (salt,) = {opened.options.cache_salt for opened in cluster.decode.opened}
     assert (len(salt) == 32) is (prefill is OTHER)
 

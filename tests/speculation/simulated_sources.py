@@ -177,7 +177,9 @@ class SourcesBatch(SimulatedBatch):
         )
         self.gatherer.open(key, opened, start)
         sequence = SimpleNamespace(key=key, token_ids=[*prompt, *[RIGHT] * position])
-        self._samples[key] = SimpleNamespace(sequence=sequence, max_draft_tokens=MAX_DRAFT_TOKENS, may_draft=True)
+        self._samples[key] = SimpleNamespace(
+            sequence=sequence, sampling=opened.options.sampling, max_draft_tokens=MAX_DRAFT_TOKENS, may_draft=True
+        )
 
     def forbid_drafts(self, key):
         """As a request with no draft tokens does."""
