@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-hashes",
         dest="router.token_file",
         metavar="FILE",
+        type=lambda text: Path(text).absolute(),  # never null or empty, which would let everybody in
         help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
     )
     add_setting_flags(parser, {"openai": "cluster.openai_port"}, SECTIONS)

@@ -113,7 +113,8 @@ def served_model(ports: GatewayPorts) -> str | None:
         if answer.status != http.HTTPStatus.OK:
             return None
         connection.request("GET", "/v1/models")
-        models = json.load(connection.getresponse())["data"]
+        answer = connection.getresponse()
+        models = json.load(answer)["data"] if answer.status == http.HTTPStatus.OK else []
     except (OSError, http.client.HTTPException):  # it does not listen yet
         return None
     finally:

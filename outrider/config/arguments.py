@@ -6,13 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from outrider.config.imports import read_vllm_flags
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ROLES, ResolvedConfig, load_config, parse_reference
-from outrider.config.settings import describe_settings
-from outrider.config.values import format_value
+from outrider.config.settings import SettingInfo, describe_settings
+from outrider.config.values import checked, format_value, from_text
+from outrider.config.yaml_files import Entry
 from outrider.errors import ConfigError
 from outrider.faults import parse_faults
 
@@ -83,11 +85,24 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str], sections: Mapping[str, type]) -> None:
-    """Flags that are settings, whose keys they name. Their values are those of `--set`."""
+    """Flags that are settings, whose keys they name. Their values are those of `--set`, but may not be empty."""
     known = {info.key: info for info in describe_settings(sections)}
     for flag, key in flags.items():
-        text = f"{known[key].help} Default: {format_value(known[key].default)}.".replace("%", "%%")
-        parser.add_argument(f"--{flag}", dest=key, metavar=key.rpartition(".")[2].upper(), help=text)
+        info = known[key]
+        text = f"{info.help} Default: {format_value(info.default)}.".replace("%", "%%")
+        metavar = key.rpartition(".")[2].upper()
+        parser.add_argument(f"--{flag}", dest=key, metavar=metavar, type=partial(_checked_text, info), help=text)
+
+
+def _checked_text(info: SettingInfo, text: str) -> str:
+    """The text as it stands. Raises: argparse.ArgumentTypeError for what the setting cannot be."""
+    if not text.strip():  # as of a variable that is not set: it would turn off what may be null
+        raise argparse.ArgumentTypeError(f"a value is missing for {info.key}")
+    try:
+        checked(info, Entry(key=info.key, value=from_text(info.kind, text, ""), source=""))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
+    return text
 
 
 def given_settings(arguments: argparse.Namespace) -> list[str]:

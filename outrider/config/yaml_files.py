@@ -33,7 +33,7 @@ def read_entries(path: Path) -> list[Entry]:
         loader = yaml.SafeLoader(text.replace("\t", " ") if path.suffix == ".json" else text)
         try:
             node = loader.get_single_node()
-            return [] if node is None else list(_entries(loader, node, path, "", ()))
+            return [] if node is None else list(_entries(loader, node, path, "", (), {}))
         finally:
             loader.dispose()
     except OSError as error:
@@ -48,14 +48,21 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def _entries(
-    loader: yaml.SafeLoader, node: yaml.Node, path: Path, prefix: str, outer: Sequence[yaml.Node]
+    loader: yaml.SafeLoader,
+    node: yaml.Node,
+    path: Path,
+    prefix: str,
+    outer: Sequence[yaml.Node],
+    lines: dict[str, int],
 ) -> Iterator[Entry]:
-    """`outer`: the groups around `node`. Raises: ConfigError."""
+    """`outer`: the groups around `node`. `lines`: of all keys before it; `a.b` is `b` of group `a`, too.
+
+    Raises: ConfigError.
+    """
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: the file is a group of settings")
-    lines: dict[str, int] = {}
     for key_node, value_node in node.value:
         key, line = prefix + str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
         source, same = f"{path}:{line}", key.replace("-", "_")  # in files of other servers
@@ -68,4 +75,4 @@ def _entries(
         if value_node in (*outer, node):  # by an alias
             raise ConfigError(f"{source}: {key} contains itself")
         yield Entry(key=key, value=None, source=source, is_group=True)
-        yield from _entries(loader, value_node, path, f"{key}.", (*outer, node))
+        yield from _entries(loader, value_node, path, f"{key}.", (*outer, node), lines)

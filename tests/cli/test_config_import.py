@@ -232,3 +232,27 @@ def test_flags_that_mean_nothing_here_are_refused_before_anything_starts(capsys,
 def test_a_file_that_is_not_there_is_said(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         cluster_of("--extra-engine-args", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "abc"], "--port: cluster.port = 'abc' is not of type int: must be at least 0 and at most 65535"),
+        (["--prefill-nodes", "0"], "--prefill-nodes: cluster.prefill_nodes = 0 is out of range: must be at least 1"),
+        (["--dtype", "half"], "--dtype: model.dtype = 'half' is out of range: must be one of auto, float32, bfloat16"),
+        (["--openai", ""], "--openai: a value is missing for cluster.openai_port"),
+        (["--openai", "[1"], "--openai: not a value: '[1'"),
+    ],
+)
+def test_a_wrong_value_of_a_flag_is_a_wrong_command_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as wrong:
+        main(["up", *arguments])
+    assert wrong.value.code == 2
+    assert f"error: argument {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "null", "hashes"])
+def test_a_file_of_tokens_is_asked_for_whatever_its_name(name, monkeypatch, tmp_path):
+    """Or a variable that is not set would let everybody in."""
+    monkeypatch.chdir(tmp_path)
+    assert f"router.token_file={tmp_path / name}" in cluster_of("--token-hashes", name).launch.overrides

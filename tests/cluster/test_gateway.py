@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import importlib.util
 import json
 import os
@@ -24,6 +25,8 @@ import pytest
 
 from outrider.cli.main import main
 from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervision
+from outrider.cluster.gateway import served_model
+from outrider.cluster.gateway_arguments import GatewayPorts
 from outrider.cluster.plan import GATEWAY
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
@@ -98,6 +101,22 @@ def test_the_gateway_answers_as_soon_as_the_cluster_serves(cluster):
         assert [model.id for model in client.models.list()] == ["echo"]
     with urllib.request.urlopen(f"http://{node.metrics_address}/metrics", timeout=WAIT_SECONDS) as page:
         assert b"smg_" in page.read()
+
+
+def test_an_error_in_place_of_the_models_is_waited_out():
+    """As of a gateway whose router is lost between two questions."""
+
+    class Gateway(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/readiness" else 503)
+            self.end_headers()
+            self.wfile.write(b'{"error": {}}')
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ports = GatewayPorts(host="127.0.0.1", port=server.server_port, metrics_host="127.0.0.1", metrics_port=0)
+        assert served_model(ports) is None
+        server.shutdown()
 
 
 def test_only_loopback_is_listened_on(cluster):

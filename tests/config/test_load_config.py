@@ -145,6 +145,7 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
         ("\x01", "not YAML"),
         ("decode_node:\n  share: 0.5\n  share: 0.6\n", ":3: decode_node.share stands in line 2 already"),
         ("decode_node: {}\ndecode_node: {}\n", ":2: decode_node stands in line 1 already"),
+        ("decode_node.share: 0.5\ndecode_node:\n  share: 0.6\n", ":3: decode_node.share stands in line 1 already"),
         ("nonsense:\n  a: 1\n", ":1: unknown key nonsense"),
     ],
 )
