@@ -83,29 +83,24 @@ class Inbox:
 
     def put(self, command: Command) -> None:
         with self._has_news:
-            match command:
-                case GroupCancelled(session, cancel) if (key := (session, cancel.sequence_group_id)) in self._awaited:
-                    if cancel.samples:
-                        self._awaited[key].append(command)
-                    else:
-                        del self._awaited[key]
-                case GroupRetargeted(session, target) if (key := (session, target.sequence_group_id)) in self._awaited:
-                    self._awaited[key].append(command)
-                case GroupOpened() | GroupRetargeted() | GroupCancelled():
-                    self._lanes.setdefault(command.session_id, _Lane()).put(command)
-                case SessionEnded():  # which frees what its commands would have opened
-                    self._lanes.pop(command.session_id, None)
-                    self._awaited = {key: held for key, held in self._awaited.items() if key[0] != command.session_id}
-                    self._own.append(command)
-                case _:
-                    self._own.append(command)
+            if isinstance(command, SessionEnded):  # which frees what its commands would have opened
+                self._lanes.pop(command.session_id, None)
+                self._awaited = {key: held for key, held in self._awaited.items() if key[0] != command.session_id}
+            if not isinstance(command, RouterCommand):
+                self._own.append(command)
+            elif (key := _group_of(command)) not in self._awaited:
+                self._lanes.setdefault(command.session_id, _Lane()).put(command)
+            elif isinstance(command, GroupCancelled) and not command.cancel.samples:
+                del self._awaited[key]
+            else:
+                self._awaited[key].append(command)
             self._has_news.notify()
 
     def put_when_done(self, opened: GroupOpened, compiled: Future[Any]) -> None:
         """Puts it once its constraint is compiled, unless it is cancelled before. Other commands do not wait."""
-        key, commands = (opened.session_id, opened.group.sequence_group_id), list[RouterCommand]([opened])
+        key, commands = _group_of(opened), list[RouterCommand]([opened])
         with self._has_news:
-            if key in self._awaited:  # refused when the first has been opened
+            if key in self._awaited:
                 self._awaited[key].append(opened)
                 return
             self._awaited[key] = commands
@@ -113,11 +108,16 @@ class Inbox:
 
     def _put_awaited(self, key: tuple[int, bytes], commands: list[RouterCommand]) -> None:
         with self._has_news:
-            if self._awaited.get(key) is not commands:
-                return  # given up, and perhaps opened again
-            del self._awaited[key]
-            for command in commands:  # a cancel from another thread comes after them
-                self.put(command)
+            if self._awaited.get(key) is commands:  # else given up, and perhaps opened again
+                del self._awaited[key]
+                first, *others = commands
+                self.put(first)
+                for command in others:  # a cancel from another thread comes after them
+                    if isinstance(command, GroupOpened) and command.compiled is not None:
+                        self.put_when_done(command, command.compiled)
+                    else:
+                        self.put(command)
+            commands.clear()  # a future keeps its callbacks, and these commands would keep it
 
     def wait(self, timeout_seconds: float) -> None:
         """Until a command is here, or for so long."""
@@ -144,6 +144,16 @@ class Inbox:
         if lane.commands:
             self._lanes[session_id] = lane  # behind the others
         return command
+
+
+def _group_of(command: RouterCommand) -> tuple[int, bytes]:
+    match command:
+        case GroupOpened(group=group):
+            return command.session_id, group.sequence_group_id
+        case GroupRetargeted(retarget=retarget):
+            return command.session_id, retarget.sequence_group_id
+        case GroupCancelled(cancel=cancel):
+            return command.session_id, cancel.sequence_group_id
 
 
 def _num_tokens(command: RouterCommand) -> int:

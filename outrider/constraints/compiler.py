@@ -106,7 +106,7 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="constraints")
         self._lock = threading.Lock()
         self._debt = Debt()
-        self._newest: deque[Future[CompiledGrammar]] = deque(maxlen=MAX_COMPILED)
+        self._newest: deque[Future[CompiledGrammar]] = deque(maxlen=MAX_COMPILED)  # of those that are done
         # Those, and others that somebody keeps.
         self._compiled: WeakValueDictionary[Constraint, Future[CompiledGrammar]] = WeakValueDictionary()
 
@@ -126,7 +126,7 @@ class GrammarCompiler:
             compiled = self._compiled.get(constraint)
             if compiled is None:
                 compiled = self._compiled[constraint] = self._threads.submit(self._compile, constraint)
-                self._newest.append(compiled)
+                compiled.add_done_callback(self._newest.append)  # not before: others that wait would push it out
         return compiled
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar:
@@ -194,8 +194,9 @@ class GrammarState:
             return []
         started = time.thread_time()
         token_ids = self._matcher.compute_ff_tokens()
+        error = self._take_error()
         self._grammar.spend(time.thread_time() - started, due=TOKEN_SECONDS)
-        return [] if self._take_error() else token_ids
+        return [] if error else token_ids
 
     def _consume(self, token_id: int) -> bool:
         """False: it is not allowed here, or an error."""

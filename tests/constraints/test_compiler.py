@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 
 import numpy as np
@@ -14,6 +15,7 @@ from outrider.constraints.compiler import (
     MAX_COMPILED,
     MAX_DEBT_SECONDS,
     MAX_OWN_DEBT_SECONDS,
+    NUM_THREADS,
     CompiledGrammar,
     Debt,
     GrammarCompiler,
@@ -21,6 +23,7 @@ from outrider.constraints.compiler import (
 from outrider.errors import InvalidRequestError
 from outrider.request import Constraint, ConstraintKind
 from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
+from tests.support.waiting import PATIENCE_SECONDS
 
 TOKENIZER = tiny_tokenizer()
 VOCAB_SIZE = 300
@@ -263,6 +266,26 @@ def test_what_is_in_use_stays_compiled(compiler):
     for number in range(MAX_COMPILED + 1):
         compiler.prepare(Constraint(ConstraintKind.REGEX, f"a{{{number + 1}}}"))
     assert compiler.prepare(CONSTRAINTS["choice"]) is kept
+
+
+def test_of_more_than_are_kept_all_are_ready_soon():
+    """A draft node asks for them again and again, and keeps those that are compiled."""
+    compiler = GrammarCompiler(TOKENIZER.to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
+    waiting = [Constraint(ConstraintKind.REGEX, f"c{{{number + 1}}}") for number in range(MAX_COMPILED + 8)]
+    kept, gate = [], threading.Barrier(NUM_THREADS + 1, timeout=PATIENCE_SECONDS)
+    for _ in range(3):
+        for _ in range(NUM_THREADS):
+            compiler._threads.submit(lambda: (gate.wait(), gate.wait()))
+        gate.wait()  # what was asked for is compiled, and nothing else until the next
+        waiting, asked = [], waiting
+        for constraint in asked:
+            compiled = compiler.prepare(constraint)
+            if compiled.done():
+                kept.append(compiled)
+            else:
+                waiting.append(constraint)
+        gate.wait()
+    assert not waiting
 
 
 def test_what_a_sample_follows_stays_compiled(compiler):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -146,6 +149,7 @@ def test_beside_a_flood_a_step_goes_on_and_other_routers_are_heard(make_scripted
 
 
 ONE, TWO = bytes([1] * 16), bytes([2] * 16)
+RETARGET = GroupRetargeted(1, RetargetSequenceGroup(sequence_group_id=bytes(16), transfer_id=ONE))
 
 
 def test_others_do_not_wait_while_a_groups_constraint_is_compiled():
@@ -185,14 +189,45 @@ def test_nothing_is_opened_after_the_end_of_its_session():
 
 
 def test_what_is_said_of_a_group_that_is_not_opened_yet_comes_after_it():
-    inbox, compiled, others = Inbox(), Future(), Future()
+    inbox, compiled = Inbox(), Future()
     inbox.put_when_done(opened(1), compiled)
-    retarget = GroupRetargeted(1, RetargetSequenceGroup(sequence_group_id=bytes(16), transfer_id=ONE))
-    inbox.put(retarget)
-    inbox.put_when_done(opened(1), others)  # the same name again
+    commands = [RETARGET, cancelled(1, 0, group_id=bytes(16)), opened(1)]  # the same name again, without a constraint
+    for command in commands:
+        inbox.put(command)
     assert inbox.take_some() == []
     compiled.set_result(None)
-    assert inbox.take_some() == [opened(1), retarget, opened(1)]
+    assert inbox.take_some() == [opened(1), *commands]
+
+
+def test_a_name_that_is_used_twice_waits_for_each_of_its_constraints():
+    """The engine thread, which asks what has become of them, never waits: the first may be refused."""
+    inbox, compiled, other = Inbox(), Future(), Future()
+    again = replace(opened(1), compiled=other)
+    inbox.put_when_done(opened(1), compiled)
+    inbox.put_when_done(again, other)
+    inbox.put(RETARGET)
+    compiled.set_exception(ValueError("it cannot be compiled"))
+    assert inbox.take_some() == [opened(1)]
+    other.set_result(None)
+    assert inbox.take_some() == [again, RETARGET]
+
+
+@pytest.mark.parametrize("is_given_up", [False, True], ids=["opened", "given up"])
+def test_a_compiled_constraint_is_freed_with_the_last_that_follows_it(is_given_up):
+    """Its states take up to 40 MB, and a service collects garbage seldom."""
+    inbox, compiled = Inbox(), Future()
+    inbox.put_when_done(replace(opened(1, group_id=ONE), compiled=compiled), compiled)
+    if is_given_up:
+        inbox.put(cancelled(1, group_id=ONE))
+    compiled.set_result(None)
+    inbox.take_some()
+    gc.disable()
+    try:
+        left = weakref.ref(compiled)
+        del compiled
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_group_that_is_opened_again_waits_for_its_own_constraint():

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from decode_node.commands import DrainStarted, SessionEnded, TransferCompleted
-from outrider.request import LogprobsRequest
+from outrider.request import Constraint, ConstraintKind, LogprobsRequest
 from outrider.session import KvReady, Rejected, RejectReason, SampleDone, SampleStart
 from tests.decode_node.conftest import SHORT_PROMPT
 from tests.decode_node.test_reservations import SECOND, put_one_frame
@@ -146,6 +146,7 @@ def assert_refused(node, reason, fields):
         {"sampling": {"logit_bias": ((1, math.nan),)}},
         {"sampling": {"n": 0}},
         {"sampling": {"max_tokens": 0}},
+        {"sampling": {"constraint": Constraint(ConstraintKind.REGEX, "a")}},  # there is no tokenizer
         {"logprobs": LogprobsRequest(num_top=10_000_000)},
         {"cache_salt": bytes(65)},
         {"prompt": ()},
