@@ -32,7 +32,7 @@ MASK_SECONDS = 0.004
 """Processor time that the masks of one sample in one step may take on average; 0.00005 to 0.001 is usual."""
 TOKEN_SECONDS = 0.0005
 """Processor time that a committed token, or the search for a forced one, may take; 0.00001 to 0.0001 is usual."""
-MAX_DEBT_SECONDS = 0.1
+MAX_DEBT_SECONDS = 0.07
 """How much more processor time all grammars of a node may take together, since other sequences wait for them."""
 MAX_OWN_DEBT_SECONDS = 0.02
 """A grammar that owes less of that goes on."""
