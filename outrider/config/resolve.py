@@ -87,7 +87,7 @@ def load_config(
     if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in given.keys):
         raise ConfigError(f"{SPECULATIVE} and {rivals[0]} each say who drafts: choose one")
     layer = known.take(_settings_of(given.keys, flags), is_text=True)
-    layer = known.take(_settings_of(keys, explicit | layer), is_text=True) | layer
+    layer = known.take(_settings_of(keys, explicit | layer)) | layer
     values = below | explicit | layer
     return ResolvedConfig(
         sections=known.build(values),
@@ -159,19 +159,20 @@ class _Known:
         for entry in entries:
             info, section = self.settings.get(entry.key), entry.key.partition(".")[0]
             if info is None and (section in self._sections or section not in SECTIONS):
-                self._check_group(entry)
+                self._check_group(entry, is_text=is_text)
             elif info is not None and is_text and isinstance(entry.value, str):
                 taken[entry.key] = replace(entry, value=from_text(info.kind, entry.value, entry.source))
             else:
                 taken[entry.key] = entry
         return taken
 
-    def _check_group(self, entry: Entry) -> None:
+    def _check_group(self, entry: Entry, *, is_text: bool) -> None:
         """A group may be empty. Raises: ConfigError for one that has a value, and for what is no group."""
         if not any(key.startswith(f"{entry.key}.") for key in self.settings):
             raise ConfigError(f"{entry.source}: {unknown_key(entry.key, {*SECTIONS, *self.settings})}")
         if entry.value not in (None, {}):
-            raise ConfigError(f"{entry.source}: {entry.key} is a group of settings, not {entry.value!r}")
+            wrong = "; name one of them" if is_text else f", not {entry.value!r}"
+            raise ConfigError(f"{entry.source}: {entry.key} is a group of settings{wrong}")
 
     def build(self, values: Layer) -> dict[str, Any]:
         """The sections. Raises: ConfigError for a value of a wrong type or out of range."""

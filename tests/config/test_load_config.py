@@ -118,7 +118,7 @@ def test_text_becomes_a_value_of_the_declared_type(override, value):
         ("decode_node.max_running=true", "is not of type int"),
         ("decode_node.cpus=0,one", "decode_node.cpus = [0, 'one'] is not of type tuple"),
         ("decode_node.max_running=[", "not a value"),
-        ("decode_node.server=3", "is a group of settings"),
+        ("decode_node.server=3", "decode_node.server is a group of settings; name one of them"),
         ("decode_node.low=3", "low 3 is above high 2"),
         ("telemetry.log_level=loud", "must be one of debug, info, warning, error"),
         ("decode_node.max_running", "expected KEY=VALUE"),

@@ -232,6 +232,8 @@ def test_the_table_shows_no_secret(write, capsys):
         ("kv_cache_config: [0.5]\n", ":1 kv_cache_config: it is a group of keys"),
         ("max_batch_size: 0\n", ":1 max_batch_size: prefill_node.max_running_sequences = 0 is out of range"),
         ("max_seq_len: many\n", ":1 max_seq_len: model.max_model_len = 'many' is not of type int"),
+        ("max_seq_len: '512'\n", ":1 max_seq_len: model.max_model_len = '512' is not of type int"),
+        ("enable_prefix_caching: 'yes'\n", "kv_cache.prefix_cache = 'yes' is not of type bool"),
         ("served-model-name: [a, b]\n", "a model is served under one name, not 2"),
         ("host: 0.0.0.0\n", "services bind loopback"),
         ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
