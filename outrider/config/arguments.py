@@ -90,7 +90,8 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str],
     for flag, key in flags.items():
         info = known[key]
         text = f"{info.help} Default: {format_value(info.default)}.".replace("%", "%%")
-        metavar = key.rpartition(".")[2].upper()
+        choices = info.limits.choices
+        metavar = key.rpartition(".")[2].upper() if choices is None else f"{{{','.join(map(str, choices))}}}"
         parser.add_argument(f"--{flag}", dest=key, metavar=metavar, type=partial(_checked_text, info), help=text)
 
 

@@ -251,6 +251,12 @@ def test_a_wrong_value_of_a_flag_is_a_wrong_command_line(arguments, message, cap
     assert f"error: argument {message}" in capsys.readouterr().err
 
 
+def test_help_names_the_choices_of_a_flag(capsys):
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    assert "--dtype {auto,float32,bfloat16}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["", "null", "hashes"])
 def test_a_file_of_tokens_is_asked_for_whatever_its_name(name, monkeypatch, tmp_path):
     """Or a variable that is not set would let everybody in."""
