@@ -32,7 +32,7 @@ def from_text(kind: Any, text: str, source: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: not a value: {text!r}") from error
 
 

@@ -70,7 +70,11 @@ def _entries(
             raise ConfigError(f"{source}: {key} stands in line {lines[same]} already")
         lines[same] = line
         if not isinstance(value_node, yaml.MappingNode) or not value_node.value:
-            yield Entry(key=key, value=loader.construct_object(value_node, deep=True), source=source)
+            try:
+                value = loader.construct_object(value_node, deep=True)
+            except ValueError as error:  # of a 32nd of March
+                raise ConfigError(f"{source}: {key} is not a value: {error}") from error
+            yield Entry(key=key, value=value, source=source)
             continue
         if value_node in (*outer, node):  # by an alias
             raise ConfigError(f"{source}: {key} contains itself")
