@@ -12,14 +12,14 @@ import sys
 from outrider.cli.config import sections_of
 from outrider.cluster import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
-from outrider.config.arguments import add_settings_arguments, load_arguments
+from outrider.config.arguments import add_setting_flags, add_settings_arguments, load_arguments
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.default_model import check_whole_files
 from outrider.model_hub.locate import locate_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", dest="model.id", metavar="ID", help="a directory, a hub id, or the default model")
+    add_setting_flags(parser, {"model": "model.id"}, {"model": ModelConfig})
     add_settings_arguments(parser, os.environ)
 
 

@@ -251,6 +251,13 @@ def test_a_wrong_value_of_a_flag_is_a_wrong_command_line(arguments, message, cap
     assert f"error: argument {message}" in capsys.readouterr().err
 
 
+def test_an_empty_name_of_a_model_is_not_the_folder_we_are_in(capsys):
+    for command in ("up", "fetch"):
+        with pytest.raises(SystemExit):
+            main([command, "--model", ""])
+        assert "argument --model: a value is missing" in capsys.readouterr().err
+
+
 def test_help_names_the_choices_of_a_flag(capsys):
     with pytest.raises(SystemExit):
         main(["up", "--help"])
