@@ -44,7 +44,7 @@ TAIL = "a? " * 3000 + '\na: "x" | b\nb: "y"?\n'
 EXPLODING = Constraint(ConstraintKind.GRAMMAR, f'start: "qq" tail\ntail: {TAIL}')
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compiler():
     return GrammarCompiler(TOKENIZER.to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
 
