@@ -23,9 +23,9 @@ from outrider.request import Constraint
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""That compile: a constraint that takes long does not keep the next one waiting."""
+"""Threads that compile constraints: one that takes long does not keep the next waiting."""
 MAX_COMPILED = 32
-"""Grammars that are kept, the newest, besides those that others keep."""
+"""The newest grammars, which are kept compiled besides those that samples follow."""
 MAX_CACHED_MASKS = 256
 """Of one sample, between two commits: 6 KB each with 49,152 tokens."""
 MASK_SECONDS = 0.004
@@ -35,7 +35,7 @@ TOKEN_SECONDS = 0.0005
 MAX_DEBT_SECONDS = 0.07
 """How much more processor time all grammars of a node may take together, since other sequences wait for them."""
 MAX_OWN_DEBT_SECONDS = 0.02
-"""A grammar that owes less of that goes on."""
+"""A grammar that owes less than this goes on, however much the others owe."""
 FORGIVEN_SHARE = 0.02
 """Share of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
 _LEXER = "lexer error"
