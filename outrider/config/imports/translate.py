@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,19 @@ def translate(entries: Iterable[Entry], *, target: str = "") -> list[Translated]
     if not target and "model" in flat:
         target = str(flat["model"].value)
     who_drafts = speculation(flat, target, _table()["speculative"])
-    return [who_drafts.get(key) or _by_rule(entry) for key, entry in flat.items()]
+    return _without_contradictions([who_drafts.get(key) or _by_rule(entry) for key, entry in flat.items()])
+
+
+def _without_contradictions(keys: Sequence[Translated]) -> list[Translated]:
+    """The last of several keys for one setting counts, such as vLLM's after TensorRT-LLM's: the others are warnings."""
+    last = {name: key for key in keys for name in key.settings}
+    found = []
+    for key in keys:
+        kept = {name: value for name, value in key.settings.items() if last[name].settings[name] == value}
+        others = [last[name].entry for name in key.settings if name not in kept]
+        note = "".join(f"{entry.key} in {entry.source} is used instead" for entry in others[:1])
+        found.append(replace(key, kind=Kind.WARNING, note=note, settings=kept) if others else key)
+    return found
 
 
 def _flattened(entries: Iterable[Entry]) -> Iterator[Entry]:

@@ -122,6 +122,16 @@ def test_a_file_of_vllm_is_settings(write, as_json):
     assert sections["draft_node"].num_speculative_tokens == 3
 
 
+def test_of_two_keys_for_one_setting_the_last_counts_and_the_first_is_warned_of(write):
+    file = write("max_batch_size: 4\nmax_num_seqs: 8\n")
+    first, last = keys_of(file)
+    assert (first.kind, first.settings) == (Kind.WARNING, {})
+    assert str(first).startswith(f"{file}:1 max_batch_size: max_num_seqs in {file}:2")
+    assert last.kind is Kind.SET
+    same = keys_of(write("max_batch_size: 8\nmax_num_seqs: 8\n"))
+    assert [key.kind for key in same] == [Kind.SET, Kind.SET]
+
+
 def test_json_may_be_indented_by_tabs(write):
     (key,) = keys_of(write('{\n\t"max_num_seqs": 8\n}\n', "vllm.json"))
     assert (key.entry.key, key.entry.value, key.entry.source.rpartition(":")[2]) == ("max_num_seqs", 8, "2")
