@@ -23,7 +23,13 @@ def main() -> int:
     security = make_security(sections["security"])
     try:
         clients = None if config.token_file is None else TokenFile(config.token_file)
-        router = Router(config, name=sections["server"].name, security=security, clients=clients)
+        router = Router(
+            config,
+            name=sections["server"].name,
+            security=security,
+            clients=clients,
+            shows_text=sections["telemetry"].log_text,
+        )
     except ConfigError as error:
         sys.stderr.write(f"router: {error}\n")
         return 2

@@ -24,7 +24,6 @@ from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.rpc.status import UNREACHABLE
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
-    NO_SPECULATION,
     Granted,
     KvFailed,
     KvReady,
@@ -42,10 +41,9 @@ from router.held_tokens import HeldTokens
 from router.node_directory import EXACT_NUMERICS
 from router.node_link import NodeLink, PrefillLink
 from router.placement import Demand, Place
-from router.request_figures import AttemptFigures
 from router.sample_answer import TokenMismatchError
 from router.sessions import DecodeSession
-from router.work import Completed, Fatal, Lost, Outcome, OutcomeError, Refused, Work
+from router.work import Completed, Fatal, Lost, Outcome, OutcomeError, Refused, Work, describe
 
 ID_BYTES = 16
 PREFILL_ANSWER_SECONDS = 0.5
@@ -79,7 +77,7 @@ class Attempt:
         self._work = work
         self._demand = demand
         self._on_change = on_change
-        self._figures = AttemptFigures(num_known_tokens=len(demand.token_ids))
+        self._figures = work.figures.begin_attempt(place.decode, num_known_tokens=len(demand.token_ids))
         self._transfer_id = b"" if place.prefill is None else os.urandom(ID_BYTES)
         self._prefill_numerics = ""  # of the prefill nodes that have worked
         self._keeps_received = False  # the decode node holds what earlier transfers brought whole
@@ -192,12 +190,9 @@ class Attempt:
         """Raises: TokenMismatchError, InternalError; CapacityError, InvalidRequestError without memory for them."""
         fault_point("router.token")
         work, is_first = self._work, not self.has_tokens
-        self.has_tokens = self._figures.has_tokens = True
+        self.has_tokens = True
         num_new, has_ended = work.answer.take(tokens)
-        if tokens.speculation is not NO_SPECULATION:
-            work.figures.speculation.add(tokens.speculation)
-        if num_new:
-            work.figures.add_tokens(tokens.sample, num_new)
+        self._figures.take_tokens(tokens, num_new)
         finished = work.answer.samples[tokens.sample].finished if has_ended else None
         if finished is not None and finished.stop_string is not None:  # of which the node does not know
             self.cancel_ended_samples()
@@ -248,10 +243,7 @@ class Attempt:
         granted = await self._wait_for_grant("an open")
         assert granted is not None, "no KV comes before the grant"
         fault_point("router.granted")
-        work, decode = self._work, self.place.decode
-        work.figures.attempts.append(self._figures)
-        work.figures.nodes[decode.name] = self.numerics
-        work.figures.admit(granted)
+        work = self._work
         work.answer.begin()
         next_grant: Granted | None = granted
         while next_grant is not None and next_grant.kv_address:
@@ -284,22 +276,25 @@ class Attempt:
                     raise OutcomeError(Fatal(InvalidRequestError(event.message, field=sampling.field_to_blame)))
                 raise OutcomeError(Lost(self._lost(event.message), "group_failed"))
         if isinstance(event, KvReady):
-            self._figures.kv_ready = event
+            self._figures.take_ready(event)
         return event
 
     async def _wait_for_grant(self, command: str) -> Granted | None:
         """For the transfer at hand. None: the KV was ready, of a transfer that had been given up."""
         deadline = asyncio.get_running_loop().time() + self._work.services.config.open_timeout_seconds
+        asked = self._figures.ask(command)
         while True:
             match await self._next_event(deadline):
                 case None:
                     raise OutcomeError(Lost(self._lost(f"does not answer {command}"), "decode_silent"))
                 case Granted() as granted if granted.transfer_id == self._transfer_id:
-                    self._figures.num_tokens_to_compute = granted.num_tokens_to_compute
+                    asked.close()
+                    self._figures.take_grant(granted)
                     return granted
                 case Granted() if self._figures.num_tokens_to_compute is None:
                     raise OutcomeError(Lost(self._lost("a grant names another transfer"), "protocol"))
                 case KvReady():
+                    asked.close()
                     return None
 
     async def _transfer(self, granted: Granted, link: PrefillLink) -> bool:
@@ -319,9 +314,9 @@ class Attempt:
 
     async def _try_transfer(self, granted: Granted, link: PrefillLink) -> PeerLostError | None:
         """None once KV and wanted logprobs are here, else what was lost; nothing of a failed transfer goes on."""
-        self._work.figures.nodes[link.name] = link.numerics
         prefill = self._prefill = asyncio.create_task(link.prefill(self._call(granted)), name="prefill")
         prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
+        self._figures.begin_prefill(link, prefill)
         link.add_listener(self._on_standing)
         is_ready = False
         timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
@@ -386,6 +381,7 @@ class Attempt:
 
     def _leave(self) -> None:
         """Frees the group on the decode node, unless it has ended there, and the place."""
+        self._figures.end(describe(self.outcome))
         session, self._session = self._session, None
         if session is not None:
             session.forget(self._opened.sequence_group_id)

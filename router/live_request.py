@@ -33,10 +33,12 @@ class LiveRequest:
         *,
         window_seconds: float | None,
         on_change: Callable[[LiveRequest], None],
+        on_end: Callable[[OutriderError | None], None],
     ) -> None:
         """`window_seconds`: how long the answer can be resumed; None: it ends with its stream.
 
-        `on_change` is called whenever `is_idle` or `is_closed` may have changed.
+        `on_change` is called whenever `is_idle` or `is_closed` may have changed, `on_end` once, when nothing is
+        computed any more, with what the answer failed by.
         """
         self.key = key  # the client's name for it, behind the client's own where clients have one
         self.answer = answer
@@ -48,6 +50,7 @@ class LiveRequest:
         self.is_closed = False
         self.is_kept = True  # False: asked to be resumable anywhere, and the store did not answer
         self._on_change = on_change
+        self._on_end = on_end
         self._account: AnswerAccount  # set by `start`, as the next two
         self._flow: RequestFlow
         self._task: asyncio.Task[None]
@@ -155,6 +158,7 @@ class LiveRequest:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request's flow failed", request_id=self.key, exc_info=error)
             self.answer.fail(InternalError(f"the request's flow failed: {error}"))
+        self._on_end(self.answer.failure)
         self._on_change(self)
 
     def _stop_expiry(self) -> None:

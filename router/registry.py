@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from router.request_flow import RequestFlow
 from router.request_parsing import complete_proto, read_request, resume_window_seconds
 from router.services import Services
 from router.store.base import StoredAnswer, StoredRequest
+from router.timeline import SpanKind, Timeline
 from router.validation import check_request
 from router.work import Work
 
@@ -56,23 +56,24 @@ class RequestRegistry:
     async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
         """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
         self._check_serving()
-        config, served = self._services().config, self._nodes.model()
-        arrived_at = time.monotonic()
+        services, served = self._services(), self._nodes.model()
         check_request(proto, served.info)
         caller.check_priority(proto.priority)
         request_id = proto.request_id or str(uuid.uuid4())
         key = caller.key_of(request_id)
-        with self._name(key):
+        with self._name(key), services.timelines.beginning(request_id) as timeline:
+            encoding = timeline.begin(SpanKind.ENCODE)
             request = await read_request(
                 proto,
                 served,
                 caller,
                 request_id=request_id,
-                default_method=VerificationMethod(config.verification_method),
+                default_method=VerificationMethod(services.config.verification_method),
             )
+            encoding.close()
             self._check_serving()
             window = resume_window_seconds(proto)
-            live = self._begin(key, request, caller, arrived_at=arrived_at, window=window)
+            live = self._begin(key, request, caller, timeline, window=window)
         if window is None:
             return live
         try:  # while the prompt is being computed; nobody has been told of the request yet
@@ -168,10 +169,12 @@ class RequestRegistry:
         key = stored.request.request_id
         name, request_id = split_key(key)
         caller = self._clients.named(name)
-        with self._name(key):
+        with self._name(key), self._services().timelines.beginning(request_id) as timeline:
+            encoding = timeline.begin(SpanKind.ENCODE)
             request = await read_request(proto, served, caller, request_id=request_id)
+            encoding.close()
             window = stored.request.resume_window_seconds
-            live = self._begin(key, request, caller, arrived_at=time.monotonic(), window=window, stored=stored)
+            live = self._begin(key, request, caller, timeline, window=window, stored=stored)
         if stored.is_aborted:
             live.abort()
         return live
@@ -216,8 +219,8 @@ class RequestRegistry:
         key: str,
         request: Request,
         caller: Caller,
+        timeline: Timeline,
         *,
-        arrived_at: float,
         window: float | None,
         stored: StoredAnswer | None = None,
     ) -> LiveRequest:
@@ -234,8 +237,16 @@ class RequestRegistry:
         if stored is not None:
             take_known_tokens(answer, stored)
             answer.may_be_behind = self._is_exact(stored)
-        figures = RequestFigures(request, services.metrics, arrived_at)
-        live = LiveRequest(key, answer, figures, window_seconds=window, on_change=self._take_change)
+        timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
+        figures = RequestFigures(request, services.metrics, timeline)
+        live = LiveRequest(
+            key,
+            answer,
+            figures,
+            window_seconds=window,
+            on_change=self._take_change,
+            on_end=lambda error: services.timelines.end(timeline, error),
+        )
         work = Work(
             answer=answer,
             figures=figures,

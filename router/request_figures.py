@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outrider.answer import Finished, KvTransferMetrics, RequestMetrics, SpeculationMetrics, Summary, Usage
+from outrider.answer import Finished, KvTransferMetrics, RequestMetrics, Summary, Usage
 from outrider.errors import OutriderError
 from outrider.prefill import PrefillFigures
-from outrider.request import Request, VerificationMethod
+from outrider.request import FinishReason, Request, VerificationMethod
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
-from outrider.session import Granted, KvReady, SpeculationCounts
+from outrider.session import NO_SPECULATION, Granted, KvReady, SampleTokens
+from router.node_link import NodeLink, PrefillLink
+from router.timeline import RequestState, Span, SpanKind, Timeline
 
 TOKENS_KEY = "outrider-tokens"
 TTFT_KEY = "outrider-ttft-ms"
@@ -29,53 +32,19 @@ _log = get_logger("requests")
 
 
 @dataclass(slots=True)
-class SpeculationTotals:
-    """Sums of what decode nodes report with their tokens. One addition for every token: kept cheap."""
-
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_wanting_steps: int = 0
-    num_hit_steps: int = 0
-    acceptance_histogram: list[int] = field(default_factory=list)
-
-    def add(self, counts: SpeculationCounts) -> None:
-        if not counts.num_wanting_steps and not counts.num_spec_steps:
-            return
-        self.num_spec_steps += counts.num_spec_steps
-        self.num_draft_tokens += counts.num_draft_tokens
-        self.num_accepted_draft_tokens += counts.num_accepted_draft_tokens
-        self.num_wanting_steps += counts.num_wanting_steps
-        self.num_hit_steps += counts.num_hit_steps
-        histogram, added = self.acceptance_histogram, counts.acceptance_histogram
-        histogram.extend([0] * (len(added) - len(histogram)))
-        for num_accepted, num_steps in enumerate(added):
-            histogram[num_accepted] += num_steps
-
-    def metrics(self) -> SpeculationMetrics:
-        """All zero when nothing was drafted."""
-        if self.num_draft_tokens == 0:
-            return SpeculationMetrics()
-        return SpeculationMetrics(
-            num_spec_steps=self.num_spec_steps,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_draft_tokens=self.num_accepted_draft_tokens,
-            draft_acceptance_rate=self.num_accepted_draft_tokens / self.num_draft_tokens,
-            mean_acceptance_length=1.0 + self.num_accepted_draft_tokens / max(self.num_spec_steps, 1),
-            acceptance_histogram=tuple(self.acceptance_histogram),
-            look_ahead_hit_rate=self.num_hit_steps / self.num_wanting_steps if self.num_wanting_steps else 0.0,
-        )
-
-
-@dataclass(slots=True)
 class AttemptFigures:
-    """What nodes said of one attempt's prompt."""
+    """What nodes say of one attempt, for its request's figures and timeline."""
 
+    request: RequestFigures
+    decode: NodeLink
     num_known_tokens: int  # prompt and generated tokens that it started from
+    index: int  # of the request's attempts
     num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
     kv_ready: KvReady | None = None
     prefill: PrefillFigures | None = None  # of the transfer that filled the reservation
     has_tokens: bool = False
+    num_new_tokens: int = 0
+    decoding: Span | None = None
 
     @property
     def num_computed_tokens(self) -> int | None:
@@ -84,49 +53,132 @@ class AttemptFigures:
             return None
         return self.num_tokens_to_compute + (0 if self.prefill is None else self.prefill.num_computed_tokens)
 
+    @property
+    def timeline(self) -> Timeline:
+        return self.request.timeline
+
+    def ask(self, command: str) -> Span:
+        """The decode node is asked for room; the span is closed with its answer, or with the attempt."""
+        return self._begin(SpanKind.OPEN, self.decode, command)
+
+    def take_grant(self, granted: Granted) -> None:
+        self.num_tokens_to_compute = granted.num_tokens_to_compute
+        self.timeline.nodes[self.decode.name] = self.decode.numerics
+        self.request.admit(granted)
+        if not granted.kv_address:
+            self._begin_decoding(f"the node computes {granted.num_tokens_to_compute} known tokens itself")
+
+    def begin_prefill(self, link: PrefillLink, call: asyncio.Task[PrefillFigures]) -> None:
+        """A prefill node is asked for KV."""
+        self.timeline.nodes[link.name] = link.numerics
+        span = self._begin(SpanKind.PREFILL, link)
+
+        def end(call: asyncio.Task[PrefillFigures]) -> None:
+            if call.cancelled():
+                span.close("given up")
+            elif (error := call.exception()) is not None:
+                span.close(str(error))
+            else:
+                self._place(span, call.result())
+
+        call.add_done_callback(end)
+
+    def take_ready(self, ready: KvReady) -> None:
+        """The reservation is filled."""
+        self.kv_ready = ready
+        now = time.monotonic()
+        start = max(now - ready.transfer_seconds, self.timeline.arrived_at)
+        self.timeline.add_span(
+            Span(
+                SpanKind.KV_TRANSFER,
+                start,
+                self.index,
+                self.decode.name,
+                end=now,
+                num_bytes=ready.kv_bytes,
+                detail=ready.connector,
+            )
+        )
+        self._begin_decoding()
+
+    def take_tokens(self, tokens: SampleTokens, num_new: int) -> None:
+        """`num_new`: those that the answer did not have."""
+        self.has_tokens = True
+        now, timeline, report = time.monotonic(), self.timeline, self.decode.report
+        if tokens.speculation is not NO_SPECULATION:
+            timeline.speculation.add(tokens.speculation)
+        if num_new:
+            self.num_new_tokens += num_new
+            self.request.add_tokens(tokens.sample, num_new, now)
+        batch = 0 if report is None else report.load.num_running
+        timeline.add_step(tokens, at=now, attempt=self.index, batch=batch)
+
+    def end(self, why: str) -> None:
+        """The attempt has left its decode node. `why`: empty where it has done its work. Idempotent."""
+        if self.decoding is not None and self.decoding.end is None:
+            self.decoding.num_tokens = self.num_new_tokens
+        for span in self.timeline.spans:
+            if span.attempt == self.index and span.kind in (SpanKind.OPEN, SpanKind.DECODE):
+                span.close(why)
+
+    def _begin(self, kind: SpanKind, link: NodeLink, detail: str = "") -> Span:
+        return self.timeline.begin(kind, node=link.name, attempt=self.index, detail=detail)
+
+    def _begin_decoding(self, detail: str = "") -> None:
+        if self.decoding is None:
+            self.decoding = self._begin(SpanKind.DECODE, self.decode, detail)
+
+    def _place(self, span: Span, figures: PrefillFigures) -> None:
+        """What the prefill node did within its call."""
+        span.num_tokens, span.num_bytes = figures.num_computed_tokens, figures.kv_bytes
+        span.close(f"{figures.num_cached_tokens} tokens cached, {figures.num_read_tokens} read")
+
 
 @dataclass(slots=True)
 class RequestFigures:
-    """Filled in while the request is served; times are monotonic seconds."""
+    """Filled in while the request is served, as its timeline is; times are monotonic seconds."""
 
     request: Request
     metrics: RouterMetrics
-    arrived_at: float
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-    ended_at: float | None = None
-    nodes: dict[str, str] = field(default_factory=dict)  # by name, in the order of their use: their numerics
+    timeline: Timeline
     attempts: list[AttemptFigures] = field(default_factory=list)
-    num_moves: int = 0  # times that work moved from a prefill or decode node
-    speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
     last_token_at: dict[int, float] = field(default_factory=dict)  # by sample
     has_moved: bool = False  # since the last token
 
     # ------------------------------------------------------------ what happens
 
+    def begin_attempt(self, decode: NodeLink, *, num_known_tokens: int) -> AttemptFigures:
+        """`num_known_tokens`: of the prompt, and generated."""
+        figures = AttemptFigures(self, decode, num_known_tokens, index=self.timeline.num_attempts)
+        self.timeline.num_attempts += 1
+        self.attempts.append(figures)
+        return figures
+
     def admit(self, granted: Granted) -> None:
         """The first grant; later calls do nothing."""
-        if self.admitted_at is not None:
+        timeline = self.timeline
+        if timeline.admitted_at is not None:
             return
-        self.admitted_at = time.monotonic()
-        num_prompt_tokens, queue_seconds = len(self.request.prompt_token_ids), self._since_arrival(self.admitted_at)
+        timeline.admitted_at = time.monotonic()
+        num_prompt_tokens, queue_seconds = len(self.request.prompt_token_ids), self._since_arrival(timeline.admitted_at)
         self.metrics.observe_admitted(queue_seconds=queue_seconds, num_prompt_tokens=num_prompt_tokens)
         _log.info(
             "request admitted",
             request_id=self.request.request_id,
-            nodes=list(self.nodes),
+            nodes=list(timeline.nodes),
             num_prompt_tokens=num_prompt_tokens,
             num_held_tokens=granted.held_prefix_length,
             seed=self.request.options.sampling.seed,
             queue_seconds=round(queue_seconds, 4),
         )
 
-    def add_tokens(self, sample: int, num_tokens: int) -> None:
+    def add_tokens(self, sample: int, num_tokens: int, now: float) -> None:
         """New tokens of a sample have come together."""
-        now = time.monotonic()
-        if self.first_token_at is None:
-            self.first_token_at = now
-            self.metrics.observe_first_token(now - self.arrived_at)
+        timeline = self.timeline
+        timeline.num_generated_tokens += num_tokens
+        if timeline.first_token_at is None:
+            timeline.first_token_at = now
+            self.metrics.observe_first_token(now - timeline.arrived_at)
         elif self.has_moved and self.last_token_at:
             self.metrics.observe_move_gap(now - max(self.last_token_at.values()))
         self.has_moved = False
@@ -137,23 +189,25 @@ class RequestFigures:
     def add_move(self, cause: str, *, node: str, error: OutriderError | None, num_generated_tokens: int) -> None:
         """The next tokens come from another node than the last ones, or are computed with the help of another."""
         self.has_moved = True
-        self.num_moves += 1
+        message = "" if error is None else error.message
+        self.timeline.add_move(cause, node=node, error=message)
         self.metrics.add_move(cause)
         _log.warning(
             "work moves",
             request_id=self.request.request_id,
             cause=cause,
             node=node,
-            error="" if error is None else error.message,
+            error=message,
             num_generated_tokens=num_generated_tokens,
         )
 
     def mark_end(self) -> None:
         """The end of the last sample; the first call counts."""
-        if self.ended_at is None:
-            self.ended_at = time.monotonic()
+        if self.timeline.ended_at is None:
+            self.timeline.ended_at = time.monotonic()
 
     def finish(self, samples: Iterable[Finished], *, num_generated_tokens: int) -> Summary:
+        timeline = self.timeline
         prefills = [attempt.prefill for attempt in self.attempts if attempt.prefill is not None]
         usage = Usage(
             num_prompt_tokens=len(self.request.prompt_token_ids),
@@ -161,17 +215,22 @@ class RequestFigures:
             num_generated_tokens=num_generated_tokens,
         )
         metrics = RequestMetrics(
-            queue_seconds=self._since_arrival(self.admitted_at),
-            ttft_seconds=self._since_arrival(self.first_token_at),
-            e2e_seconds=self._since_arrival(self.ended_at),
+            queue_seconds=self._since_arrival(timeline.admitted_at),
+            ttft_seconds=self._since_arrival(timeline.first_token_at),
+            e2e_seconds=self._since_arrival(timeline.ended_at),
             prefill_seconds=sum(prefill.compute_seconds for prefill in prefills),
             kv_transfer=self._kv_transfer(),
-            speculation=self.speculation.metrics(),
-            attempts=1 + self.num_moves,
-            nodes=tuple(self.nodes),
+            speculation=timeline.speculation.metrics(),
+            attempts=1 + timeline.num_moves,
+            nodes=tuple(timeline.nodes),
         )
+        timeline.num_cached_tokens = usage.num_cached_tokens
+        timeline.num_generated_tokens = usage.num_generated_tokens  # with those of a router that is gone
+        timeline.outcome = RequestState.FINISHED
         for finished in samples:
             self.metrics.observe_finished_sample(finished.reason)
+            if finished.reason is FinishReason.ABORTED:
+                timeline.outcome = RequestState.ABORTED
         self.metrics.observe_finished_request(metrics.e2e_seconds)
         _log.info(
             "request finished",
@@ -187,7 +246,7 @@ class RequestFigures:
 
     def close(self, failure: OutriderError | None) -> None:
         """The request has ended, however it did."""
-        if len({numerics for numerics in self.nodes.values() if numerics}) > 1:
+        if len({numerics for numerics in self.timeline.nodes.values() if numerics}) > 1:
             self.metrics.add_mixed_numerics()
         if failure is not None:
             self.metrics.add_failures(failure.reason, 1)
@@ -202,11 +261,12 @@ class RequestFigures:
 
         `is_kept`: False for a resumable request that the store does not have.
         """
+        timeline = self.timeline
         trailers = [(TOKENS_KEY, str(num_generated_tokens))]
-        if self.first_token_at is not None:
-            trailers.append((TTFT_KEY, f"{self._since_arrival(self.first_token_at) * 1e3:.1f}"))
-        if self.speculation.num_draft_tokens:
-            trailers.append((ACCEPTANCE_LENGTH_KEY, f"{self.speculation.metrics().mean_acceptance_length:.2f}"))
+        if timeline.first_token_at is not None:
+            trailers.append((TTFT_KEY, f"{self._since_arrival(timeline.first_token_at) * 1e3:.1f}"))
+        if timeline.speculation.num_draft_tokens:
+            trailers.append((ACCEPTANCE_LENGTH_KEY, f"{timeline.speculation.metrics().mean_acceptance_length:.2f}"))
         if self.request.options.verification_method is not VerificationMethod.COUPLED:
             trailers.append((VERIFICATION_KEY, self.request.options.verification_method.label))
         if not is_kept:
@@ -215,7 +275,7 @@ class RequestFigures:
 
     def _since_arrival(self, at: float | None) -> float:
         """0 for what never happened."""
-        return 0.0 if at is None else max(at - self.arrived_at, 0.0)
+        return 0.0 if at is None else max(at - self.timeline.arrived_at, 0.0)
 
     def _num_cached_tokens(self) -> int:
         """Prompt tokens that were not computed by an attempt that completed the prompt; a lost node may have."""

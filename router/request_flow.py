@@ -21,6 +21,7 @@ from outrider.session import Rejected, RejectReason
 from router.attempt import Attempt
 from router.placement import Demand, Place
 from router.request_queue import QueuedRequest
+from router.timeline import SpanKind
 from router.work import Completed, Fatal, Lost, Refused, Work
 
 HEDGE_RETRY_SECONDS = 0.1
@@ -118,7 +119,7 @@ class RequestFlow:
 
     def _take_refusal(self, attempt: Attempt, rejected: Rejected) -> None:
         """The request goes back to its turn in the queue, unless no node can ever take it."""
-        self._waiting.was_accepted |= self._work.figures.admitted_at is not None  # then it is not refused now
+        self._waiting.was_accepted |= self._work.figures.timeline.admitted_at is not None  # then it is not refused now
         match rejected.reason:
             case RejectReason.TOO_LARGE:
                 self._excluded |= {attempt.incarnation}
@@ -178,8 +179,14 @@ class RequestFlow:
     def _seek_in_queue(self, demand: Demand) -> None:
         if demand != self._waiting.demand:  # an equal one has been hashed
             self._waiting.demand = demand
+        waited = self._work.figures.timeline.begin(SpanKind.QUEUE)
+
+        def end(_task: asyncio.Task[Place]) -> None:
+            waited.close()
+            self._change.set()
+
         self._seeking = asyncio.create_task(self._services.queue.wait_for_place(self._waiting), name="place")
-        self._seeking.add_done_callback(lambda _task: self._change.set())
+        self._seeking.add_done_callback(end)
 
     def _hedge(self, suspect: Attempt, demand: Demand) -> None:
         """Opens a second attempt now, or looks again soon; never by way of the queue."""

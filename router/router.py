@@ -32,6 +32,7 @@ from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
 from router.store.base import AnswerStore
 from router.store.factory import make_store
+from router.timeline import Timelines
 from router.transport import RouterIdentity
 from router.vllm_engine.factory import make_vllm_engine
 
@@ -58,9 +59,11 @@ class Router:
         clients: Clients | None = None,
         registry: CollectorRegistry = REGISTRY,
         store: AnswerStore | None = None,
+        shows_text: bool = False,
     ) -> None:
-        """`store`: instead of the one that `config` names. Raises: ConfigError."""
+        """`store`: instead of the one that `config` names. `shows_text`: on its page. Raises: ConfigError."""
         self._config = config
+        self._shows_text = shows_text
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
@@ -108,6 +111,7 @@ class Router:
             hedges=HedgeBudget(self.nodes, lambda: placement.num_placed),
             answers=AnswerBudget(config.journal_bytes),
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
+            timelines=Timelines(config.timelines, keeps_tokens=self._shows_text),
             router_address=address,
         )
         self.nodes.on_report(_pump_and_count(self.services))

@@ -11,6 +11,7 @@ from router.hedge_budget import HedgeBudget
 from router.node_link import PrefillLink
 from router.placement import Placement
 from router.request_queue import RequestQueue
+from router.timeline import Timelines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Services:
     hedges: HedgeBudget
     answers: AnswerBudget
     metrics: RouterMetrics
+    timelines: Timelines
     router_address: str
 
     def may_replace(self, late: PrefillLink) -> bool:

@@ -46,6 +46,21 @@ class Fatal:
 Outcome = Completed | Refused | Lost | Fatal
 
 
+def describe(outcome: Outcome | None) -> str:
+    """For people; empty for an attempt that has done its work."""
+    match outcome:
+        case Completed():
+            return ""
+        case Refused(rejected):
+            return f"{rejected.reason.name}: {rejected.message}"
+        case Lost(error, cause):
+            return f"{cause}: {error.message}"
+        case Fatal(error):
+            return error.message
+        case None:
+            return "given up"
+
+
 class OutcomeError(Exception):
     """Ends an attempt."""
 

@@ -58,7 +58,7 @@ class TelemetryConfig:
         choices=("auto", "json", "text"),
         help="One JSON object or one line of text per event; auto: text on a terminal.",
     )
-    log_text: bool = setting(False, help="Whether prompts and answers may be logged.")
+    log_text: bool = setting(False, help="Whether prompts and answers may be logged, and shown on the router's page.")
     profiling: bool = setting(True, help="Whether a node may be profiled by RPC; it slows the steps that it watches.")
 
 

@@ -1,0 +1,245 @@
+"""Timelines: one bounded record of what happened to each recent request, for whoever asks why it took so long (ADR 36).
+
+A request's spans are what took time (queueing, a prefill call, decoding); its steps are the
+messages in which tokens came; its moves are the changes of nodes. All of it is what the router
+has seen, at the times at which it saw it, on one clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.errors import OutriderError
+from outrider.session import SampleTokens
+from router.speculation_totals import SpeculationTotals
+
+MAX_STEPS = 100_000
+"""Of all requests together: some 20 MB."""
+MAX_REQUEST_STEPS = 5_000
+"""Of one request; those beyond are counted."""
+MAX_REQUEST_SPANS = 1_000
+MAX_REQUEST_MOVES = 100
+"""Of a request with more of them than nodes usually make, the first are kept."""
+
+
+class SpanKind(enum.StrEnum):
+    """In the order in which they begin."""
+
+    ENCODE = "encode"  # the prompt, in the router; an answer's constraint is compiled in it
+    QUEUE = "queue"  # for a place on nodes
+    OPEN = "open"  # a decode node is asked for room, until it grants it
+    PREFILL = "prefill"  # the call to a prefill node, until its answer
+    PREFILL_CHUNK = "prefill_chunk"  # a part of the prompt in one forward pass, or in several with others
+    KV_FRAME = "kv_frame"  # KV of a chunk and a group of layers, from the sender's hand to its acknowledgement
+    KV_TRANSFER = "kv_transfer"  # the first frame to complete KV, as the decode node has measured it
+    DECODE = "decode"  # from complete KV, or the grant where a decode node computes the prompt, to the attempt's end
+
+
+class RequestState(enum.StrEnum):
+    WAITING = "waiting"  # for its first grant
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"  # by its client, who may have left
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Span:
+    """What took time; monotonic seconds."""
+
+    kind: SpanKind
+    start: float
+    attempt: int  # from 0; the one that it leads to
+    node: str = ""  # the router's own where it is empty
+    end: float | None = None  # None: it goes on
+    num_tokens: int | None = None
+    num_bytes: int | None = None
+    detail: str = ""
+
+    def close(self, detail: str = "") -> None:
+        """Now. A second call does nothing."""
+        if self.end is None:
+            self.end = time.monotonic()
+            self.detail = detail or self.detail
+
+
+class Step(NamedTuple):
+    """Tokens that came together, of one sample: a step of its decode node."""
+
+    sample: int
+    attempt: int
+    at: float  # monotonic seconds: their arrival at the router
+    position: int  # of the first one
+    num_tokens: int
+    num_draft_tokens: int  # that were verified
+    num_accepted: int
+    num_wanted: int  # steps that wanted proposals: one, or none
+    num_found: int  # of them, those that found a draft node's waiting
+    batch: int  # sequences that ran on the node, by its last report
+    token_ids: tuple[int, ...]  # empty unless text may be shown
+
+
+class Move(NamedTuple):
+    """The work went on elsewhere, or with the help of another node."""
+
+    at: float  # monotonic seconds
+    cause: str  # as in outrider:moves_total
+    node: str  # that lost it
+    error: str
+
+
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """One request's record. Owned by the event loop. Times are monotonic seconds; None: it has not happened."""
+
+    serial: int  # its name here: clients' names may come again
+    request_id: str
+    take_room: Callable[[], bool]  # for one more step; False: there is none
+    keeps_tokens: bool = False
+    arrived_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None  # the first grant
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    outcome: RequestState | None = None
+    error: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # known at the end
+    num_generated_tokens: int = 0
+    num_samples: int = 0
+    num_attempts: int = 0  # on decode nodes, those included that were refused
+    num_moves: int = 0  # times that work moved from a prefill or decode node
+    nodes: dict[str, str] = field(default_factory=dict)  # by name, in the order of their use: their numerics
+    speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
+    spans: list[Span] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    num_dropped_steps: int = 0
+
+    @property
+    def state(self) -> RequestState:
+        if self.outcome is not None:
+            return self.outcome
+        return RequestState.WAITING if self.admitted_at is None else RequestState.RUNNING
+
+    def begin(self, kind: SpanKind, *, node: str = "", attempt: int | None = None, detail: str = "") -> Span:
+        """A span that begins now. `attempt`: None for the next one to be opened."""
+        start, attempt = time.monotonic(), self.num_attempts if attempt is None else attempt
+        return self.add_span(Span(kind, start, attempt, node, detail=detail))
+
+    def add_span(self, span: Span) -> Span:
+        if len(self.spans) < MAX_REQUEST_SPANS:
+            self.spans.append(span)
+        return span
+
+    def add_step(self, tokens: SampleTokens, *, at: float, attempt: int, batch: int) -> None:
+        """Once for every message with tokens: kept cheap."""
+        if len(self.steps) >= MAX_REQUEST_STEPS or not self.take_room():
+            self.num_dropped_steps += 1
+            return
+        counts = tokens.speculation
+        step = Step(
+            tokens.sample,
+            attempt,
+            at,
+            tokens.start_position,
+            len(tokens.token_ids),
+            counts.num_draft_tokens,
+            counts.num_accepted_draft_tokens,
+            counts.num_wanting_steps,
+            counts.num_hit_steps,
+            batch,
+            tokens.token_ids if self.keeps_tokens else (),
+        )
+        self.steps.append(step)
+
+    def add_move(self, cause: str, *, node: str, error: str) -> None:
+        self.num_moves += 1
+        if len(self.moves) < MAX_REQUEST_MOVES:
+            self.moves.append(Move(time.monotonic(), cause, node, error))
+
+    def end(self, error: OutriderError | None) -> None:
+        """However the request ended; without an error and an outcome its client has left. Idempotent."""
+        if self.ended_at is None:
+            self.ended_at = time.monotonic()
+        if error is not None:
+            self.outcome, self.error = RequestState.FAILED, error.message
+        elif self.outcome is None:
+            self.outcome = RequestState.ABORTED
+        for span in self.spans:
+            span.close()
+
+
+class Timelines:
+    """The newest requests' timelines. Owned by the event loop.
+
+    Of more than `max_timelines` requests, or `max_steps` steps together, those that ended first are forgotten first.
+    A request that is forgotten while it runs records no more steps.
+    """
+
+    def __init__(self, max_timelines: int, *, keeps_tokens: bool = False, max_steps: int = MAX_STEPS) -> None:
+        """`max_timelines`: 0 keeps none. `keeps_tokens`: the ids of tokens too, which are the answer's text."""
+        self._max_timelines = max_timelines
+        self._num_free_steps = max_steps if max_timelines else 0
+        self._keeps_tokens = keeps_tokens
+        self._serials = itertools.count(1)
+        self._running: dict[int, Timeline] = {}  # by serial, in the order of their beginning
+        self._ended: dict[int, Timeline] = {}  # by serial, in the order of their end
+
+    def __iter__(self) -> Iterator[Timeline]:
+        """The newest first."""
+        return iter(sorted((*self._running.values(), *self._ended.values()), key=lambda each: -each.serial))
+
+    def find(self, serial: int) -> Timeline | None:
+        return self._running.get(serial) or self._ended.get(serial)
+
+    def begin(self, request_id: str) -> Timeline:
+        """A request has arrived. `end` follows."""
+        timeline = Timeline(next(self._serials), request_id, self._take_room, keeps_tokens=self._keeps_tokens)
+        self._running[timeline.serial] = timeline
+        while len(self._running) + len(self._ended) > self._max_timelines:
+            self._forget(self._ended or self._running)
+        return timeline
+
+    @contextmanager
+    def beginning(self, request_id: str) -> Iterator[Timeline]:
+        """As `begin`; what the block raises ends it."""
+        timeline = self.begin(request_id)
+        try:
+            yield timeline
+        except OutriderError as error:
+            self.end(timeline, error)
+            raise
+        except BaseException:
+            self.end(timeline, None)
+            raise
+
+    def end(self, timeline: Timeline, error: OutriderError | None) -> None:
+        """The request has ended, however it did. Idempotent."""
+        timeline.end(error)
+        if self._running.pop(timeline.serial, None) is not None:
+            self._ended[timeline.serial] = timeline
+
+    def _take_room(self) -> bool:
+        while not self._num_free_steps and self._ended:
+            self._forget(self._ended)
+        if not self._num_free_steps:
+            return False
+        self._num_free_steps -= 1
+        return True
+
+    def _forget(self, timelines: dict[int, Timeline]) -> None:
+        """The first of them: its steps, which are most of it, go at once."""
+        timeline = timelines.pop(next(iter(timelines)))
+        timeline.take_room = _no_room
+        self._num_free_steps += len(timeline.steps)
+        timeline.steps = []
+
+
+def _no_room() -> bool:
+    return False
