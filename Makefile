@@ -106,17 +106,21 @@ soak: $(READY) ## Mixed load and a random fault every five seconds (SOAK_SECONDS
 compose-test: $(INSTALLED) ## Builds the image and runs clusters of containers; says so where there is no Docker engine
 	$(BIN)/python -m pytest -m compose tests/compose $(PYTEST_ARGS)
 
-CHECKS := check-types check-tests check-style check-imports check-protos check-kernels check-files
+CHECKS := check-types check-tests check-style check-imports check-protos check-kernels check-files check-docs
 .PHONY: check $(CHECKS)
-check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files; finds all tests
+check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files, docs; finds all tests
 
 check-style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mdformat --check $$(git ls-files '*.md')
 	$(BIN)/python checks/file_sizes.py
-	$(BIN)/python checks/settings.py
+	$(BIN)/python checks/references.py
 	$(BIN)/python -m compileall -q examples benchmarks
+
+# Every link and heading that a document names is there.
+check-docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check-types: $(INSTALLED)
 	$(BIN)/mypy
@@ -161,13 +165,20 @@ test-gpu: $(READY) ## What needs a GPU: attention, race, products, hand-off and 
 sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-behaviour sanitizers
 	$(BIN)/python checks/sanitize.py $(PYTEST_ARGS)
 
-.PHONY: settings
-settings: $(INSTALLED) ## Generate docs/settings.md from the settings' declarations
-	$(BIN)/python checks/settings.py --write
+.PHONY: references settings
+references: $(INSTALLED) ## Generate the pages on settings, command line, metrics and messages from the code
+	$(BIN)/python checks/references.py --write
+
+settings: references
+
+.PHONY: docs
+docs: check-docs ## The documentation as a site, in site/
+	@echo 'site/index.html; to read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site'
 
 .PHONY: proto
-proto: $(INSTALLED) ## Generate outrider/v1 from protos
+proto: $(INSTALLED) ## Generate outrider/v1 and docs/protos.md from protos
 	$(BIN)/python checks/stubs.py --write
+	$(BIN)/python checks/references.py --write
 
 .PHONY: format
 format: $(INSTALLED) ## Format code and prose, and fix what ruff can fix
@@ -183,5 +194,5 @@ bench: $(READY) ## Reference figures, the load generator with and without specul
 
 .PHONY: clean
 clean: ## Remove what the tools made, .venv included
-	rm -rf $(VENV) $(TOOLS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

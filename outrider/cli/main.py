@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     chosen = next((argument for argument in argv if not argument.startswith("-")), "")
     try:
-        arguments = _make_parser(chosen).parse_args(argv)
+        arguments = make_parser(chosen).parse_args(argv)
         return int(arguments.run(arguments))
     except OutriderError as error:
         sys.stdout.flush()
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _make_parser(chosen: str) -> argparse.ArgumentParser:
+def make_parser(chosen: str) -> argparse.ArgumentParser:
     """The flags of the chosen command only: the others' imports are not needed."""
     parser = argparse.ArgumentParser(
         prog="outrider", description="A language-model server in four gRPC services.", allow_abbrev=False

@@ -1,0 +1,185 @@
+"""Pages that are made of the code: settings, command line, metrics, messages. Fails if one is stale; `--write` writes.
+
+.venv/bin/python checks/references.py [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from itertools import groupby
+from pathlib import Path
+
+import mdformat
+from message_reference import describe_messages
+from prometheus_client import CollectorRegistry
+
+from outrider.cli.config import ROLES, sections_of
+from outrider.cli.main import COMMANDS, make_parser
+from outrider.config import describe_settings, format_value, parse_role_arguments
+from outrider.service.telemetry.metrics import EngineMetrics, RouterMetrics
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+STYLE = {"wrap": 120, "number": True, "plugin": {"tables": {"compact_tables": True}}}
+"""As in .mdformat.toml."""
+
+SETTINGS_HEAD = """# Settings
+
+How settings are given: [operations](operations.md#settings). A process reads the sections that concern it and ignores
+the others. The environment variable of `kv_cache.memory` is `OUTRIDER_KV_CACHE__MEMORY`."""
+COMMANDS_HEAD = """# Command line
+
+What each command does in practice: [operations](operations.md). Exit status: 0; 1 for an error, with one line on
+stderr; 2 for a wrong command line or setting; 130 for Ctrl-C."""
+METRICS_HEAD = """# Metrics
+
+What each process exports on its `telemetry.metrics_port`, in the text format of Prometheus. Names and labels are vLLM's
+where vLLM has them. Every series has the label `model_name` too. A histogram exports
+`…_bucket{le}`, `…_sum` and `…_count`. What to watch: [operations](operations.md#metrics)."""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Of Markdown, with an empty line before it."""
+    yield ""
+    for cells in (head, ["--"] * len(head), *rows):
+        yield f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def settings_page() -> Iterator[str]:
+    readers = {role: sections_of(role) for role in ROLES}
+    yield SETTINGS_HEAD
+    for section, infos in groupby(describe_settings(sections_of(None)), key=lambda info: info.key.partition(".")[0]):
+        names = [role for role in ROLES if section in readers[role]] or ["`outrider up`"]
+        yield f"\n## {section}\n\nRead by {'every process' if names == list(ROLES) else ', '.join(names)}."
+        yield from table(
+            ("key", "default", "allowed", "meaning"),
+            (
+                (f"`{info.key}`", f"`{format_value(info.default)}`", str(info.limits) or info.type_name, info.help)
+                for info in infos
+            ),
+        )
+
+
+def command_page() -> Iterator[str]:
+    yield COMMANDS_HEAD
+    yield from table(
+        ("command", "does"), ((f"[`outrider {name}`](#outrider-{name})", COMMANDS[name]) for name in COMMANDS)
+    )
+    for name in COMMANDS:
+        parser = make_parser(name)
+        yield from _command(f"outrider {name}", _commands_of(parser)[name], COMMANDS[name], level=2)
+    yield "\n## Services\n\nEach service is a command of its own; `--help` lists the settings that it reads."
+    options = {_options_of_service(role) for role in ROLES}
+    yield f"\n```\n{chr(10).join(f'python -m {role}' for role in ROLES)}\n\n{chr(10).join(options)}\n```"
+
+
+def _command(name: str, parser: argparse.ArgumentParser, summary: str, *, level: int) -> Iterator[str]:
+    yield f"\n{'#' * level} {name}\n\n{summary[0].upper()}{summary[1:].rstrip('.')}."
+    nested = _commands_of(parser)
+    for group in parser._action_groups:
+        actions = [each for each in group._group_actions if each.dest != "help" and each.choices is not nested]
+        if actions:
+            yield _introduction(group.title or "", group.description)
+            yield from table(("argument", "meaning"), map(_argument, actions))
+    helps = {
+        each.dest: each.help or "" for action in parser._actions for each in getattr(action, "_choices_actions", ())
+    }
+    for verb, command in nested.items():
+        yield from _command(f"{name} {verb}", command, helps[verb], level=level + 1)
+
+
+def _introduction(title: str, description: str | None) -> str:
+    """Of a group of arguments, unless it is one that argparse has for all."""
+    if title in {"options", "positional arguments"}:
+        return ""
+    text = f"{title}: {description}" if description else title
+    return f"\n{text[0].upper()}{text[1:]}."
+
+
+def _commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """By name; empty for a command without commands of its own."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices
+    return {}
+
+
+def _argument(action: argparse.Action) -> tuple[str, str]:
+    choices = "" if action.choices is None else f"{{{','.join(map(str, action.choices))}}}"
+    metavar = action.metavar or choices or action.dest.upper()
+    value = "" if action.nargs == 0 else f" {metavar}"
+    names = ", ".join(f"`{flag}{value}`" for flag in action.option_strings) or f"`{metavar.lower()}`"
+    return names, (action.help or "") % {**vars(action), "prog": "outrider"}
+
+
+def _options_of_service(role: str) -> str:
+    """Of its help, without the settings, which have a page."""
+    text = StringIO()
+    with redirect_stdout(text), suppress(SystemExit):
+        parse_role_arguments(role, sections_of(role), ["--help"], environ={})
+    return text.getvalue().partition("options:")[2].partition("\nsettings (")[0].strip("\n")
+
+
+def metrics_page() -> Iterator[str]:
+    yield METRICS_HEAD
+    yield "\n## Router"
+    yield from table(("name", "type", "labels", "meaning"), _metrics(RouterMetrics))
+    yield "\n## Prefill, decode and draft nodes\n\nWhat a node does not do stays 0."
+    yield from table(("name", "type", "labels", "meaning"), _metrics(EngineMetrics))
+
+
+def _metrics(make: Callable[..., object]) -> Iterator[tuple[str, str, str, str]]:
+    """Rows of what it registers. Values of labels are those that are known from the start."""
+    registry = CollectorRegistry()
+    make(model_name="", registry=registry)
+    for collector in registry._collector_to_names:
+        for family in collector.collect():
+            known = {
+                label: {sample.labels[label]: None for sample in family.samples if label in sample.labels}
+                for label in getattr(collector, "_labelnames", ())
+            }
+            labels = [
+                f"`{label}`" + (f": {', '.join(values)}" if values else "")
+                for label, values in known.items()
+                if label != "model_name"
+            ]
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            yield f"`{name}`", family.type, "; ".join(labels), family.documentation
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "cli.md": command_page,
+    "metrics.md": metrics_page,
+    "protos.md": lambda: describe_messages(table),
+}
+
+
+def render(lines: Iterable[str]) -> str:
+    """As mdformat leaves it."""
+    head, *rest = "\n".join(lines).split("\n\n", 1)
+    text = "\n\n".join([head, "Generated from the code by `make references`.", *rest])
+    return mdformat.text(text, options=STYLE, extensions={"gfm"})
+
+
+def main() -> int:
+    for variable in [name for name in os.environ if name.startswith("OUTRIDER_")]:
+        del os.environ[variable]  # defaults of flags
+    os.environ["COLUMNS"] = "110"
+    pages = {DOCS / name: render(lines()) for name, lines in PAGES.items()}
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--write" in sys.argv[1:]:
+        for path in stale:
+            path.write_text(pages[path], encoding="utf-8")
+        return 0
+    for path in stale:
+        sys.stderr.write(f"docs/{path.name} is stale: run make references\n")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Hooks of mkdocs: links work on the site as they do where the repository is read.
+
+A document links to others, and to files outside docs/, by paths in the repository. What is linked to from the site
+becomes part of it: Markdown as a page, a picture as it is, source text as a page that shows it, a folder without a
+README.md as a list of its documents. A link to what does not exist is left as it is, and `mkdocs build --strict`
+refuses it.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+README = "overview.md"
+"""Its page on the site, where index.md is the front."""
+LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+PICTURES = (".svg", ".png")
+LANGUAGES = {".proto": "protobuf", ".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """A folder in the navigation stands for the list of its documents, and these, by name."""
+    for entry in config.nav or ():
+        for title, place in entry.items():
+            if isinstance(place, str) and place.endswith("/"):
+                documents = sorted(path.name for path in (Path(config.docs_dir) / place).glob("*.md"))
+                entry[title] = [f"{place}{name}" for name in ("README.md", *documents)]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what documents link to outside docs/, and what that links to."""
+    to_read = [_repository_path(file.src_uri) for file in files if file.src_uri.endswith(".md")]
+    to_read += ["README.md"]
+    for document in to_read:  # grows meanwhile
+        for path in (document, *_linked(document)):
+            uri = _site_uri(path)
+            if files.get_file_from_path(uri) is None and (made := _make_file(path, uri, config)) is not None:
+                files.append(made)
+                if path.endswith(".md"):
+                    to_read.append(path)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    document = _repository_path(page.file.src_uri)
+    if not document.endswith(".md"):
+        return markdown
+
+    def rewrite(match: re.Match[str]) -> str:
+        target = _resolve(document, match[1])
+        uri = _site_uri(target)
+        if "://" in match[1] or files.get_file_from_path(uri) is None:
+            return match[0]
+        return f"]({posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or '.')}{match[2] or ''})"
+
+    # In tables, GitHub takes \| for a bar in code as well; Python-Markdown takes the bar there, without the backslash.
+    rows = re.compile(r"^\|.*\|$", re.MULTILINE)
+    return _outside_fences(
+        markdown,
+        lambda text: rows.sub(
+            lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), row[0]), LINK.sub(rewrite, text)
+        ),
+    )
+
+
+def _linked(document: str) -> list[str]:
+    """Paths in the repository that a document links to."""
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.extend(_resolve(document, match[1]) for match in LINK.finditer(text) if "://" not in match[1])
+        return text
+
+    if (ROOT / document).is_file():
+        _outside_fences((ROOT / document).read_text(encoding="utf-8"), note)
+    return found
+
+
+def _resolve(document: str, target: str) -> str:
+    """A link's path in the repository; of a folder its README.md."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(document), target))
+    return f"{path}/README.md" if (ROOT / path).is_dir() else path
+
+
+def _site_uri(path: str) -> str:
+    """Where a file of the repository is on the site, as mkdocs names sources."""
+    if path == "README.md":
+        return README
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return path if path.endswith((".md", *PICTURES)) else f"{path}.md"
+
+
+def _repository_path(uri: str) -> str:
+    if uri == README:
+        return "README.md"
+    for path in (f"docs/{uri}", uri):
+        if (ROOT / path).is_file():
+            return path
+    return uri.removesuffix(".md")
+
+
+def _make_file(path: str, uri: str, config: MkDocsConfig) -> File | None:
+    """None where there is nothing of that path."""
+    source = ROOT / path
+    if source.is_file() and path.endswith((".md", *PICTURES)):
+        return File.generated(config, uri, abs_src_path=str(source), inclusion=InclusionLevel.NOT_IN_NAV)
+    if source.is_file():
+        language = LANGUAGES.get(source.suffix, "text")
+        text = f"````{language}\n{source.read_text(encoding='utf-8')}````"
+        content = f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n{text}\n"
+    elif source.name == "README.md" and source.parent.is_dir():
+        documents = sorted(source.parent.glob("*.md"))
+        links = [
+            f"- [{document.read_text(encoding='utf-8').partition(chr(10))[0].lstrip('# ')}]({document.name})"
+            for document in documents
+        ]
+        content = "\n".join([f"# {path.removesuffix('/README.md')}", "", *links, ""])
+    else:
+        return None
+    return File.generated(config, uri, content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+
+
+def _outside_fences(markdown: str, change: Callable[[str], str]) -> str:
+    return "".join(part if FENCE.fullmatch(part) else change(part) for part in FENCE.split(markdown))
