@@ -86,6 +86,17 @@ test-triton: $(READY) $(TRITON) ## What needs Triton, in its interpreter: GPU ke
 test-all: $(READY) $(TRITON) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
 	$(BIN)/python checks/test_all.py $(PYTEST_ARGS)
 
+CHROMIUM := chromium-headless-shell chromium chromium-browser google-chrome google-chrome-stable
+APT := timeout 180 apt-get -qy -o Acquire::Retries=1 -o Acquire::http::Timeout=30
+.PHONY: browser
+browser: ## Chromium, for the tests and pictures of the router's page, from Debian's packages; says so where it cannot
+	@if [ -n "$$(command -v $(CHROMIUM))" ]; then exit; fi; \
+	without="make browser: no Chromium; tests of the router's page will be skipped:"; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null; then echo "$$without needs apt-get and root"; exit; fi; \
+	log=$$(mktemp) && trap 'rm "$$log"' EXIT; \
+	{ $(APT) update && DEBIAN_FRONTEND=noninteractive $(APT) install --no-install-recommends chromium-headless-shell; } \
+		> "$$log" 2>&1 || echo "$$without $$(tail -1 "$$log")"
+
 FAULTS_ARGS ?=
 .PHONY: faults
 faults: $(READY) ## Every fault at every point of the protocol; writes docs/reliability.md (FAULTS_ARGS=--failed: again)

@@ -1,0 +1,139 @@
+// Where a request's time went, from its record. Times are in seconds since its arrival.
+
+import { count, largest, plural, seconds } from "./figures.js";
+
+export const PARTS = {
+  // In the order in which they come; of an instant that several cover, the part with the lowest rank counts.
+  queue: { rank: 1, name: "queue" },
+  encode: { rank: 2, name: "encoding" },
+  prefill: { rank: 4, name: "prefill" },
+  kv: { rank: 5, name: "KV transfer not hidden by compute" },
+  decode: { rank: 3, name: "decoding" },
+  moves: { rank: 0, name: "moves" },
+  other: { rank: 6, name: "elsewhere" },
+};
+const PART_OF_SPAN = {
+  encode: "encode",
+  queue: "queue",
+  prefill: "prefill",
+  prefill_chunk: "prefill",
+  kv_frame: "kv",
+  kv_transfer: "kv",
+};
+const NEGLIGIBLE = { share: 0.01, seconds: 0.01 }; // a part below both is not named
+
+// The end of the record: of the request, or of what is known of it while it runs.
+export function endOf(record) {
+  const known = [record.e2e_seconds, ...record.spans.map((span) => span.end ?? span.start), ...record.steps.map((step) => step.at)];
+  if (record.e2e_seconds === null || record.e2e_seconds === undefined) known.push(record.age_seconds);
+  return largest(known.filter((at) => typeof at === "number"), 1e-6);
+}
+
+// The steps with where each began: at the step before it of the same sample and attempt; the first one where what came
+// before it on the way to its node ended.
+export function timedSteps(record) {
+  const before = new Map();
+  return [...record.steps]
+    .sort((one, other) => one.at - other.at)
+    .map((step) => {
+      const key = `${step.sample}/${step.attempt}/${step.node}`;
+      const start = before.get(key) ?? firstStart(record, step);
+      before.set(key, step.at);
+      return { ...step, start: Math.min(start, step.at) };
+    });
+}
+
+function firstStart(record, step) {
+  const own = record.spans.filter((span) => span.attempt === step.attempt && span.kind !== "decode");
+  const ends = own.map((span) => span.end ?? span.start).filter((end) => end <= step.at);
+  const moves = record.moves.map((move) => move.at).filter((at) => at <= step.at);
+  return Math.max(0, ...ends, ...moves);
+}
+
+// What each move cost: where tokens had come, from the last of them until the next; before the first token, the work
+// on the request that was given up.
+export function moveCosts(record) {
+  const moves = [...record.moves].sort((one, other) => one.at - other.at);
+  const ats = record.steps.map((step) => step.at).sort((one, other) => one - other);
+  const end = endOf(record);
+  return moves.map((move, index) => {
+    const earlier = moves[index - 1]?.at ?? 0;
+    const later = moves[index + 1]?.at ?? Infinity;
+    const last = ats.findLast((at) => at <= move.at);
+    if (last === undefined) {
+      const work = record.spans.filter((span) => ["open", "prefill", "prefill_chunk"].includes(span.kind));
+      const starts = work.map((span) => span.start).filter((start) => start >= earlier && start <= move.at);
+      return { ...move, from: Math.min(move.at, ...starts), to: move.at };
+    }
+    const next = ats.find((at) => at > move.at) ?? end;
+    return { ...move, from: index && last < earlier ? move.at : last, to: Math.min(next, later) };
+  });
+}
+
+// {part: seconds} whose sum is the whole, in the order of PARTS.
+export function breakdown(record) {
+  const whole = endOf(record);
+  const intervals = Object.fromEntries(Object.keys(PARTS).map((part) => [part, []]));
+  for (const span of record.spans) {
+    if (span.kind in PART_OF_SPAN) intervals[PART_OF_SPAN[span.kind]].push([span.start, span.end ?? whole]);
+  }
+  for (const step of timedSteps(record)) intervals.decode.push([step.start, step.at]);
+  for (const cost of moveCosts(record)) intervals.moves.push([cost.from, cost.to]);
+  intervals.other.push([0, whole]);
+  const ranked = Object.keys(PARTS).sort((one, other) => PARTS[one].rank - PARTS[other].rank);
+  const result = Object.fromEntries(Object.keys(PARTS).map((part) => [part, 0]));
+  let covered = [];
+  let sum = 0;
+  for (const part of ranked) {
+    covered = united([...covered, ...intervals[part].map(([from, to]) => [Math.max(0, from), Math.min(whole, to)])]);
+    const length = covered.reduce((total, [from, to]) => total + to - from, 0);
+    result[part] = length - sum;
+    sum = length;
+  }
+  return result;
+}
+
+function united(intervals) {
+  const result = [];
+  for (const [from, to] of intervals.filter(([start, end]) => end > start).sort((one, other) => one[0] - other[0])) {
+    const last = result.at(-1);
+    if (last && from <= last[1]) last[1] = Math.max(last[1], to);
+    else result.push([from, to]);
+  }
+  return result;
+}
+
+// The sentence, as [{text, isLargest}], whose parts are to be joined by ", ".
+export function sentence(record, times = breakdown(record)) {
+  const whole = endOf(record);
+  const main = Object.keys(times).reduce((most, part) => (times[part] > times[most] ? part : most));
+  const said = Object.keys(PARTS).filter((part) => part === main || times[part] >= Math.min(NEGLIGIBLE.seconds, NEGLIGIBLE.share * whole));
+  return said.map((part) => ({ text: phrase(part, times[part], record), isLargest: part === main }));
+}
+
+function phrase(part, time, record) {
+  const chunks = record.spans.filter((span) => span.kind === "prefill_chunk").length;
+  const steps = record.steps.length + (record.num_dropped_steps ?? 0);
+  const words = {
+    queue: "in the queue",
+    encode: "encoding the prompt",
+    prefill: chunks ? `prefill (${plural(chunks, "chunk")})` : "prefill",
+    kv: "KV transfer not hidden by compute",
+    decode: `decoding ${plural(record.num_generated_tokens, "token")} in ${plural(steps, "step")}`,
+    moves: `lost to ${plural(record.moves.length, "move")} (${costs(record)})`,
+    other: "elsewhere (opening sessions, sending, waiting for nodes)",
+  };
+  return `${seconds(time)} ${words[part]}`;
+}
+
+const NAMED_MOVES = 3;
+
+function costs(record) {
+  const moves = moveCosts(record);
+  const named = moves.slice(0, NAMED_MOVES).map(({ cause, at, from, to }) => {
+    const cost = moves.length > 1 ? `, ${seconds(to - from)}` : "";
+    return `${cause} at ${seconds(at)}${cost}`;
+  });
+  if (moves.length > NAMED_MOVES) named.push(`${count(moves.length - NAMED_MOVES)} more`);
+  return named.join("; ");
+}

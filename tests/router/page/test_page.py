@@ -1,0 +1,221 @@
+"""The router's page as Chromium shows it, over set JSON: one start of Chromium for each view."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.router.page.records import cluster, moved_request, node, request, span, step, summary
+from tests.router.page.stand_in import PAGE, StandIn, serving
+from tests.support import chromium
+
+pytestmark = [
+    pytest.mark.chromium,
+    pytest.mark.skipif(chromium.find_chromium() is None, reason=chromium.MISSING),
+]
+
+MARKUP = "<img src=x onerror=\"document.title='taken over'\"><script>document.title='taken over'</script>"
+VOID = {"link", "meta", "img", "br", "input"}
+
+
+class Element:
+    def __init__(self, tag, attributes):
+        self.tag = tag
+        self.attributes = dict(attributes)
+        self.classes = (self.attributes.get("class") or "").split()
+        self.children = []
+
+    @property
+    def text(self):
+        return "".join(child if isinstance(child, str) else child.text for child in self.children)
+
+    def walk(self):
+        yield self
+        for child in self.children:
+            if not isinstance(child, str):
+                yield from child.walk()
+
+    def all(self, tag=None, *classes, **attributes):
+        """Those with this tag, these classes and these attributes; data_lane is data-lane."""
+        wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
+        return [
+            found
+            for found in self.walk()
+            if (tag is None or found.tag == tag)
+            and set(classes) <= set(found.classes)
+            and wanted.items() <= found.attributes.items()
+        ]
+
+    def one(self, tag=None, *classes, **attributes):
+        (found,) = self.all(tag, *classes, **attributes)
+        return found
+
+
+class Reader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open = [Element("", ())]
+
+    def handle_starttag(self, tag, attributes):
+        element = Element(tag, attributes)
+        self.open[-1].children.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop().tag == tag
+
+    def handle_data(self, data):
+        self.open[-1].children.append(data)
+
+
+def title_of(page):
+    """A picture's parts have titles of their own."""
+    return page.one("head").one("title").text
+
+
+def read(html):
+    reader = Reader()
+    reader.feed(html)
+    (root,) = reader.open
+    return root
+
+
+@pytest.fixture
+def look(tmp_path):
+    """look(fragment, answers, num_answers=None) → (the page's root, the stand-in)"""
+
+    def look(fragment, answers, num_answers=None):
+        stand_in = StandIn(answers, num_answers)
+        with serving(stand_in) as url:
+            html = chromium.dump_dom(url + fragment, tmp_path / "profile", view_seconds=2.5)  # asks three times
+        return read(html), stand_in
+
+    return look
+
+
+def test_the_overview_names_sick_nodes_and_marks_figures_that_are_old(look):
+    refusal = "the connection was refused"
+    nodes = (
+        node("prefill-0"),
+        node("prefill-1", is_late=True),
+        node("decode-0", kv_blocks_free=250),
+        node("decode-1", state="lost", error=refusal),
+        node(f"decode-{MARKUP}", state="draining", error=MARKUP),
+        node("draft-0", state="starting"),
+    )
+    page, stand_in = look("", {"/api/cluster": cluster(*nodes)}, num_answers=1)
+    lost = page.one("tr", "node", data_node="decode-1")
+    assert "bad" in lost.classes
+    assert lost.one("span", "state").text == "lost"
+    assert refusal in page.text
+    late = page.one("tr", "node", data_node="prefill-1")
+    assert [word.text for word in late.all("span", "state")] == ["serving", "late"]
+    assert "good" in page.one("tr", "node", data_node="decode-0").classes
+    assert "75 % of 1,000 blocks" in page.one("tr", "node", data_node="decode-0").text
+    verdict = page.one("p", "verdict")
+    assert "bad" in verdict.classes
+    assert verdict.text.startswith("3 of 6 nodes in trouble: prefill-1 (late), decode-1 (lost), decode-<img")
+    assert [role.text for role in page.all("tr", "role")] == ["prefill 2", "decode 3", "draft 1"]
+    # What a node calls itself is text; and nothing but the page's own script ran.
+    assert not page.all("img")
+    assert [script.attributes.get("src") for script in page.all("script")] == ["page.js"]
+    assert title_of(page) == "3 sick – Outrider"
+    # The router has gone away after its first answer; the page goes on asking, and says so.
+    assert "stale" in page.one("body").classes
+    trouble = page.one("p", id="trouble")
+    assert "hidden" not in trouble.attributes
+    assert "The router does not answer" in trouble.text
+    assert stand_in.asked.count("/api/cluster") > 2
+
+
+def test_a_router_without_nodes(look):
+    page, stand_in = look("", {"/api/cluster": cluster(model="", numerics="", num_requests_waiting=0)})
+    assert page.one("p", "verdict").text == "No node has reported to this router yet."
+    assert not page.all("table")
+    assert "hidden" in page.one("p", id="trouble").attributes
+    files = {f"/{file.name}" for file in PAGE.iterdir()} - {"/index.html"}
+    assert set(stand_in.asked) - {"/favicon.ico"} == {"/", "/api/cluster"} | files
+
+
+def test_the_table_of_requests(look):
+    requests = [
+        summary(19, state="running", e2e_seconds=None, age_seconds=2.5, request_id=MARKUP),
+        summary(18, state="failed", error=MARKUP, queue_seconds=None, ttft_seconds=None),
+        summary(17, request_id="a\u202eb\x00c", attempts=3),
+    ]
+    page, _ = look("#/requests", {"/api/requests": {"requests": requests}})
+    rows = page.all("tr")[1:]
+    assert [row.attributes["data-serial"] for row in rows] == ["19", "18", "17"]
+    assert rows[0].one("a").attributes["href"] == "#/requests/19"
+    assert rows[0].one("span", "id").text == MARKUP
+    assert rows[0].one("td", data_label="total (s)").text == "2.500"
+    assert rows[1].one("small", "error").text == MARKUP
+    assert rows[1].one("td", data_label="queue (s)").text == "–"
+    assert rows[2].one("span", "id").text == "a‹U+202E›b‹U+0000›c"
+    assert rows[2].one("td", data_label="moves").text == "2"
+    assert not page.all("img")
+    assert title_of(page) == "Requests – Outrider"
+
+
+def test_the_timeline_of_a_request_that_moved(look):
+    record = moved_request()
+    first, second = record["steps"][:2]
+    first |= {"tokens": [" the", MARKUP, "\n"], "rejected": [" do\u202eg", MARKUP]}
+    second |= {"tokens": [" cat", " sat", " on"], "rejected": [" a", " b"]}
+    record |= {"error": MARKUP, "request_id": MARKUP}
+    page, stand_in = look("#/requests/17", {"/api/requests/17": record})
+    assert page.one("p", "sentence").text == (
+        "3.02 s: 1.90 s in the queue, 0.35 s prefill (2 chunks), 20 ms KV transfer not hidden by compute, "
+        "0.35 s decoding 30 tokens in 10 steps, 0.40 s lost to 1 move (decode_lost at 2.60 s)."
+    )
+    assert page.one("p", "sentence").one("strong").text == "1.90 s in the queue"
+    lanes = [(lane.attributes["data-lane"], lane.attributes["data-node"]) for lane in page.all("g", "lane")]
+    assert lanes == [
+        ("queue", "router"),
+        ("prefill", "prefill-0"),
+        ("kv", "decode-0"),
+        ("decode", "decode-0"),
+        ("decode", "decode-1"),
+    ]
+    steps = {
+        lane.attributes["data-node"]: lane.all("path", "step") for lane in page.all("g", "lane", data_lane="decode")
+    }
+    assert [path.classes[1] for path in steps["decode-0"]] == ["c-own", "c-accepted", "c-rejected"]
+    assert [path.classes[1] for path in steps["decode-1"]] == ["c-own", "c-accepted"]
+    assert {path.attributes["data-steps"] for path in steps["decode-1"]} == {"6"}
+    assert page.one("g", "marker", data_marker="move").text == "decode_lost"
+    chips = page.all("span", "group")[0].all(None, "chip")
+    assert [(chip.tag, chip.classes[1], chip.text) for chip in chips] == [
+        ("span", "accepted", " the"),
+        ("span", "accepted", MARKUP),
+        ("span", "own", "↵"),
+        ("del", "rejected", " do‹U+202E›g"),
+        ("del", "rejected", MARKUP),
+    ]
+    bare = page.all("span", "group")[2].all(None, "chip")  # a step without texts
+    assert [chip.classes[1] for chip in bare] == ["accepted", "own", "rejected", "rejected", "rejected"]
+    assert all("bare" in chip.classes for chip in bare)
+    assert not page.all("img")
+    assert title_of(page) == "Request 17 – Outrider"
+    assert stand_in.asked.count("/api/requests/17") == 1  # it has ended: it is not asked for again
+
+
+def test_a_long_answer_is_a_few_bars_and_a_cut_record_says_so(look):
+    steps = [step(0.5 + 0.01 * index, 100 + 2 * index, 3, 1, sample=index % 2) for index in range(4000)]
+    spans = [span("queue", 0.0, 0.1), span("prefill", 0.1, 0.5, "prefill-0"), span("decode", 0.5, None, "decode-0")]
+    record = request(5, spans, steps, [], state="running", e2e_seconds=None, age_seconds=41.0, num_samples=2)
+    page, stand_in = look("#/requests/5", {"/api/requests/5": {**record, "num_dropped_steps": 41}})
+    assert "it has 4,000 steps, and 41 steps more took place" in page.text
+    assert page.one("p", "sentence").text.startswith("So far 41.0 s: ")
+    lanes = page.all("g", "lane", data_lane="decode")
+    assert [lane.attributes["data-node"] for lane in lanes] == ["decode-0, sample 0", "decode-0, sample 1"]
+    for lane in lanes:
+        for path in lane.all("path", "step"):
+            assert path.attributes["data-steps"] == "2000"
+            assert int(path.attributes["data-bars"]) < 700
+    assert 0 < len(page.all(None, "chip")) <= 1200
+    assert "more tokens: zoom in to see them" in page.text
+    assert stand_in.asked.count("/api/requests/5") > 1  # it runs: it is asked for again

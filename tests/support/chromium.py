@@ -1,0 +1,56 @@
+"""Chromium without a window, driven by its command line: no driver, no package."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+MISSING = f"no Chromium: none of {', '.join(NAMES)} is in PATH; `make browser` installs one on Debian and Ubuntu"
+END_SECONDS = 90.0
+"""A view takes about a second on an idle machine."""
+
+
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def dump_dom(url: str, profile: Path, *, view_seconds: float = 3.0, size: tuple[int, int] = (1280, 800)) -> str:
+    """The page's HTML after its scripts have run for `view_seconds` of the page's own clock, which skips idle time."""
+    return _run(url, profile, view_seconds, size, "--dump-dom")
+
+
+def screenshot(
+    url: str,
+    file: Path,
+    profile: Path,
+    *,
+    view_seconds: float = 3.0,
+    size: tuple[int, int] = (1280, 800),
+    dark: bool = False,
+) -> None:
+    """The window as a PNG."""
+    theme = ("--blink-settings=preferredColorScheme=0",) if dark else ("--blink-settings=preferredColorScheme=1",)
+    _run(url, profile, view_seconds, size, f"--screenshot={file}", "--hide-scrollbars", *theme)
+
+
+def _run(url: str, profile: Path, view_seconds: float, size: tuple[int, int], *flags: str) -> str:
+    """Raises: RuntimeError where there is no Chromium; CalledProcessError, TimeoutExpired."""
+    program = find_chromium()
+    if program is None:
+        raise RuntimeError(MISSING)
+    command = [
+        program,
+        "--headless",
+        "--no-sandbox",  # it runs as root in containers, and sees this project's pages only
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-proxy-server",
+        f"--user-data-dir={profile}",
+        f"--window-size={size[0]},{size[1]}",
+        f"--virtual-time-budget={view_seconds * 1000:.0f}",
+        *flags,
+        url,
+    ]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=END_SECONDS).stdout
