@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.main import COMMANDS, make_parser
 from outrider.config import describe_settings, format_value, parse_role_arguments
-from outrider.service.telemetry.metrics import EngineMetrics, RouterMetrics
+from outrider.service.telemetry.metrics import EngineMetrics, PrefillMetrics, RouterMetrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STYLE = {"wrap": 120, "number": True, "plugin": {"tables": {"compact_tables": True}}}
@@ -129,7 +129,12 @@ def metrics_page() -> Iterator[str]:
     yield "\n## Router"
     yield from table(("name", "type", "labels", "meaning"), _metrics(RouterMetrics))
     yield "\n## Prefill, decode and draft nodes\n\nWhat a node does not do stays 0."
-    yield from table(("name", "type", "labels", "meaning"), _metrics(EngineMetrics))
+    of_all = list(_metrics(EngineMetrics))
+    yield from table(("name", "type", "labels", "meaning"), of_all)
+    yield "\n## Prefill nodes\n\nBeside those of every node."
+    yield from table(
+        ("name", "type", "labels", "meaning"), (row for row in _metrics(PrefillMetrics) if row not in of_all)
+    )
 
 
 def _metrics(make: Callable[..., object]) -> Iterator[tuple[str, str, str, str]]:

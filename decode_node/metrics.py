@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from decode_node.commands import EventsBySession
 from decode_node.drafting.book import DraftCounters
 from decode_node.drafting.client import DraftClientStatus
-from decode_node.statistics import PrefixLookups, StepStats
+from decode_node.statistics import PrefixLookups, RecentRates, StepStats
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.session import Granted, KvReady, SampleTokens, SpeculationCounts
@@ -31,6 +31,7 @@ class DecodeMetrics:
 
     def __init__(self, model_name: str, *, registry: CollectorRegistry = REGISTRY) -> None:
         self._engine = EngineMetrics(model_name=model_name, registry=registry)
+        self.recent = RecentRates()
         self._received: Counter[str] = Counter()
         self._prefix_lookups = PrefixLookups()
         self._drafts = DraftCounters()
@@ -48,11 +49,15 @@ class DecodeMetrics:
                     self._engine.observe_transfer(
                         connector=ready.connector, num_bytes=ready.kv_bytes, seconds=ready.transfer_seconds
                     )
+                    self.recent.add_kv_bytes(ready.kv_bytes)
                 case _:
                     continue
         if speculation:  # summed first: a counter takes a lock each time
-            self._engine.add_speculation(SpeculationCounts.total(speculation))
+            counts = SpeculationCounts.total(speculation)
+            self._engine.add_speculation(counts)
+            self.recent.add_speculation(counts)
         if stats is not None:
+            self.recent.add(stats)
             self._engine.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
             self._engine.add_step_parts(stats.nanoseconds)
             self._engine.add_tokens(num_generated_tokens=stats.num_generated_tokens)

@@ -18,7 +18,7 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.servicer import DecodeServicer
 from decode_node.sessions import Sessions
-from decode_node.statistics import RecentRates, StepStats
+from decode_node.statistics import StepStats
 from outrider import __version__
 from outrider.engine.engine import Engine
 from outrider.engine.engine_thread import EngineThread
@@ -72,7 +72,6 @@ class DecodeNode:
         self._parts: DecodeParts | None = None
         self._metrics: DecodeMetrics | None = None
         self._metrics_task: asyncio.Task[None] | None = None
-        self._rates = RecentRates()
         self._servicer = DecodeServicer()
         self._profiles = ProfileDesk(is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit)
         self._thread: EngineThread[DecodeParts] | None = None
@@ -181,8 +180,6 @@ class DecodeNode:
 
     def _deliver(self, events: EventsBySession, stats: StepStats | None) -> None:
         self._sessions.deliver(events)
-        if stats is not None:
-            self._rates.add(stats)
         if self._metrics is not None:
             self._metrics.observe(events, stats)
 
@@ -227,15 +224,18 @@ class DecodeNode:
 
     def _load(self) -> NodeLoad:
         assert self._parts is not None
-        engine = self._parts.engine
+        assert self._metrics is not None, "made with the parts"
+        engine, recent = self._parts.engine, self._metrics.recent
         return NodeLoad(
             num_running=engine.scheduler.num_running,
             num_waiting=self._parts.groups.num_waiting,
             kv_blocks_total=engine.pool.num_blocks,
             kv_blocks_free=engine.pool.num_free_blocks,
-            tokens_per_second=self._rates.tokens_per_second(),
-            mean_acceptance_length=self._rates.mean_acceptance_length(),
+            tokens_per_second=recent.tokens_per_second(),
+            mean_acceptance_length=recent.mean_acceptance_length(),
             num_sequences_free=self._parts.groups.num_sequences_free,
+            look_ahead_hit_rate=recent.look_ahead_hit_rate(),
+            kv_bytes_per_second=recent.kv_bytes_per_second(),
         )
 
 

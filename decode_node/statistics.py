@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from outrider.request import VerificationMethod
-
-RATE_WINDOW_SECONDS = 10.0
+from outrider.service.telemetry.recent_sum import RecentSum
+from outrider.session import SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,37 +37,32 @@ class PrefixLookups:
     num_hit_tokens: int = 0
 
 
-@dataclass(slots=True)
 class RecentRates:
-    """Tokens a second and acceptance over the last ten seconds. One owner: the event loop."""
+    """What the node reports of its last ten seconds."""
 
-    clock: Callable[[], float] = time.monotonic
-    _steps: deque[tuple[float, StepStats]] = field(default_factory=deque)
-    # Sums over these steps, so that asking does not go through all of them.
-    _num_generated_tokens: int = 0
-    _num_drafts: int = 0
-    _num_accepted: int = 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tokens, self._drafts, self._accepted = RecentSum(clock), RecentSum(clock), RecentSum(clock)
+        self._wanting_steps, self._hit_steps = RecentSum(clock), RecentSum(clock)
+        self._kv_bytes = RecentSum(clock)
+        self.add_kv_bytes = self._kv_bytes.add  # of a hand-off that is complete
+        self.tokens_per_second = self._tokens.per_second
+        self.kv_bytes_per_second = self._kv_bytes.per_second
 
     def add(self, stats: StepStats) -> None:
-        self._steps.append((self.clock(), stats))
-        self._count(stats, 1)
-        self._forget_old()
+        self._tokens.add(stats.num_generated_tokens)
+        self._drafts.add(stats.num_drafts)
+        self._accepted.add(stats.num_accepted_draft_tokens)
 
-    def tokens_per_second(self) -> float:
-        self._forget_old()
-        return self._num_generated_tokens / RATE_WINDOW_SECONDS
+    def add_speculation(self, counts: SpeculationCounts) -> None:
+        self._wanting_steps.add(counts.num_wanting_steps)
+        self._hit_steps.add(counts.num_hit_steps)
 
     def mean_acceptance_length(self) -> float:
         """1 + accepted draft tokens for each draft; 0 where nothing was drafted."""
-        self._forget_old()
-        return 1.0 + self._num_accepted / self._num_drafts if self._num_drafts else 0.0
+        num_drafts = self._drafts.total()
+        return 1.0 + self._accepted.total() / num_drafts if num_drafts else 0.0
 
-    def _count(self, stats: StepStats, sign: int) -> None:
-        self._num_generated_tokens += sign * stats.num_generated_tokens
-        self._num_drafts += sign * stats.num_drafts
-        self._num_accepted += sign * stats.num_accepted_draft_tokens
-
-    def _forget_old(self) -> None:
-        oldest = self.clock() - RATE_WINDOW_SECONDS
-        while self._steps and self._steps[0][0] < oldest:
-            self._count(self._steps.popleft()[1], -1)
+    def look_ahead_hit_rate(self) -> float:
+        """Of the steps that wanted a draft node's proposals; 0 where none did."""
+        num_wanting = self._wanting_steps.total()
+        return self._hit_steps.total() / num_wanting if num_wanting else 0.0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from draft_node.draft_peer import DraftPeer, ReceivedUpdate
 from draft_node.held_sequences import HeldSequence, HeldSequences
 from outrider.node import NodeLoad
 from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.recent_sum import RecentSum
 from outrider.speculation.draft_stream import (
     MAX_AHEAD_BRANCHES,
     DraftHello,
@@ -35,7 +35,6 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import MAX_SEQUENCES, Progress, Proposal, ProposalRequest, Proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
 
-RATE_WINDOW_SECONDS = 10.0
 IDLE_SECONDS = 0.5
 
 TIME_SMOOTHING = 0.2
@@ -99,7 +98,7 @@ class DraftLoop:
         self._peer_ids = itertools.count()
         self._has_news = False
         self._is_stopping = False
-        self._proposed: deque[tuple[float, int]] = deque()
+        self._proposed = RecentSum(clock)  # tokens
         self._num_running = 0
         self.num_steps = 0
         self.step_started_at: float | None = None
@@ -134,9 +133,7 @@ class DraftLoop:
             self._wake()
 
     def load(self) -> NodeLoad:
-        now = self._clock()
-        recent = sum(num_tokens for at, num_tokens in list(self._proposed) if now - at <= RATE_WINDOW_SECONDS)
-        return NodeLoad(num_running=self._num_running, tokens_per_second=recent / RATE_WINDOW_SECONDS)
+        return NodeLoad(num_running=self._num_running, tokens_per_second=self._proposed.per_second())
 
     # The draft loop's thread.
 
@@ -304,9 +301,7 @@ class DraftLoop:
         num_tokens = dict.fromkeys((False, True), 0)  # by whether ahead
         for _, answer in answers:
             num_tokens[answer.status is DraftStatus.AHEAD] += sum(map(len, answer.branches))
-        self._proposed.append((now, sum(num_tokens.values())))
-        while self._proposed and now - self._proposed[0][0] > RATE_WINDOW_SECONDS:
-            self._proposed.popleft()
+        self._proposed.add(sum(num_tokens.values()))
         self._num_running = len(self._held)
         self.num_steps += 1
         self.last_step_seconds = now - started

@@ -89,6 +89,8 @@ class NodeLoad:
     num_outstanding_tokens: int = 0
     num_sequences_free: int = 0
     max_rows_per_step: int = 0  # prompt tokens of one forward pass at most; 0 except on prefill nodes
+    look_ahead_hit_rate: float = 0.0
+    kv_bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ class NodeStatus:
     target: str
     step: int = 0
     load: NodeLoad = field(default_factory=NodeLoad)
+    condition: str = ""  # what is wrong with it; empty when nothing is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,9 @@ class ClusterStatus:
     nodes: tuple[NodeStatus, ...]
     num_requests_running: int
     num_requests_waiting: int
+    num_waiting_tokens: int = 0
+    oldest_wait_seconds: float = 0.0
+    num_moves: int = 0  # since the router's start
 
     def by_role(self) -> Mapping[NodeRole, tuple[NodeStatus, ...]]:
         return {role: tuple(node for node in self.nodes if node.role is role) for role in NodeRole}

@@ -25,7 +25,8 @@ from outrider.service.node_service import NodeServicer, default_node_name, make_
 from outrider.service.profiling import ProfileDesk
 from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger
-from outrider.service.telemetry.metrics import EngineMetrics
+from outrider.service.telemetry.metrics import PrefillMetrics
+from outrider.service.telemetry.recent_sum import RecentSum
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc
 from prefill_node.jobs import Command, JobEnded, Stop
 from prefill_node.pending_jobs import PendingJobs
@@ -81,7 +82,8 @@ class PrefillNode:
         self._name = configured_name or "prefill"
         self._state = NodeState.STARTING
         self._parts: PrefillParts | None = None
-        self._metrics: EngineMetrics | None = None
+        self._metrics: PrefillMetrics | None = None
+        self._kv_bytes = RecentSum()
         self._servicer = PrefillServicer()
         self._jobs = PendingJobs(submit=self._submit, max_jobs=max_jobs)
         self._profiles = ProfileDesk(is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit)
@@ -111,7 +113,9 @@ class PrefillNode:
             on_failure=self._engine_failed,
         )
         parts = self._parts = await thread.build()
-        self._metrics = EngineMetrics(model_name=parts.model.name)
+        self._metrics = PrefillMetrics(model_name=parts.model.name)
+        tokens = parts.loop.prompt_tokens
+        self._metrics.follow(num_outstanding=lambda: tokens.num_outstanding, saturation=tokens.saturation)
         thread.run()
         pool = parts.engine.pool
         max_tokens = min(parts.model.max_model_len, pool.num_blocks * pool.block_size)
@@ -163,6 +167,7 @@ class PrefillNode:
         for end in ended:
             if isinstance(end.result, PrefillFigures):
                 _observe(metrics, end.result)
+                self._kv_bytes.add(end.result.kv_bytes)
         if stats is not None:
             metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
             metrics.add_step_parts(stats.nanoseconds)
@@ -223,6 +228,7 @@ class PrefillNode:
             tokens_per_second=loop.prompt_tokens.tokens_per_second(),
             num_outstanding_tokens=loop.prompt_tokens.num_outstanding,
             max_rows_per_step=engine.scheduler.max_rows_per_step,
+            kv_bytes_per_second=self._kv_bytes.per_second(),
         )
 
 
@@ -231,7 +237,7 @@ def _run(parts: PrefillParts) -> None:
         parts.loop.run()
 
 
-def _observe(metrics: EngineMetrics, result: PrefillFigures) -> None:
+def _observe(metrics: PrefillMetrics, result: PrefillFigures) -> None:
     num_prompt_tokens = result.num_cached_tokens + result.num_read_tokens + result.num_computed_tokens
     metrics.add_tokens(num_prompt_tokens=num_prompt_tokens)
     metrics.add_prefix_lookup(num_query_tokens=num_prompt_tokens, num_hit_tokens=result.num_cached_tokens)

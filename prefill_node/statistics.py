@@ -1,14 +1,14 @@
-"""What a prefill node reports of itself, besides the step at hand: its prompt tokens. Thread-safe."""
+"""What a prefill node reports of itself, besides the step at hand: its prompt tokens."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-RATE_SECONDS = 10.0
+from outrider.service.telemetry.recent_sum import RATE_WINDOW_SECONDS, RecentSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +20,47 @@ class StepStats:
     nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
 
 
-class PromptTokens:
-    """How many are waiting, how many were computed lately. Written by the engine thread, read by the event loop."""
+class BusyTime:
+    """The time of the last ten seconds in which there was work. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ended: deque[tuple[float, float]] = deque()  # (start, end) of each time, oldest first
+        self._since: float | None = None  # the start of one that has not ended
+
+    def tell(self, *, is_busy: bool) -> None:
+        """From now on."""
+        now = self._clock()
+        if is_busy and self._since is None:
+            self._since = now
+        elif not is_busy and self._since is not None:
+            self._ended.append((self._since, now))
+            self._since = None
+            self._forget_old(now)
+
+    def share(self) -> float:
+        """0 to 1, of all ten seconds even where the process is younger."""
+        now = self._clock()
+        self._forget_old(now)
+        times = [*self._ended] if self._since is None else [*self._ended, (self._since, now)]
+        oldest = now - RATE_WINDOW_SECONDS
+        return min(sum(end - max(start, oldest) for start, end in times) / RATE_WINDOW_SECONDS, 1.0)
+
+    def _forget_old(self, now: float) -> None:
+        while self._ended and self._ended[0][1] <= now - RATE_WINDOW_SECONDS:
+            self._ended.popleft()
+
+
+class PromptTokens:
+    """How many are waiting, how many were computed lately. Thread-safe: the engine thread writes, others read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._outstanding: dict[int, int] = {}  # job -> prompt tokens not computed
-        self._computed: deque[tuple[float, int]] = deque()  # (when, rows) of the last ten seconds
+        self._busy = BusyTime(clock)
+        self._computed = RecentSum(clock)
+        self.add_computed = self._computed.add
+        self.tokens_per_second = self._computed.per_second
 
     def set_outstanding(self, job_id: int, num_tokens: int) -> None:
         """Prompt tokens of a job that wait for or are in computation; 0 forgets the job."""
@@ -35,20 +69,14 @@ class PromptTokens:
                 self._outstanding[job_id] = num_tokens
             else:
                 self._outstanding.pop(job_id, None)
-
-    def add_computed(self, num_tokens: int) -> None:
-        with self._lock:
-            self._computed.append((time.monotonic(), num_tokens))
+            self._busy.tell(is_busy=bool(self._outstanding))
 
     @property
     def num_outstanding(self) -> int:
         with self._lock:
             return sum(self._outstanding.values())
 
-    def tokens_per_second(self) -> float:
-        """Prompt tokens computed, over the last ten seconds."""
+    def saturation(self) -> float:
+        """The share of the last ten seconds in which some were outstanding, 0 to 1."""
         with self._lock:
-            horizon = time.monotonic() - RATE_SECONDS
-            while self._computed and self._computed[0][0] < horizon:
-                self._computed.popleft()
-            return sum(num_tokens for _, num_tokens in self._computed) / RATE_SECONDS
+            return self._busy.share()

@@ -105,14 +105,19 @@ class Front:
         )
 
     def cluster_status(self) -> ClusterStatus:
+        nodes = tuple(self._nodes.statuses())
         try:
             services = self._services()
         except PeerLostError:  # no node serves yet: nothing runs, nothing waits
-            num_running = num_waiting = 0
-        else:
-            num_running, num_waiting = services.placement.num_placed, services.queue.num_waiting
+            return ClusterStatus(nodes=nodes, num_requests_running=0, num_requests_waiting=0)
+        queue = services.queue
         return ClusterStatus(
-            nodes=tuple(self._nodes.statuses()), num_requests_running=num_running, num_requests_waiting=num_waiting
+            nodes=nodes,
+            num_requests_running=services.placement.num_placed,
+            num_requests_waiting=queue.num_waiting,
+            num_waiting_tokens=queue.num_waiting_tokens,
+            oldest_wait_seconds=queue.oldest_wait_seconds(),
+            num_moves=services.metrics.num_moves,
         )
 
 

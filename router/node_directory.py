@@ -15,7 +15,7 @@ from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from router.config import RouterConfig
 from router.constraint_checker import ConstraintChecker
-from router.node_link import DecodeLink, NodeLink, PrefillLink
+from router.node_link import DecodeLink, NodeLink, PrefillLink, shorten_condition
 from router.tokenizer import Tokenizer
 from router.transport import NodeTransport, RouterIdentity
 
@@ -118,8 +118,14 @@ class NodeDirectory:
         for role, nodes in self._nodes.items():
             prefix = role.name.lower()
             found += [
-                NodeStatus(name=f"{prefix}@{target}", role=role, state=NodeState.STARTING, target=target)
-                for target in nodes.unresolved
+                NodeStatus(
+                    name=f"{prefix}@{target}",
+                    role=role,
+                    state=NodeState.STARTING,
+                    target=target,
+                    condition=shorten_condition(f"unreachable: {why}"),
+                )
+                for target, why in nodes.unresolved.items()
             ]
             for link in sorted(nodes.peers, key=lambda link: (link.name, link.address)):
                 if not link.is_alias:
@@ -301,4 +307,5 @@ def _status_of(link: NodeLink, name: str) -> NodeStatus:
         target=link.address,
         step=0 if report is None else report.step,
         load=NodeLoad() if report is None else report.load,
+        condition=link.condition,
     )

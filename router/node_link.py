@@ -25,10 +25,19 @@ MAX_BACKOFF_SECONDS = 2.0
 POLL_SECONDS = 0.1
 """How often a node that still loads is asked again."""
 IDENTIFY_SECONDS = 2.0
+MAX_CONDITION = 200
+"""Characters of `NodeStatus.condition`."""
 NOTICE_SECONDS = 0.1
 """Between a call's end and the end of the reports, where a process has ended."""
 
 _log = get_logger("nodes")
+
+
+def shorten_condition(condition: str) -> str:
+    """On one line, printable, and no longer than the contract says: peers' words are in it."""
+    printable = (character if character.isprintable() else " " for character in condition[: 2 * MAX_CONDITION])
+    line = " ".join("".join(printable).split())
+    return line if len(line) <= MAX_CONDITION else f"{line[: MAX_CONDITION - 1]}…"
 
 
 class LinkOwner(Protocol):
@@ -120,6 +129,15 @@ class NodeLink:
     def is_silent(self) -> bool:
         """It is late, and no report has come for longer."""
         return self._progress.standing >= Standing.SILENT
+
+    @property
+    def condition(self) -> str:
+        """What is wrong with it, on one line for people to read; empty when nothing is."""
+        if self.last_error and self.last_error != self.refusal:
+            return shorten_condition(f"unreachable: {self.last_error}")
+        if self.refusal:
+            return shorten_condition(f"refused: {self.refusal}")
+        return "late" if self.is_late else ""
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """It is called when the node becomes late, is on time again, drains or is lost. It must not block."""

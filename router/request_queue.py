@@ -73,12 +73,23 @@ class RequestQueue:
         self._arrivals = itertools.count()
         self._num_waiting = 0
         self._num_waiting_tokens = 0
+        self._waiting_since: dict[QueuedRequest, float] = {}  # of those that are counted, the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._mean_service_seconds = 1.0
 
     @property
     def num_waiting(self) -> int:
         return self._num_waiting
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of the prompts of requests in the queue."""
+        return self._num_waiting_tokens
+
+    def oldest_wait_seconds(self) -> float:
+        """Of those in the queue, how long the oldest has been there; 0: none. May be asked by any thread."""
+        since = list(self._waiting_since.values())  # a copy, in one go: the event loop's thread goes on
+        return max(self._clock() - since[0], 0.0) if since else 0.0
 
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
         """The request's place, now or when its turn comes.
@@ -199,12 +210,14 @@ class RequestQueue:
         waiting.num_counted_tokens = waiting.num_tokens
         self._num_waiting += 1
         self._num_waiting_tokens += waiting.num_tokens
+        self._waiting_since[waiting] = self._clock()
 
     def _count_out(self, waiting: QueuedRequest) -> None:
         """Idempotent."""
         if waiting.num_counted_tokens is not None:
             self._num_waiting -= 1
             self._num_waiting_tokens -= waiting.num_counted_tokens
+            del self._waiting_since[waiting]
             waiting.num_counted_tokens = None
 
     def _why_full(self, waiting: QueuedRequest, *, without: Collection[QueuedRequest]) -> CapacityError | None:

@@ -104,13 +104,15 @@ class Router:
             no_node_timeout_seconds=config.no_node_timeout_seconds,
         )
         placement.on_room = queue.pump
+        metrics = RouterMetrics(model_name=served.info.name, registry=self._registry)
+        metrics.follow_queue(num_waiting_tokens=lambda: queue.num_waiting_tokens, oldest_wait=queue.oldest_wait_seconds)
         self.services = Services(
             config=config,
             queue=queue,
             placement=placement,
             hedges=HedgeBudget(self.nodes, lambda: placement.num_placed),
             answers=AnswerBudget(config.journal_bytes),
-            metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
+            metrics=metrics,
             timelines=Timelines(config.timelines, keeps_tokens=self._shows_text),
             router_address=address,
         )

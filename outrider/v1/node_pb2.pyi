@@ -128,7 +128,7 @@ class NodeReport(_message.Message):
     def __init__(self, state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., step: _Optional[int] = ..., expected_step_microseconds: _Optional[int] = ..., step_age_microseconds: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length", "num_outstanding_tokens", "num_sequences_free", "max_rows_per_step")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length", "num_outstanding_tokens", "num_sequences_free", "max_rows_per_step", "look_ahead_hit_rate", "kv_bytes_per_second")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,8 @@ class NodeLoad(_message.Message):
     NUM_OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FREE_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    LOOK_AHEAD_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_total: int
@@ -147,7 +149,9 @@ class NodeLoad(_message.Message):
     num_outstanding_tokens: int
     num_sequences_free: int
     max_rows_per_step: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_outstanding_tokens: _Optional[int] = ..., num_sequences_free: _Optional[int] = ..., max_rows_per_step: _Optional[int] = ...) -> None: ...
+    look_ahead_hit_rate: float
+    kv_bytes_per_second: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_outstanding_tokens: _Optional[int] = ..., num_sequences_free: _Optional[int] = ..., max_rows_per_step: _Optional[int] = ..., look_ahead_hit_rate: _Optional[float] = ..., kv_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("num_steps", "num_traced_steps", "timeout_milliseconds")

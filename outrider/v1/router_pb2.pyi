@@ -460,17 +460,23 @@ class WatchClusterRequest(_message.Message):
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WatchClusterResponse(_message.Message):
-    __slots__ = ("nodes", "num_requests_running", "num_requests_waiting")
+    __slots__ = ("nodes", "num_requests_running", "num_requests_waiting", "num_waiting_tokens", "oldest_wait_seconds", "num_moves")
     NODES_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
     num_requests_running: int
     num_requests_waiting: int
-    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ...) -> None: ...
+    num_waiting_tokens: int
+    oldest_wait_seconds: float
+    num_moves: int
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., oldest_wait_seconds: _Optional[float] = ..., num_moves: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("name", "role", "state", "target", "step", "num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length")
+    __slots__ = ("name", "role", "state", "target", "step", "num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length", "look_ahead_hit_rate", "kv_bytes_per_second", "condition")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +488,9 @@ class NodeStatus(_message.Message):
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LOOK_AHEAD_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: NodeRole
     state: NodeState
@@ -493,4 +502,7 @@ class NodeStatus(_message.Message):
     kv_blocks_free: int
     tokens_per_second: float
     mean_acceptance_length: float
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., state: _Optional[_Union[NodeState, str]] = ..., target: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ...) -> None: ...
+    look_ahead_hit_rate: float
+    kv_bytes_per_second: float
+    condition: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., state: _Optional[_Union[NodeState, str]] = ..., target: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., look_ahead_hit_rate: _Optional[float] = ..., kv_bytes_per_second: _Optional[float] = ..., condition: _Optional[str] = ...) -> None: ...

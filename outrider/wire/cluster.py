@@ -14,6 +14,8 @@ _LOAD = (
     "kv_blocks_free",
     "tokens_per_second",
     "mean_acceptance_length",
+    "look_ahead_hit_rate",
+    "kv_bytes_per_second",
 )
 """What clients see of a NodeLoad: fields of the status itself in the message."""
 _STATUS = Fields(

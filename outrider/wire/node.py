@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from outrider.node import FeatureFormat, ModelInfo, NodeInfo, NodeLoad, NodeReport
 from outrider.protocol_versions import ProtocolVersions
 from outrider.v1 import draft_pb2, node_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES
-from outrider.wire.fields import Fields
+from outrider.wire.fields import Conversion, Fields
 
 FEATURES = Fields(FeatureFormat, node_pb2.FeatureFormat)
 
@@ -18,7 +20,16 @@ _INFO = Fields(
     state=NODE_STATES,
     model=Fields(ModelInfo, node_pb2.ModelInfo, features=FEATURES),
 )
-REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=Fields(NodeLoad, node_pb2.NodeLoad))
+_RATE = Conversion(lambda rate: rate, lambda rate: rate if isfinite(rate) else 0.0)  # a peer may say anything
+_LOAD = Fields(
+    NodeLoad,
+    node_pb2.NodeLoad,
+    tokens_per_second=_RATE,
+    mean_acceptance_length=_RATE,
+    look_ahead_hit_rate=_RATE,
+    kv_bytes_per_second=_RATE,
+)
+REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD)
 """`from_proto` raises ValueError for a state that this version does not know."""
 
 

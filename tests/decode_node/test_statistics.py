@@ -5,7 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from decode_node.statistics import RATE_WINDOW_SECONDS, RecentRates
+from decode_node.statistics import RecentRates
+from outrider.service.telemetry.recent_sum import RATE_WINDOW_SECONDS
+from outrider.session import SpeculationCounts
+from tests.support.fake_clock import FakeClock
 
 
 def test_rates_are_those_of_the_last_ten_seconds():
@@ -31,3 +34,19 @@ def test_rates_are_those_of_the_last_ten_seconds():
         assert rates.mean_acceptance_length() == pytest.approx(1 + accepted / num_drafts if num_drafts else 0.0)
     now += 2 * RATE_WINDOW_SECONDS
     assert rates.tokens_per_second() == rates.mean_acceptance_length() == 0.0
+
+
+def test_the_hit_rate_and_kv_bytes_are_of_the_last_ten_seconds():
+    clock = FakeClock(100.0)
+    rates = RecentRates(clock)
+    assert rates.look_ahead_hit_rate() == rates.kv_bytes_per_second() == 0.0
+    rates.add_speculation(SpeculationCounts(num_wanting_steps=6, num_hit_steps=0))
+    rates.add_kv_bytes(5_000)
+    clock.advance(6.0)
+    rates.add_speculation(SpeculationCounts(num_wanting_steps=4, num_hit_steps=3))
+    rates.add_kv_bytes(7_000)
+    assert (rates.look_ahead_hit_rate(), rates.kv_bytes_per_second()) == (0.3, 1_200.0)
+    clock.advance(6.0)
+    assert (rates.look_ahead_hit_rate(), rates.kv_bytes_per_second()) == (0.75, 700.0)
+    clock.advance(6.0)
+    assert rates.look_ahead_hit_rate() == rates.kv_bytes_per_second() == 0.0

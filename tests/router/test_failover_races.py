@@ -36,6 +36,7 @@ async def finish(pair, task):
 async def until_late(pair, node):
     link = pair.link_of(node)
     await pair.eventually(lambda: link.is_late, what=f"{node.name} is late")
+    assert link.condition == "late"
     return link
 
 
@@ -56,6 +57,7 @@ async def test_a_late_nodes_work_is_hedged_once_the_other_node_is_on_time_again(
     await until_late(pair, busy)
     free.thaw()
     await pair.eventually(lambda: not link.is_late)
+    assert link.condition == ""
     await pair.eventually(lambda: free.groups, what="a second attempt")
     await finish(pair, task)
 

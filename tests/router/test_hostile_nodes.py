@@ -9,6 +9,7 @@ import pytest
 
 from outrider.node import NodeLoad, NodeReport, NodeState
 from outrider.wire.node import REPORT
+from router.node_link import MAX_CONDITION, shorten_condition
 from tests.support.router_fakes.node import _FakeNodeServicer
 
 NUM_STREAMS = 8
@@ -39,6 +40,11 @@ def boasts(node):
         step_age_seconds=0.0,
         load=load,
     )
+
+
+def test_a_condition_is_one_printable_line():
+    assert shorten_condition("refused: \x1b[31mred\x00\n\nand\u202e  more") == "refused: [31mred and more"
+    assert shorten_condition("x" * 10**6) == "x" * (MAX_CONDITION - 1) + "…"
 
 
 BEHAVIOURS = [pushes_nothing, fails, stalls, boasts]

@@ -12,6 +12,7 @@ from outrider.errors import MismatchError
 from outrider.node import FeatureFormat, NodeRole, NodeState
 from outrider.v1 import router_pb2
 from router.losses import MAX_TRANSFERS
+from router.node_link import MAX_CONDITION
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.fake_resolver import FakeResolver
 from tests.support.router_fakes import FakeDecodeNode, FakeNode, FakePrefillNode, fake_model_info
@@ -49,6 +50,7 @@ async def test_without_a_decode_node_a_request_waits_as_long_as_is_configured(cl
     status = await status_of(cluster, "decode-0")
     assert status.state == router_pb2.NODE_STATE_LOST
     assert (status.step, status.num_running, status.kv_blocks_total) == (0, 0, 0)
+    assert status.condition.startswith("unreachable: ")
     failure = await cluster.fail(max_tokens=8)
     assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE"), "a new request is told as well"
 
@@ -78,6 +80,7 @@ async def test_an_answer_goes_on_when_its_only_decode_node_is_back_or_gives_it_u
     assert answer.token_ids() == letters(again, 0)
     assert len(again.samples[0].generated_token_ids) > 2
     assert answer.summary.metrics.attempts == 2
+    assert cluster.service.front.cluster_status().num_moves == 1
     assert len(cluster.decode.opened) == (1 if how == "restarted" else 2)
     assert (await status_of(cluster, "decode-0")).state == router_pb2.NODE_STATE_SERVING
     await cluster.is_empty()
@@ -188,7 +191,11 @@ async def test_a_node_with_another_fingerprint_is_refused_and_both_are_named(clu
     for _ in range(4):
         assert (await cluster.generate(max_tokens=8)).token_ids()
     assert other.opened == []
-    assert (await status_of(cluster, "stranger")).state == router_pb2.NODE_STATE_LOST
+    status = await status_of(cluster, "stranger")
+    assert status.state == router_pb2.NODE_STATE_LOST
+    assert status.condition.startswith("refused: stranger serves ")
+    assert len(status.condition) == MAX_CONDITION, "cut"
+    assert (await status_of(cluster, "decode-0")).condition == ""
 
 
 FEATURES = FeatureFormat(fingerprint="1" * 64, width=576, dtype="bfloat16", taps=(2, 15, 27))
@@ -349,6 +356,7 @@ async def test_a_name_that_is_not_known_is_a_node_that_is_not_there_and_the_rout
     assert waiting["unresolved"] == {"decode.test:1": "[Errno -2] Name or service not known"}
     status = await status_of(cluster, "decode@decode.test:1")
     assert (status.state, status.target) == (router_pb2.NODE_STATE_STARTING, "decode.test:1")
+    assert status.condition == "unreachable: [Errno -2] Name or service not known"
     resolver.set("decode.test:1", cluster.decode.address)
     await asyncio.wait_for(starting, PATIENCE_SECONDS)
     assert (await cluster.generate(max_tokens=8)).token_ids()

@@ -15,6 +15,7 @@ from router.fair_order import FairOrder
 from router.node_link import Refusal
 from router.placement import PREFIX_CHUNK_TOKENS, Demand, Placement, PrefixMap, prefix_hashes
 from router.request_queue import QueuedRequest, RequestQueue
+from tests.support.fake_clock import FakeClock
 
 NODES = frozenset({b"large", b"small"})
 
@@ -103,6 +104,27 @@ async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
     queue.pump()
     await asyncio.gather(*others)
     assert queue.num_waiting == queue._num_waiting_tokens == 0
+
+
+async def test_the_queue_says_how_much_waits_and_how_long_the_oldest_has():
+    clock, places = FakeClock(100.0), FakePlaces()
+    queue = make_queue(places, clock=clock)
+    assert (queue.num_waiting_tokens, queue.oldest_wait_seconds()) == (0, 0.0)
+    (first,) = await queue_up(queue, waiting(5))
+    clock.advance(2.0)
+    (urgent,) = await queue_up(queue, waiting(7, priority=9))
+    clock.advance(1.0)
+    assert (queue.num_waiting_tokens, queue.oldest_wait_seconds()) == (12, 3.0)
+    await give_room(queue, places)
+    assert (first.done(), urgent.done()) == (False, True)
+    assert (queue.num_waiting_tokens, queue.oldest_wait_seconds()) == (5, 3.0)
+    (other,) = await queue_up(queue, waiting(7))
+    clock.advance(0.5)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert queue.oldest_wait_seconds() == 0.5
+    await leave(queue, other)
+    assert queue.oldest_wait_seconds() == 0.0
 
 
 async def test_prompts_that_are_scored_wait_for_each_other_and_not_others_for_them():

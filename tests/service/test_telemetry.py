@@ -14,7 +14,7 @@ from outrider.request import FinishReason
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.server import serve_metrics
 from outrider.service.telemetry.logging import configure_logging, get_logger
-from outrider.service.telemetry.metrics import ITL_BUCKETS, EngineMetrics, RouterMetrics
+from outrider.service.telemetry.metrics import ITL_BUCKETS, EngineMetrics, PrefillMetrics, RouterMetrics
 from outrider.session import SpeculationCounts
 
 
@@ -141,6 +141,25 @@ def test_router_metrics_have_the_names_of_vllm():
     assert figures[f'vllm:request_success_total{{finished_reason="abort",{label}}}'] == 1
     assert figures[f"vllm:e2e_request_latency_seconds_sum{{{label}}}"] == 1.5
     assert figures[f"vllm:num_requests_waiting{{{label}}}"] == 5
+
+
+def test_what_autoscaling_asks_for_is_read_at_each_scrape():
+    registry = CollectorRegistry()
+    router = RouterMetrics(model_name="m", registry=registry)
+    label = '{model_name="m"}'
+    assert exported(registry)[f"outrider:oldest_wait_seconds{label}"] == 0
+    wait = iter([1.5, 2.5])
+    router.follow_queue(num_waiting_tokens=lambda: 700, oldest_wait=lambda: next(wait))
+    assert exported(registry)[f"outrider:oldest_wait_seconds{label}"] == 1.5
+    figures = exported(registry)
+    assert figures[f"outrider:oldest_wait_seconds{label}"] == 2.5
+    assert figures[f"outrider:waiting_prompt_tokens{label}"] == 700
+    registry = CollectorRegistry()
+    PrefillMetrics(model_name="m", registry=registry).follow(num_outstanding=lambda: 90, saturation=lambda: 0.75)
+    figures = exported(registry)
+    assert figures[f"outrider:prefill_outstanding_tokens{label}"] == 90
+    assert figures[f"outrider:prefill_saturation{label}"] == 0.75
+    assert figures[f"vllm:num_requests_running{label}"] == 0
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ LOAD = NodeLoad(
     kv_blocks_free=4,
     tokens_per_second=0.5,
     mean_acceptance_length=1.5,
+    look_ahead_hit_rate=0.25,
+    kv_bytes_per_second=7.5,
 )
 
 
@@ -44,9 +46,16 @@ def test_the_model_survives_the_wire():
 def test_the_cluster_survives_the_wire(role, state):
     nodes = (
         NodeStatus(name="a", role=role, state=state, target="h:1", step=7, load=LOAD),
-        NodeStatus(name="b", role=role, state=NodeState.LOST, target="h:2"),
+        NodeStatus(name="b", role=role, state=NodeState.LOST, target="h:2", condition="unreachable: gone"),
     )
-    status = ClusterStatus(nodes=nodes, num_requests_running=3, num_requests_waiting=4)
+    status = ClusterStatus(
+        nodes=nodes,
+        num_requests_running=3,
+        num_requests_waiting=4,
+        num_waiting_tokens=2**40,
+        oldest_wait_seconds=1.25,
+        num_moves=5,
+    )
     data = CLUSTER.to_proto(status).SerializeToString()
     assert CLUSTER.from_proto(router_pb2.WatchClusterResponse.FromString(data)) == status
 

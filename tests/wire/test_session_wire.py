@@ -31,7 +31,8 @@ from outrider.session import (
     SequenceGroupFailed,
     SpeculationCounts,
 )
-from outrider.v1 import session_pb2
+from outrider.v1 import node_pb2, router_pb2, session_pb2
+from outrider.wire.node import REPORT
 from outrider.wire.session import (
     command_from_proto,
     command_to_proto,
@@ -166,6 +167,15 @@ def test_a_report_survives_the_wire():
     message = report_message_to_proto(report, [done], hello=info)
     parsed = report_message_from_proto(session_pb2.SessionReport.FromString(message.SerializeToString()))
     assert parsed == (info, report, [done])
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), float("-inf")])
+def test_a_rate_that_is_no_number_is_zero(rate):
+    """What a node says is shown, and written as JSON."""
+    rates = ("tokens_per_second", "mean_acceptance_length", "look_ahead_hit_rate", "kv_bytes_per_second")
+    load = node_pb2.NodeLoad(num_running=2, **dict.fromkeys(rates, rate))
+    proto = node_pb2.NodeReport(state=router_pb2.NODE_STATE_SERVING, incarnation=ID, load=load)
+    assert REPORT.from_proto(proto).load == NodeLoad(num_running=2)
 
 
 def test_an_id_of_the_wrong_size_is_refused():

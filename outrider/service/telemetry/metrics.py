@@ -240,6 +240,26 @@ class EngineMetrics:
             self._exposed.observe(exposed_seconds)
 
 
+class PrefillMetrics(EngineMetrics):
+    """What only a prefill node's engine has: the figures that prefill nodes are scaled by."""
+
+    def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(model_name=model_name, registry=registry)
+        family = _Family(model_name, registry)
+        self._outstanding = family.gauge(
+            "outrider:prefill_outstanding_tokens", "Prompt tokens that wait for or are in computation."
+        )
+        self._saturation = family.gauge(
+            "outrider:prefill_saturation",
+            "Share of the last ten seconds in which prompt tokens waited for or were in computation, 0 to 1.",
+        )
+
+    def follow(self, *, num_outstanding: Callable[[], float], saturation: Callable[[], float]) -> None:
+        """They are asked at each scrape, by another thread: an idle node tells nothing by itself."""
+        self._outstanding.set_function(num_outstanding)
+        self._saturation.set_function(saturation)
+
+
 class RouterMetrics:
     """What clients of the router see. One for each process and registry."""
 
@@ -250,6 +270,13 @@ class RouterMetrics:
         family = _Family(model_name, registry)
         self._running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.")
         self._waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.")
+        self._waiting_tokens = family.gauge(
+            "outrider:waiting_prompt_tokens", "Prompt tokens of the requests in the router's queue."
+        )
+        self._oldest_wait = family.gauge(
+            "outrider:oldest_wait_seconds",
+            "How long the request that has waited longest has been in the router's queue; 0: none waits.",
+        )
         self._prompt_tokens = family.counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
         self.observe_first_token = family.histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
@@ -285,6 +312,12 @@ class RouterMetrics:
             self._add_moves(cause, 0)
         for role in NodeRole:
             self.add_lost_nodes(role.name.lower(), 0)
+        self.num_moves = 0
+
+    def follow_queue(self, *, num_waiting_tokens: Callable[[], float], oldest_wait: Callable[[], float]) -> None:
+        """They are asked at each scrape, by another thread: a wait grows while nothing happens."""
+        self._waiting_tokens.set_function(num_waiting_tokens)
+        self._oldest_wait.set_function(oldest_wait)
 
     def set_load(self, *, num_running: int, num_waiting: int) -> None:
         self._running.set(num_running)
@@ -300,5 +333,6 @@ class RouterMetrics:
     def add_move(self, cause: str) -> None:
         """`cause` is one of `MOVE_CAUSES`."""
         self._add_moves(cause, 1)
+        self.num_moves += 1
         if cause == "token_mismatch":
             self._mismatches.inc()
