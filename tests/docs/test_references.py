@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -23,3 +24,28 @@ def test_no_metric_is_left_out():
     names = set(re.findall(r'"((?:vllm|outrider):[a-z_]+)"', "\n".join(sources)))
     assert len(names) > 30
     assert [name for name in sorted(names) if not re.search(rf"`{name}(_total)?`", page)] == []
+
+
+def test_every_reason_that_an_error_can_have_is_in_troubleshooting():
+    reasons = set(_reasons())
+    assert {"QUEUE_FULL", "REQUEST_LOSES_NODES", "NODE_LOST"} <= reasons
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Z][A-Z_]+)`", text.partition("## Reasons of errors")[2]))
+    assert reasons <= named, f"docs/troubleshooting.md, Reasons of errors, lacks {', '.join(sorted(reasons - named))}"
+
+
+def _reasons():
+    """What the code gives as `reason=`, or as a class's `reason`: literals, and constants by their names."""
+    constants, given = {}, []
+    texts = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    for node in (node for text in texts if "reason" in text for node in ast.walk(ast.parse(text))):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                given += [value] if name == "reason" else []
+                constants[name] = value
+            case ast.keyword(arg="reason", value=value):
+                given.append(value)
+    for value in given:
+        match constants.get(value.id) if isinstance(value, ast.Name) else value:
+            case ast.Constant(value=str(text)) if re.fullmatch(r"[A-Z][A-Z_]+", text):
+                yield text
