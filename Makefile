@@ -177,7 +177,7 @@ sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-b
 	$(BIN)/python checks/sanitize.py $(PYTEST_ARGS)
 
 .PHONY: references settings
-references: $(INSTALLED) ## Generate the pages on settings, command line, metrics and messages from the code
+references: $(INSTALLED) ## Pages on settings, commands, metrics and messages, from the code, and drawn figures
 	$(BIN)/python checks/references.py --write
 
 settings: references

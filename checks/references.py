@@ -1,4 +1,6 @@
-"""Pages that are made of the code: settings, command line, metrics, messages. Fails if one is stale; `--write` writes.
+"""Pages that are made of the code: settings, command line, metrics, messages; and drawn figures.
+
+Fails if one is stale; `--write` writes.
 
 .venv/bin/python checks/references.py [--write]
 """
@@ -15,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 
 import mdformat
+from figures import FIGURES
 from message_reference import describe_messages
 from prometheus_client import CollectorRegistry
 
@@ -176,13 +179,14 @@ def main() -> int:
         del os.environ[variable]  # defaults of flags
     os.environ["COLUMNS"] = "110"
     pages = {DOCS / name: render(lines()) for name, lines in PAGES.items()}
+    pages |= {DOCS / "figures" / name: draw() for name, draw in FIGURES.items()}
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--write" in sys.argv[1:]:
         for path in stale:
             path.write_text(pages[path], encoding="utf-8")
         return 0
     for path in stale:
-        sys.stderr.write(f"docs/{path.name} is stale: run make references\n")
+        sys.stderr.write(f"{path.relative_to(DOCS.parent)} is stale: run make references\n")
     return 1 if stale else 0
 
 
