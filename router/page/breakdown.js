@@ -2,23 +2,15 @@
 
 import { count, largest, plural, seconds } from "./figures.js";
 
+// In the order in which they come.
 export const PARTS = {
-  // In the order in which they come; of an instant that several cover, the part with the lowest rank counts.
-  queue: { rank: 1, name: "queue" },
-  encode: { rank: 2, name: "encoding" },
-  prefill: { rank: 4, name: "prefill" },
-  kv: { rank: 5, name: "KV transfer not hidden by compute" },
-  decode: { rank: 3, name: "decoding" },
-  moves: { rank: 0, name: "moves" },
-  other: { rank: 6, name: "elsewhere" },
-};
-const PART_OF_SPAN = {
-  encode: "encode",
+  encode: "encoding",
   queue: "queue",
   prefill: "prefill",
-  prefill_chunk: "prefill",
-  kv_frame: "kv",
-  kv_transfer: "kv",
+  kv: "KV transfer not hidden by compute",
+  decode: "decoding",
+  moves: "moves",
+  other: "elsewhere",
 };
 const NEGLIGIBLE = { share: 0.01, seconds: 0.01 }; // a part below both is not named
 
@@ -70,27 +62,44 @@ export function moveCosts(record) {
   });
 }
 
-// {part: seconds} whose sum is the whole, in the order of PARTS.
+// {part: seconds} whose sum is the whole, in the order of PARTS. Of an instant that several cover, the first one here
+// counts.
 export function breakdown(record) {
   const whole = endOf(record);
-  const intervals = Object.fromEntries(Object.keys(PARTS).map((part) => [part, []]));
-  for (const span of record.spans) {
-    if (span.kind in PART_OF_SPAN) intervals[PART_OF_SPAN[span.kind]].push([span.start, span.end ?? whole]);
-  }
-  for (const step of timedSteps(record)) intervals.decode.push([step.start, step.at]);
-  for (const cost of moveCosts(record)) intervals.moves.push([cost.from, cost.to]);
-  intervals.other.push([0, whole]);
-  const ranked = Object.keys(PARTS).sort((one, other) => PARTS[one].rank - PARTS[other].rank);
+  const spans = (kind) => record.spans.filter((span) => span.kind === kind).map((span) => [span.start, span.end ?? whole]);
+  const ranked = [
+    ["moves", moveCosts(record).map((cost) => [cost.from, cost.to])],
+    ["queue", spans("queue")],
+    ["encode", spans("encode")],
+    ["decode", timedSteps(record).map((step) => [step.start, step.at])],
+    ["prefill", spans("prefill_chunk")],
+    ["kv", [...spans("kv_frame"), ...transferTails(record, whole)]],
+    ["prefill", spans("prefill")], // the whole call: what waits in the node before its chunks and between them
+    ["other", [[0, whole]]],
+  ];
   const result = Object.fromEntries(Object.keys(PARTS).map((part) => [part, 0]));
   let covered = [];
   let sum = 0;
-  for (const part of ranked) {
-    covered = united([...covered, ...intervals[part].map(([from, to]) => [Math.max(0, from), Math.min(whole, to)])]);
+  for (const [part, intervals] of ranked) {
+    covered = united([...covered, ...intervals.map(([from, to]) => [Math.max(0, from), Math.min(whole, to)])]);
     const length = covered.reduce((total, [from, to]) => total + to - from, 0);
-    result[part] = length - sum;
+    result[part] += length - sum;
     sum = length;
   }
   return result;
+}
+
+// A transfer lasts as long as the prompt is computed, chunk by chunk; its own is what comes after the last chunk, or
+// after the call where chunks are not known.
+function transferTails(record, whole) {
+  const end = (span) => span.end ?? whole;
+  const transfers = record.spans.filter((span) => span.kind === "kv_transfer");
+  return transfers.map((transfer) => {
+    const own = record.spans.filter((span) => span.attempt === transfer.attempt);
+    const chunks = own.filter((span) => span.kind === "prefill_chunk");
+    const computed = chunks.length ? chunks : own.filter((span) => span.kind === "prefill");
+    return [largest(computed.map(end), transfer.start), end(transfer)];
+  });
 }
 
 function united(intervals) {

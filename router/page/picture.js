@@ -202,7 +202,7 @@ const NAMES = { encode: "encoding the prompt", queue: "queue", open: "opening a 
 
 export function describeSpan(span) {
   const long = span.end === null ? "not ended" : seconds(span.end - span.start);
-  const parts = [`${NAMES[span.kind] ?? span.kind}${span.node ? ` on ${span.node}` : ""}`, `${seconds(span.start)} + ${long}`];
+  const parts = [`${NAMES[span.kind] ?? span.kind}${span.node ? ` on ${span.node}` : ""}`, `at ${seconds(span.start)}, ${long}`];
   if (span.num_tokens !== null && span.num_tokens !== undefined) parts.push(plural(span.num_tokens, "token"));
   if (span.bytes !== null && span.bytes !== undefined) {
     const rate = span.end > span.start ? `, ${bytes(span.bytes / (span.end - span.start))}/s` : "";
@@ -223,7 +223,7 @@ export function describeStep(step) {
       : "no drafts wanted";
   const parts = [
     `step on ${step.node}${step.sample ? `, sample ${step.sample}` : ""}`,
-    `${seconds(step.start)} + ${seconds(step.at - step.start)}`,
+    `at ${seconds(step.start)}, ${seconds(step.at - step.start)}`,
     `batch ${count(step.batch)}`,
     `position ${step.position}${last > step.position ? `–${last}` : ""}`,
     `${plural(step.num_tokens, "token")}: ${own} own, ${accepted} accepted`,

@@ -313,7 +313,7 @@ function whereOf(record) {
   const bars = Object.keys(PARTS).map((part) => {
     const x = at;
     at += (100 * times[part]) / whole;
-    return drawn("rect", { class: `c-${part}`, x: x.toFixed(3), width: (at - x).toFixed(3), height: 8 }, drawn("title", {}, `${PARTS[part].name}: ${seconds(times[part])}`));
+    return drawn("rect", { class: `c-${part}`, x: x.toFixed(3), width: (at - x).toFixed(3), height: 8 }, drawn("title", {}, `${PARTS[part]}: ${seconds(times[part])}`));
   });
   return [
     element("p", { class: "sentence" }, `${opening}${seconds(whole)}: `, words, "."),

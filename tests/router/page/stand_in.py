@@ -24,10 +24,14 @@ HEADERS = {
 
 
 class StandIn:
-    """`answers`: JSON by path, for example "/api/cluster". After `num_answers` of them the router is away."""
+    """`answers`: JSON by path, for example "/api/cluster". After `num_answers` of them the router is away.
 
-    def __init__(self, answers: Mapping[str, Any], num_answers: int | None = None) -> None:
+    `user`: a script that does what a user would, in a module beside the page's own.
+    """
+
+    def __init__(self, answers: Mapping[str, Any], num_answers: int | None = None, user: str = "") -> None:
         self.answers = answers
+        self.user = user
         self.num_left = num_answers
         self.asked: list[str] = []
 
@@ -42,10 +46,15 @@ class StandIn:
             if path not in self.answers:
                 return 404, "application/json", b'{"error": "no such request"}'
             return 200, "application/json", json.dumps(self.answers[path]).encode()
+        if path == "/user.js":
+            return 200, TYPES[".js"], self.user.encode()
         file = PAGE / (path.lstrip("/") or "index.html")
         if file.parent != PAGE or not file.is_file():
             return 404, "text/plain", b""
-        return 200, TYPES[file.suffix], file.read_bytes()
+        body = file.read_bytes()
+        if self.user and file.name == "index.html":
+            body = body.replace(b"</head>", b'<script type="module" src="user.js"></script></head>')
+        return 200, TYPES[file.suffix], body
 
 
 @contextlib.contextmanager

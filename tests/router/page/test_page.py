@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 
 import pytest
@@ -16,6 +17,17 @@ pytestmark = [
 ]
 
 MARKUP = "<img src=x onerror=\"document.title='taken over'\"><script>document.title='taken over'</script>"
+WHEN_DRAWN = """
+const find = (selector) => document.querySelector(selector);
+const all = (selector) => [...document.querySelectorAll(selector)];
+while (!find("h1")) await new Promise((resume) => setTimeout(resume, 10));
+const noted = {};
+const note = (name, value) => {
+  noted[name] = value;
+  document.body.dataset.noted = JSON.stringify(noted);
+};
+"""
+"""Before what a user does; `note` keeps what is seen."""
 VOID = {"link", "meta", "img", "br", "input"}
 
 
@@ -76,6 +88,10 @@ def title_of(page):
     return page.one("head").one("title").text
 
 
+def noted(page):
+    return json.loads(page.one("body").attributes["data-noted"])
+
+
 def read(html):
     reader = Reader()
     reader.feed(html)
@@ -85,10 +101,10 @@ def read(html):
 
 @pytest.fixture
 def look(tmp_path):
-    """look(fragment, answers, num_answers=None) → (the page's root, the stand-in)"""
+    """look(fragment, answers, num_answers=None, user="") → (the page's root, the stand-in)"""
 
-    def look(fragment, answers, num_answers=None):
-        stand_in = StandIn(answers, num_answers)
+    def look(fragment, answers, num_answers=None, user=""):
+        stand_in = StandIn(answers, num_answers, user and WHEN_DRAWN + user)
         with serving(stand_in) as url:
             html = chromium.dump_dom(url + fragment, tmp_path / "profile", view_seconds=2.5)  # asks three times
         return read(html), stand_in
@@ -143,10 +159,27 @@ def test_a_router_without_nodes(look):
 def test_the_table_of_requests(look):
     requests = [
         summary(19, state="running", e2e_seconds=None, age_seconds=2.5, request_id=MARKUP),
-        summary(18, state="failed", error=MARKUP, queue_seconds=None, ttft_seconds=None),
+        summary(18, state="failed", error=MARKUP, queue_seconds=None, ttft_seconds=None, e2e_seconds=2.0),
         summary(17, request_id="a\u202eb\x00c", attempts=3),
     ]
-    page, _ = look("#/requests", {"/api/requests": {"requests": requests}})
+    sorting = """
+        const serials = () => all("tr[data-serial]").map((row) => row.dataset.serial);
+        all("button").find((button) => button.textContent === "Slowest first").click();
+        note("slowest", serials());
+        find("button[data-key=total]").click();
+        note("quickest", serials());
+        find("input").value = "FAILED img";
+        find("input").dispatchEvent(new Event("input"));
+        note("filtered", [serials(), find("[role=status]").textContent]);
+        find("input").value = "";
+        all("button").find((button) => button.textContent === "Newest first").click();
+    """
+    page, _ = look("#/requests", {"/api/requests": {"requests": requests}}, user=sorting)
+    assert noted(page) == {
+        "slowest": ["19", "18", "17"],
+        "quickest": ["17", "18", "19"],
+        "filtered": [["18"], "1 of 3"],
+    }
     rows = page.all("tr")[1:]
     assert [row.attributes["data-serial"] for row in rows] == ["19", "18", "17"]
     assert rows[0].one("a").attributes["href"] == "#/requests/19"
@@ -166,7 +199,36 @@ def test_the_timeline_of_a_request_that_moved(look):
     first |= {"tokens": [" the", MARKUP, "\n"], "rejected": [" do\u202eg", MARKUP]}
     second |= {"tokens": [" cat", " sat", " on"], "rejected": [" a", " b"]}
     record |= {"error": MARKUP, "request_id": MARKUP}
-    page, stand_in = look("#/requests/17", {"/api/requests/17": record})
+    zooming = """
+        const press = (key) => find(".timeline").dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+        const ticks = () => all(".ticks text").map((tick) => tick.textContent);
+        note("whole", ticks());
+        press("ArrowRight");
+        note("first step", find(".details").textContent);
+        note("outlined", [all(".timeline .chosen").length, find(".group.chosen").dataset.step]);
+        press("End");
+        note("last step", find(".details").textContent.split(" · ")[0]);
+        for (const _ of "123") press("+");
+        note("closer", [ticks()[0], all(".chip").length]);
+        const { left, top } = find(".timeline").getBoundingClientRect();
+        press("0");
+        const bar = find("[data-lane=prefill] path").getBBox();
+        const [x, y] = [left + bar.x + bar.width * 0.1, top + bar.y + 5];
+        find(".timeline").dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: y }));
+        note("pointed at", find(".details").textContent);
+    """
+    page, stand_in = look("#/requests/17", {"/api/requests/17": record}, user=zooming)
+    assert noted(page) == {
+        "whole": ["0.0 s", "0.5 s", "1.0 s", "1.5 s", "2.0 s", "2.5 s", "3.0 s"],
+        "first step": (
+            "step on decode-0 · at 2.27 s, 58 ms · batch 5 · position 242–244 · 3 tokens: 1 own, 2 accepted · "
+            f"4 drafted, 2 rejected · “ the” “{MARKUP}” “↵”"
+        ),
+        "outlined": [1, "0"],
+        "last step": "step on decode-1",
+        "closer": ["2.65 s", 18],  # the second node's steps only
+        "pointed at": "prefill chunk on prefill-0 · at 1.90 s, 0.20 s · 128 tokens",
+    }
     assert page.one("p", "sentence").text == (
         "3.02 s: 1.90 s in the queue, 0.35 s prefill (2 chunks), 20 ms KV transfer not hidden by compute, "
         "0.35 s decoding 30 tokens in 10 steps, 0.40 s lost to 1 move (decode_lost at 2.60 s)."
