@@ -381,7 +381,8 @@ class Attempt:
 
     def _leave(self) -> None:
         """Frees the group on the decode node, unless it has ended there, and the place."""
-        self._figures.end(describe(self.outcome))
+        has_ended = self.outcome is None and not self._running  # its samples have, and it has not been told yet
+        self._figures.end("" if has_ended else describe(self.outcome))
         session, self._session = self._session, None
         if session is not None:
             session.forget(self._opened.sequence_group_id)

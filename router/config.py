@@ -63,7 +63,7 @@ class RouterConfig:
     timelines: int = setting(
         256,
         at_least=0,
-        at_most=10_000,
+        at_most=1_000,
         help="Requests whose timelines are kept for the page on server.metrics_port, the newest; 0: none.",
     )
     vllm_engine: str = setting(

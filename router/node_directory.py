@@ -134,6 +134,11 @@ class NodeDirectory:
                     found.append(_status_of(link, name))
         return found
 
+    def link_of(self, status: NodeStatus) -> NodeLink | None:
+        """None: a target without an address."""
+        where = (status.role, status.target)
+        return next((link for link in self._links() if (link.role, link.address) == where), None)
+
     def on_change(self, listener: Callable[[], None]) -> None:
         """`listener` is called when nodes come and go, and when their standing changes. It must not block."""
         self._on_change.append(listener)

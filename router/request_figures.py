@@ -149,8 +149,8 @@ class RequestFigures:
 
     def begin_attempt(self, decode: NodeLink, *, num_known_tokens: int) -> AttemptFigures:
         """`num_known_tokens`: of the prompt, and generated."""
-        figures = AttemptFigures(self, decode, num_known_tokens, index=self.timeline.num_attempts)
-        self.timeline.num_attempts += 1
+        figures = AttemptFigures(self, decode, num_known_tokens, index=len(self.timeline.attempts))
+        self.timeline.attempts.append(decode.name)
         self.attempts.append(figures)
         return figures
 

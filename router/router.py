@@ -14,6 +14,7 @@ from outrider.errors import PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
+from outrider.service.pages import FindPage
 from outrider.service.request_limits import ENGINE_SERVICE
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
@@ -26,6 +27,7 @@ from router.config import RouterConfig
 from router.front import Front
 from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
+from router.pages import RouterPages
 from router.placement import Placement
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
@@ -63,7 +65,7 @@ class Router:
     ) -> None:
         """`store`: instead of the one that `config` names. `shows_text`: on its page. Raises: ConfigError."""
         self._config = config
-        self._shows_text = shows_text
+        self._timelines = Timelines(config.timelines, keeps_tokens=shows_text)
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
@@ -113,7 +115,7 @@ class Router:
             hedges=HedgeBudget(self.nodes, lambda: placement.num_placed),
             answers=AnswerBudget(config.journal_bytes),
             metrics=metrics,
-            timelines=Timelines(config.timelines, keeps_tokens=self._shows_text),
+            timelines=self._timelines,
             router_address=address,
         )
         self.nodes.on_report(_pump_and_count(self.services))
@@ -125,6 +127,10 @@ class Router:
                 append_seconds=config.store_append_seconds,
                 renew_seconds=config.store_lease_seconds / 3,
             )
+
+    def pages(self) -> FindPage:
+        """See `outrider.service.pages.HasPages`."""
+        return RouterPages(self.front, self.nodes, self._timelines, loop=asyncio.get_running_loop())
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
         """See `outrider.service.health.DependsOnOthers`."""

@@ -112,7 +112,7 @@ class Timeline:
     num_cached_tokens: int = 0  # known at the end
     num_generated_tokens: int = 0
     num_samples: int = 0
-    num_attempts: int = 0  # on decode nodes, those included that were refused
+    attempts: list[str] = field(default_factory=list)  # the decode node of each, those included that refused it
     num_moves: int = 0  # times that work moved from a prefill or decode node
     nodes: dict[str, str] = field(default_factory=dict)  # by name, in the order of their use: their numerics
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
@@ -129,7 +129,7 @@ class Timeline:
 
     def begin(self, kind: SpanKind, *, node: str = "", attempt: int | None = None, detail: str = "") -> Span:
         """A span that begins now. `attempt`: None for the next one to be opened."""
-        start, attempt = time.monotonic(), self.num_attempts if attempt is None else attempt
+        start, attempt = time.monotonic(), len(self.attempts) if attempt is None else attempt
         return self.add_span(Span(kind, start, attempt, node, detail=detail))
 
     def add_span(self, span: Span) -> Span:
@@ -186,7 +186,7 @@ class Timelines:
         """`max_timelines`: 0 keeps none. `keeps_tokens`: the ids of tokens too, which are the answer's text."""
         self._max_timelines = max_timelines
         self._num_free_steps = max_steps if max_timelines else 0
-        self._keeps_tokens = keeps_tokens
+        self.keeps_tokens = keeps_tokens
         self._serials = itertools.count(1)
         self._running: dict[int, Timeline] = {}  # by serial, in the order of their beginning
         self._ended: dict[int, Timeline] = {}  # by serial, in the order of their end
@@ -200,7 +200,7 @@ class Timelines:
 
     def begin(self, request_id: str) -> Timeline:
         """A request has arrived. `end` follows."""
-        timeline = Timeline(next(self._serials), request_id, self._take_room, keeps_tokens=self._keeps_tokens)
+        timeline = Timeline(next(self._serials), request_id, self._take_room, keeps_tokens=self.keeps_tokens)
         self._running[timeline.serial] = timeline
         while len(self._running) + len(self._ended) > self._max_timelines:
             self._forget(self._ended or self._running)

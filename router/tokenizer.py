@@ -99,6 +99,14 @@ class Tokenizer:
             lambda token_ids: self._decode(token_ids, skip_special_tokens=skip_special_tokens), context
         )
 
+    def token_text(self, token_id: int) -> str:
+        """One token's text alone, special or not; parts of characters are U+FFFD. May be asked by any thread."""
+        if self._is_byte_level:
+            table = self._token_bytes[False]
+            return table[token_id].decode(errors="replace") if token_id < len(table) else ""
+        token = self._tokenizer.id_to_token(token_id)
+        return "" if token is None else token.replace("\u2581", " ")  # as which SentencePiece writes spaces
+
     def close(self) -> None:
         """Ends the threads; a second call does nothing."""
         self._queue.close()

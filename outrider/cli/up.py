@@ -20,7 +20,7 @@ from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_arguments import require_gateway
 from outrider.cluster.gpu_shares import memory_shares
-from outrider.cluster.plan import DECODE, LOOPBACK
+from outrider.cluster.plan import DECODE, LOOPBACK, ROUTER
 from outrider.config import ResolvedConfig
 from outrider.config.arguments import (
     add_setting_flags,
@@ -222,6 +222,9 @@ def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
     described = next((dict(node.description) for node in cluster.nodes if node.role == "decode_node"), {})
     facts = {name: described[name] for name in SHOWN_FIRST if name in described}
     printer.say(f"serving on {cluster.router_address}")
+    page = next((node.metrics_address for node in cluster.nodes if node.role == ROUTER), None)
+    if page is not None:
+        printer.say(f"page: http://{page}/")
     if "numerics" in described:
         printer.say(f"numerics: {described['numerics']}")
         printer.say(described["kernels"])

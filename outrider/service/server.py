@@ -16,9 +16,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Never, Protocol
+from typing import TYPE_CHECKING, Any, Never, Protocol
 from wsgiref.simple_server import WSGIServer
 
 import grpc
@@ -38,10 +38,14 @@ from outrider.service.address import reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, DependsOnOthers, Health
+from outrider.service.pages import FindPage, HasPages, with_pages
 from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 _log = get_logger("service")
 
@@ -133,7 +137,8 @@ class _ServiceProcess:
         try:
             address = bind(server, self.config, self.security, role=self.role, client_tls=self.client_tls)
             await server.start()
-            metrics = serve_metrics(self.config)
+            pages = self.service.pages() if isinstance(self.service, HasPages) else None
+            metrics = serve_metrics(self.config, find_page=pages)
         except (OutriderError, OSError) as error:
             _log.error("cannot listen", error=str(error))
             return 1
@@ -300,8 +305,12 @@ def probe_port(host: str, port: int, advice: str) -> None:
             raise ConfigError(f"port {port} on {host} cannot be bound: {error.strerror}; {advice}") from error
 
 
-def serve_metrics(config: ServerConfig, *, registry: CollectorRegistry = REGISTRY) -> WSGIServer | None:
+def serve_metrics(
+    config: ServerConfig, *, registry: CollectorRegistry = REGISTRY, find_page: FindPage | None = None
+) -> WSGIServer | None:
     """Prometheus over HTTP in a thread of its own, or nothing. Raises: ConfigError when the port is taken.
+
+    `find_page`: what is at paths other than /metrics; without it, they all lead to the metrics.
 
     Always in Prometheus's text format: whoever asks for OpenMetrics, as Prometheus 2 does,
     would get names from prometheus_client in which colons have become underscores.
@@ -316,5 +325,10 @@ def serve_metrics(config: ServerConfig, *, registry: CollectorRegistry = REGISTR
             f"choose another with --set server.metrics_port=N"
         ) from error
     app: Any = server.get_app()
-    server.set_app(lambda environ, respond: app({**environ, "HTTP_ACCEPT": TEXT_FORMAT}, respond))
+
+    def metrics(environ: WSGIEnvironment, respond: StartResponse) -> Iterable[bytes]:
+        found: Iterable[bytes] = app({**environ, "HTTP_ACCEPT": TEXT_FORMAT}, respond)
+        return found
+
+    server.set_app(metrics if find_page is None else with_pages(metrics, find_page))
     return server

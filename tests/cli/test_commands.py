@@ -118,6 +118,12 @@ def test_up_tells_its_story_and_the_status_file_matches(up, target):
     assert all(psutil.pid_exists(node["pid"]) for node in status["nodes"])
 
 
+def test_up_says_where_the_routers_page_is(up):
+    (page,) = (line.removeprefix("page: ") for line in up.lines if line.startswith("page: "))
+    (router,) = (node for node in json.loads(up.status_file.read_text())["nodes"] if node["role"] == "router")
+    assert page == f"http://{router['metrics_address']}/"
+
+
 def test_generate_streams_text_from_the_router_that_is_there(target, capsys):
     several = f"--target=127.0.0.1:1,{target.removeprefix('--target=')}"
     assert main(["generate", "one two three", several, "--stats"]) == 0

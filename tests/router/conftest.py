@@ -142,6 +142,7 @@ class Cluster:
         self.stub: router_pb2_grpc.RouterServiceStub
         self.stack = contextlib.AsyncExitStack()
         self.registry = CollectorRegistry()
+        self.shows_text = False
 
     async def start(
         self, *, resolver: Any = None, store: Any = None, clients: TokenFile | None = None, **config: Any
@@ -161,7 +162,12 @@ class Cluster:
         }
         extra = {} if resolver is None else {"resolver": resolver}
         self.service = Router(
-            RouterConfig(**values | config), registry=self.registry, clients=clients, store=store, **extra
+            RouterConfig(**values | config),
+            registry=self.registry,
+            clients=clients,
+            store=store,
+            shows_text=self.shows_text,
+            **extra,
         )
         self.server = server = make_server(
             ServerConfig(port=0), authenticate=None if clients is None else clients.authenticate

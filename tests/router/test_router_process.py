@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import signal
 import time
+import urllib.request
 
 import grpc
 import grpc.aio
@@ -93,11 +95,23 @@ class Stream:
                 self.has_begun.set()
 
 
+def read_page(address: str, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=WAIT_SECONDS) as answer:
+        return answer.read()
+
+
 async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
     nodes[0].step_seconds = 0.2  # of 30 s
-    process, stub = await router("server.drain_seconds=60")
+    process, stub = await router("server.drain_seconds=60", "server.metrics_port=0", "telemetry.log_text=true")
     stream = Stream(stub, max_tokens=150)
     await stream.has_begun.wait()
+    listening = await asyncio.to_thread(process.wait_for_log, "listening")
+    pages = [
+        await asyncio.to_thread(read_page, listening["metrics_address"], path) for path in ("/", "/api/requests/1")
+    ]
+    assert b"<title>Outrider" in pages[0]
+    record = json.loads(pages[1])
+    assert (record["state"], record["steps"][0]["tokens"]) == ("running", ["a"]), "and text may be shown"
     process.process.send_signal(signal.SIGTERM)
     await asyncio.to_thread(process.wait_for_log, "draining")
     assert len((await stub.Complete(request(1))).completions) == 1, "load balancers have not noticed yet"

@@ -1,0 +1,61 @@
+"""Pages that a service shows over HTTP beside its Prometheus metrics: read-only, without state of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+METRICS_PATHS = ("/metrics", "/metrics/")
+TEXT = "text/plain; charset=utf-8"
+
+
+class Page(NamedTuple):
+    body: bytes
+    content_type: str
+    status: HTTPStatus = HTTPStatus.OK
+
+    @classmethod
+    def message(cls, status: HTTPStatus, text: str) -> Page:
+        return cls(f"{text}\n".encode(), TEXT, status)
+
+
+FindPage = Callable[[str], Page]
+"""The page at a path, or one that says why there is none. Called in threads of HTTP connections, several at once."""
+
+
+@runtime_checkable
+class HasPages(Protocol):
+    """A service that shows pages."""
+
+    def pages(self) -> FindPage:
+        """Called once, on the event loop, before the service starts."""
+
+
+def with_pages(metrics: WSGIApplication, find_page: FindPage) -> WSGIApplication:
+    """Metrics at their own path, pages at all others."""
+
+    def app(environ: WSGIEnvironment, respond: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] in METRICS_PATHS:
+            return metrics(environ, respond)
+        method = environ["REQUEST_METHOD"]
+        if method in ("GET", "HEAD"):
+            page = find_page(environ["PATH_INFO"])
+        else:
+            page = Page.message(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD")
+        headers = [
+            ("Content-Type", page.content_type),
+            ("Content-Length", str(len(page.body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Content-Security-Policy", "default-src 'self'"),
+        ]
+        if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
+            headers.append(("Allow", "GET, HEAD"))
+        respond(f"{page.status.value} {page.status.phrase}", headers)
+        return [] if method == "HEAD" else [page.body]
+
+    return app

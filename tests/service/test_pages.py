@@ -1,0 +1,74 @@
+"""Pages beside the metrics: methods, headers, and that the metrics stay what they are."""
+
+from __future__ import annotations
+
+import io
+from http import HTTPStatus
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, make_wsgi_app
+
+from outrider.service.pages import Page, with_pages
+
+HELLO = Page("hé".encode(), "text/html; charset=utf-8")
+
+
+@pytest.fixture
+def metrics():
+    registry = CollectorRegistry()
+    Counter("outrider:things", "Some things.", registry=registry).inc()
+    return make_wsgi_app(registry)
+
+
+@pytest.fixture
+def app(metrics):
+    pages = {"/": HELLO}
+    return with_pages(metrics, lambda path: pages.get(path, Page.message(HTTPStatus.NOT_FOUND, f"no {path[:9]}")))
+
+
+def ask(app, path, method="GET", **environ):
+    """(status line, headers in order, body)."""
+    asked = {"PATH_INFO": path, "REQUEST_METHOD": method, "wsgi.input": io.BytesIO(), **environ}
+    setup_testing_defaults(asked)
+    told = []
+    body = b"".join(app(asked, lambda status, headers: told.append((status, headers))))
+    ((status, headers),) = told
+    return status, headers, body
+
+
+@pytest.mark.parametrize("query", ["", "name[]=outrider:things_total", "name[]=none"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS"])
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+def test_metrics_are_byte_for_byte_what_they_are_without_pages(app, metrics, query, method, encoding):
+    environ = {"QUERY_STRING": query, "HTTP_ACCEPT_ENCODING": encoding}
+    alone = ask(metrics, "/metrics", method, **environ)
+    assert ask(app, "/metrics", method, **environ) == alone
+    assert (b"outrider:things" in alone[2]) == (method == "GET" and query != "name[]=none" and not encoding)
+
+
+def test_a_page_comes_with_what_a_browser_may_do_with_it(app):
+    status, headers, body = ask(app, "/")
+    assert (status, body) == ("200 OK", HELLO.body)
+    assert dict(headers) == {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Length": "3",
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "Content-Security-Policy": "default-src 'self'",
+    }
+    assert ask(app, "/", "HEAD") == (status, headers, b"")
+
+
+def test_what_is_not_there_is_not_found(app):
+    status, headers, body = ask(app, "/nowhere")
+    assert (status, body) == ("404 Not Found", b"no /nowhere\n")
+    assert dict(headers)["Content-Type"] == "text/plain; charset=utf-8"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
+def test_pages_are_only_read(app, method):
+    for path in ("/", "/nowhere"):
+        status, headers, body = ask(app, path, method)
+        assert (status, dict(headers)["Allow"]) == ("405 Method Not Allowed", "GET, HEAD")
+        assert body
