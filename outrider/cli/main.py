@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": "chat with the model",
     "config": "print all settings in force with their sources, import other servers' files, print a JSON schema",
     "demo": "stream three prompts with and without speculation, and one whose decode node is killed",
+    "top": "show the cluster's nodes, load and rates on the terminal, live",
     "bench": "run a load test",
     "profile": "show where the time of a running node's steps goes",
     "train-head": "train a drafter head for a model; needs no data",

@@ -1,0 +1,195 @@
+"""`outrider top`: the cluster on a terminal, once a second, as a router sees it (WatchCluster)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
+
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.cli.top_history import History
+from outrider.client import AsyncClient
+from outrider.client.targets import Targets
+from outrider.errors import AbortedError, CapacityError, ConfigError, InvalidRequestError, PeerLostError
+from outrider.node import Model
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.cli.top_view import ClusterView
+
+DEFAULT_INTERVAL_SECONDS = 1.0
+LEAST_INTERVAL_SECONDS, MOST_INTERVAL_SECONDS = 0.1, 3600.0
+PATIENCE_SECONDS = 5.0
+"""How long after it was due a report is waited for, before the next router is asked."""
+RETRY_SECONDS = 1.0
+TERMINATED = 128 + signal.SIGTERM
+WIDTH_OF_TEXT = 160
+"""At most, where the output is not a terminal."""
+
+LATE_SECONDS = 1.5
+"""How long after it was due the figures before it are called old."""
+
+AWAY = (PeerLostError, CapacityError, AbortedError)
+"""What may be over soon: no router there, too many watches, no answer in time."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=DEFAULT_INTERVAL_SECONDS,
+        metavar="SECONDS",
+        help=f"between reports, at least {LEAST_INTERVAL_SECONDS:g}; default %(default)g",
+    )
+    parser.add_argument("--once", action="store_true", help="print one report as text, for scripts and logs")
+    add_target_argument(parser)
+    add_connection_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, also after Ctrl-C, which is how it ends; 143 after SIGTERM. Raises: OutriderError."""
+    interval = arguments.interval
+    if not LEAST_INTERVAL_SECONDS <= interval <= MOST_INTERVAL_SECONDS:
+        limits = f"{LEAST_INTERVAL_SECONDS:g} to {MOST_INTERVAL_SECONDS:g}"
+        raise InvalidRequestError(f"--interval {interval:g} is not {limits}", field="interval")
+    is_terminal = sys.stdout.isatty()
+    if not is_terminal and not arguments.once:
+        raise InvalidRequestError("the output is not a terminal: use --once", field="once")
+    console = _make_console(is_terminal=is_terminal)
+    tls, token = read_tls(arguments), read_token(arguments)
+    cluster = WatchedCluster(arguments.target, interval_seconds=interval, tls=tls, token=token)
+    try:
+        asyncio.run(_print(cluster, console) if arguments.once else _show(cluster, console))
+    except KeyboardInterrupt:
+        if arguments.once:
+            raise
+    except asyncio.CancelledError:
+        return TERMINATED
+    return 0
+
+
+def _make_console(*, is_terminal: bool) -> Console:
+    """Raises: ConfigError without rich."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError as error:
+        raise ConfigError("rich is not installed: pip install 'outrider[top]' brings it") from error
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
+    if is_terminal:
+        return Console(highlight=False)
+    return Console(highlight=False, force_terminal=False, color_system=None, width=WIDTH_OF_TEXT)
+
+
+class WatchedCluster:
+    """The reports of a router; of several targets, those of one that answers."""
+
+    def __init__(self, targets: str, *, interval_seconds: float, **connection: Any) -> None:
+        """`connection`: arguments of the client. Raises: ConfigError without a target."""
+        try:
+            self._targets = Targets(targets)
+        except ValueError as error:
+            raise ConfigError(f"--target: {error}") from error
+        self.interval_seconds = interval_seconds
+        self._connection = connection
+        self._model: Model | None = None
+        self._error = ""
+        self._history = History()
+        self.changed = asyncio.Event()
+
+    async def follow(self) -> None:
+        """Goes on until it is cancelled. Raises: OutriderError for what does not pass, such as an unknown token."""
+        while True:
+            try:
+                async with aclosing(self._reports()) as reports:
+                    async for _ in reports:
+                        self.changed.set()
+            except AWAY as error:
+                self._error = error.message
+            self._targets.current = self._targets.after(self._targets.current)
+            self.changed.set()
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def take_one(self) -> None:
+        """Of the first target that answers. Raises: OutriderError of the last one where none does."""
+        while True:
+            try:
+                async with aclosing(self._reports()) as reports:
+                    await anext(reports)
+            except AWAY:
+                self._targets.current = self._targets.after(self._targets.current)
+                if self._targets.current == self._targets.all[0]:
+                    raise
+            else:
+                return
+
+    async def _reports(self) -> AsyncGenerator[None, None]:
+        """Each has been taken into the history. Raises: OutriderError at the end, whatever it is."""
+        target, interval = self._targets.current, self.interval_seconds
+        has_model = False
+        async with (
+            AsyncClient(target, **self._connection) as client,
+            aclosing(client.watch_cluster(interval_seconds=interval)) as reports,
+        ):
+            self._history.change_router()
+            while True:
+                try:
+                    async with asyncio.timeout(interval + PATIENCE_SECONDS):
+                        status = await anext(reports, None)
+                except TimeoutError as error:
+                    raise PeerLostError(f"{target} does not answer", node=target) from error
+                if status is None:
+                    raise PeerLostError(f"{target} has ended its reports", node=target)
+                if not has_model:
+                    with suppress(*AWAY):  # it has none before a node serves
+                        self._model = await client.model()
+                        has_model = True
+                self._error = ""
+                self._history.add(status, time.monotonic())
+                yield
+
+    def view(self) -> ClusterView:
+        from outrider.cli.top_view import ClusterView, Source
+
+        target, number = self._targets.current, self._targets.all.index(self._targets.current) + 1
+        age = time.monotonic() - self._history.at
+        error = self._error
+        if not error and self._history.status is not None and age > self.interval_seconds + LATE_SECONDS:
+            error = f"{target} does not answer"
+        named = f"{target} ({number} of {len(self._targets)})" if len(self._targets) > 1 else target
+        return ClusterView(self._history, Source(target=named, model=self._model, error=error, age_seconds=age))
+
+
+async def _print(cluster: WatchedCluster, console: Console) -> None:
+    await cluster.take_one()
+    console.print(cluster.view(), soft_wrap=not console.is_terminal)
+
+
+async def _show(cluster: WatchedCluster, console: Console) -> None:
+    """Until it is cancelled. The terminal is as it was afterwards."""
+    from rich.live import Live
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    loop.add_signal_handler(signal.SIGWINCH, cluster.changed.set)
+    following = asyncio.create_task(cluster.follow())
+    following.add_done_callback(lambda _: cluster.changed.set())
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while not following.done():
+                cluster.changed.clear()
+                live.update(cluster.view(), refresh=True)
+                with suppress(TimeoutError):  # without a report the figures grow old
+                    async with asyncio.timeout(cluster.interval_seconds + LATE_SECONDS):
+                        await cluster.changed.wait()
+    finally:
+        following.cancel()
+        await asyncio.wait({following})
+    following.result()

@@ -1,0 +1,307 @@
+"""What `outrider top` shows: a value in, lines of text out. It knows neither a terminal nor a router.
+
+Names, conditions and errors are others' words: they become `Text`, never markup, and what is not printable in them is
+escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from outrider.cli.top_history import History, NodeTrail
+from outrider.node import ClusterStatus, Model, NodeRole, NodeState, NodeStatus
+
+MAX_WORDS = 300
+"""Characters that are shown of what others say."""
+MAX_PROBLEMS = 6
+LEAST_NAME, MOST_NAME = 12, 32
+LEAST_ROWS = 2
+"""Nodes of a role that are shown however low the terminal is."""
+FULL_KV = 0.9
+SPARKS = "▁▂▃▄▅▆▇█"
+BAR_CELLS = 8
+BAR_PARTS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
+
+_STYLES = {
+    "serving": "green",
+    "starting": "cyan",
+    "draining": "yellow",
+    "late": "bold yellow",
+    "lost": "bold red",
+    "refused": "bold red",
+    "unreachable": "bold red",
+}
+_REPORTING = (NodeState.SERVING, NodeState.DRAINING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the figures come from, and how that goes."""
+
+    target: str
+    model: Model | None = None  # None: the router has not named one yet
+    error: str = ""  # why there are no new figures; empty while there are
+    age_seconds: float = 0.0  # of the last figures
+
+
+class ClusterView:
+    """A renderable of any width. Where a height is given, nodes for which there is no place are only counted."""
+
+    def __init__(self, history: History, source: Source) -> None:
+        self._history = history
+        self._source = source
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self._head()
+        status = self._history.status
+        if status is not None:
+            for line in self._figures(status, options.max_width, options.height):
+                if self._source.error:
+                    line.stylize("dim")
+                yield line
+
+    # ------------------------------------------------------------ above the table
+
+    def _head(self) -> Iterator[Text]:
+        source, has_figures = self._source, self._history.status is not None
+        title = Text.assemble(("outrider top", "bold"), "  ", (escaped(source.target), "cyan"))
+        if source.model is not None:
+            title.append(f"  {escaped(source.model.name)}  version {escaped(source.model.version)}")
+        yield title
+        if source.error and has_figures:
+            age = f"no report for {source.age_seconds:.0f} s, the figures are old: "
+            yield Text(f"{age}{escaped(source.error)}; trying again", style="bold white on red")
+        elif source.error:
+            yield Text(f"{escaped(source.error)}; trying again", style="bold white on red")
+        elif not has_figures:
+            yield Text("connecting …")
+
+    def _figures(self, status: ClusterStatus, width: int, height: int | None) -> Iterator[Text]:
+        above = [_requests(status), _totals(status), self._moves(status), *_problems(status.nodes)]
+        yield from above
+        name_width, columns = _fitting(width, status.nodes)
+        roles = {role: [node for node in status.nodes if node.role is role] for role in (*NodeRole, None)}
+        roles = {role: nodes for role, nodes in roles.items() if nodes}
+        num_free = None
+        if height is not None:
+            num_lines = sum(-(-cell_len(line.plain) // width) for line in (*above, *self._head()))
+            num_free = height - num_lines - 2 * len(roles)  # a line of titles for each, and one for what is left out
+        for role, nodes in roles.items():
+            share = len(nodes) if num_free is None else max(num_free * len(nodes) // len(status.nodes), LEAST_ROWS)
+            name = "other" if role is None else role.name.lower()
+            yield _row(
+                f"{name.upper()} ({len(nodes)})", name_width, columns, [(each.title, "") for each in columns], "bold"
+            )
+            trails = {node.name: self._history.of(node.name) for node in nodes}
+            peak = max(_finite(rate) for trail in trails.values() for rate in trail.tokens_per_second.by_bucket())
+            shown = nodes if share >= len(nodes) else sorted(nodes, key=lambda node: _standing(node) == "serving")
+            for node in shown[:share]:
+                cells = [column.cell(node, trails[node.name], peak) for column in columns]
+                yield _row(escaped(node.name), name_width, columns, cells, _STYLES.get(_standing(node), ""))
+            if share < len(nodes):
+                yield Text(f"… and {len(nodes) - share} more")
+
+    def _moves(self, status: ClusterStatus) -> Text:
+        line = Text(f"{status.num_moves:,} moves since the router's start")
+        num_lately = self._history.moves_in_last_minute
+        return line.append(f", {num_lately:,} in the last minute", "bold yellow" if num_lately else "")
+
+
+def _requests(status: ClusterStatus) -> Text:
+    line = Text(f"{status.num_requests_running:,} running, ", "bold")
+    line.append(f"{status.num_requests_waiting:,} waiting", "yellow" if status.num_requests_waiting else "")
+    if status.num_requests_waiting:
+        oldest = _short(status.oldest_wait_seconds)
+        line.append(f" ({status.num_waiting_tokens:,} prompt tokens, the oldest for {oldest} s)", "not bold")
+    return line
+
+
+def _totals(status: ClusterStatus) -> Text:
+    by_role = status.by_role()
+    totals = {role: sum(_finite(node.load.tokens_per_second) for node in nodes) for role, nodes in by_role.items()}
+    return Text(
+        f"tokens/s: {_short(totals[NodeRole.PREFILL])} prompt, {_short(totals[NodeRole.DECODE])} generated, "
+        f"{_short(totals[NodeRole.DRAFT])} proposed"
+    )
+
+
+def _problems(nodes: Sequence[NodeStatus]) -> Iterator[Text]:
+    """A line for each node that is not well, with the whole reason."""
+    sick = [node for node in nodes if node.condition or node.state is NodeState.LOST]
+    for node in sick[:MAX_PROBLEMS]:
+        standing = _standing(node)
+        reason = "" if node.condition in ("", standing) else node.condition.removeprefix(f"{standing}: ")
+        line = f"! {escaped(node.name)} is {standing}{': ' if reason else ''}{escaped(reason)}"
+        yield Text(line, style=_STYLES.get(standing, "bold red"))
+    if len(sick) > MAX_PROBLEMS:
+        yield Text(f"! and {len(sick) - MAX_PROBLEMS} more", style="bold red")
+
+
+# ------------------------------------------------------------ the table
+
+_Cell = tuple[str, str]
+"""Text and style."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    width: int
+    rank: int  # of a narrow terminal's columns those of a high rank are left out
+    cell: Callable[[NodeStatus, NodeTrail, float], _Cell]  # of the role's highest rate of the last minute
+    is_left: bool = False
+
+    @property
+    def is_extra(self) -> bool:
+        """Less wanted than the whole name of every node."""
+        return self.rank >= FIRST_EXTRA
+
+
+FIRST_EXTRA = 9
+
+
+def _state(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
+    standing = _standing(node)
+    return standing, _STYLES.get(standing, "")
+
+
+def _batch(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
+    return f"{_short(node.load.num_running)}/{_short(node.load.num_waiting)}", "yellow" if node.load.num_waiting else ""
+
+
+def _kv(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
+    used = _kv_use(node)
+    return ("", "") if used is None else (f"{used:.0%}", "bold yellow" if used >= FULL_KV else "")
+
+
+def _kv_bar(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
+    used = _kv_use(node)
+    if used is None:
+        return "", ""
+    num_eighths = round(used * BAR_CELLS * 8)
+    bar = "█" * (num_eighths // 8) + BAR_PARTS[num_eighths % 8]
+    return f"{bar:·<{BAR_CELLS}}", "bold yellow" if used >= FULL_KV else "blue"
+
+
+def _rate(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
+    return _short(node.load.tokens_per_second), "bold"
+
+
+def _sparkline(_node: NodeStatus, trail: NodeTrail, peak: float) -> _Cell:
+    rates = trail.tokens_per_second.by_bucket()
+    top = len(SPARKS) - 1
+    return "".join(
+        " " if rate is None else SPARKS[round(_finite(rate) / peak * top) if peak else 0] for rate in rates
+    ), "cyan"
+
+
+def _acceptance(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
+    length = node.load.mean_acceptance_length
+    return (f"{length:.2f}" if length else "", "")
+
+
+def _hits(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
+    has_drafts = node.role is NodeRole.DECODE and node.load.mean_acceptance_length
+    return (f"{node.load.look_ahead_hit_rate:.0%}" if has_drafts else "", "")
+
+
+def _transfers(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
+    return ("" if node.role is NodeRole.DRAFT else _short(node.load.kv_bytes_per_second / 1e6)), ""
+
+
+def _steps(_node: NodeStatus, trail: NodeTrail, _peak: float) -> _Cell:
+    rate = trail.steps.rise_per_second
+    return ("–" if rate is None else _short(rate)), ""
+
+
+def _of_reporting(cell: Callable[[NodeStatus, NodeTrail, float], _Cell]) -> Callable[..., _Cell]:
+    """Nothing of a node that does not report: zeros would look like figures."""
+    return lambda node, trail, peak: cell(node, trail, peak) if node.state in _REPORTING else ("", "")
+
+
+_COLUMNS = (
+    _Column("STATE", 11, 1, _state, is_left=True),
+    _Column("RUN/WAIT", 9, 2, _of_reporting(_batch)),
+    _Column("KV", 4, 4, _of_reporting(_kv)),
+    _Column("", BAR_CELLS, 10, _of_reporting(_kv_bar), is_left=True),
+    _Column("TOK/S", 6, 3, _of_reporting(_rate)),
+    _Column("LAST MINUTE", 12, 9, _sparkline, is_left=True),
+    _Column("ACCEPT", 6, 5, _of_reporting(_acceptance)),
+    _Column("HITS", 4, 7, _of_reporting(_hits)),
+    _Column("KV MB/S", 7, 8, _of_reporting(_transfers)),
+    _Column("STEPS/S", 7, 6, _of_reporting(_steps)),
+)
+
+
+def _fitting(width: int, nodes: Iterable[NodeStatus]) -> tuple[int, list[_Column]]:
+    """(the width of names, the columns for which there is room)."""
+    longest = max((cell_len(escaped(node.name)) for node in nodes), default=0)
+    name_width = min(max(longest, LEAST_NAME), MOST_NAME)
+    room = width - LEAST_NAME
+    chosen: set[str] = set()
+    for column in sorted(_COLUMNS, key=lambda column: column.rank):
+        if column.width + 1 <= room - (name_width - LEAST_NAME if column.is_extra else 0):
+            chosen.add(column.title)
+            room -= column.width + 1
+    return min(name_width, LEAST_NAME + room), [column for column in _COLUMNS if column.title in chosen]
+
+
+def _row(name: str, name_width: int, columns: Sequence[_Column], cells: Sequence[_Cell], style: str) -> Text:
+    """Of a name that is too long the end is shown: names differ there."""
+    while cell_len(name) > name_width:
+        name = f"…{name[2:]}" if name.startswith("…") else f"…{name[1:]}"
+    row = Text(set_cell_size(name, name_width), no_wrap=True, overflow="crop")
+    row.stylize(style)
+    for column, (text, cell_style) in zip(columns, cells, strict=True):
+        padding = " " * (0 if column.is_left else max(column.width - cell_len(text), 0))
+        row.append(" ").append(set_cell_size(padding + text, column.width), cell_style)
+    row.rstrip()
+    return row
+
+
+# ------------------------------------------------------------ words and numbers
+
+
+def escaped(words: str) -> str:
+    """What a terminal shows as it is: control characters, invisible ones and line ends are escaped."""
+    cut = words if len(words) <= MAX_WORDS else f"{words[: MAX_WORDS - 1]}…"
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in cut
+    )
+
+
+def _standing(node: NodeStatus) -> str:
+    """In one word: how the router sees the node, where that is worse than what the node says."""
+    said = node.condition.partition(":")[0]
+    if said in ("late", "refused") or (said == "unreachable" and node.state is not NodeState.LOST):
+        return said
+    return "?" if node.state is None else node.state.name.lower()
+
+
+def _kv_use(node: NodeStatus) -> float | None:
+    """0 to 1; None: it has no KV cache."""
+    total = node.load.kv_blocks_total
+    return min(max(1.0 - node.load.kv_blocks_free / total, 0.0), 1.0) if total else None
+
+
+def _finite(number: float | None) -> float:
+    return number if number is not None and isfinite(number) and number > 0.0 else 0.0
+
+
+def _short(number: float) -> str:
+    """In at most five characters."""
+    if not isfinite(number) or abs(number) >= 1e15:
+        return "?"
+    if abs(number) < 9.95:
+        return f"{number:.1f}".removesuffix(".0")
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 999.5:
+            return f"{number:.0f}{unit}" if not unit or abs(number) >= 99.95 else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.0f}T"
