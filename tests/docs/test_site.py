@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         check=False,
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
@@ -26,6 +26,7 @@ def site(tmp_path_factory):
         timeout=240,
     )
     assert built.returncode == 0, f"a new page needs a line in mkdocs.yml:\n{built.stderr}"
+    assert "Documentation built" in built.stderr  # what is not logged, as with --quiet, --strict does not count
     return folder
 
 
