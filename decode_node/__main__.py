@@ -14,6 +14,7 @@ from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.config import ServerConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
+from outrider.service.telemetry.tracer_factory import make_role_tracer
 
 if TYPE_CHECKING:
     from decode_node.node import Build, DecodeParts, Emit
@@ -32,13 +33,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     server: ServerConfig = sections["server"]
     security = make_security(sections["security"])
+    tracer = make_role_tracer(sections["telemetry"], role=ROLE)
     node = DecodeNode(
         build=make_build(config, sections["model"], server, security),
         configured_name=server.name,
         session_timeout_seconds=config.session_timeout_seconds,
         allows_profiles=sections["telemetry"].profiling,
+        tracer=tracer,
     )
-    return run_service(node, server=server, telemetry=sections["telemetry"], security=security, role=ROLE)
+    return run_service(
+        node, server=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
+    )
 
 
 def make_build(

@@ -204,7 +204,8 @@ class DecodeLoop:
         drafts = self._gather()  # what is here; waits within its budget
         plan, planned = self._plan(drafts)
         self._time.mark(Part.SCHEDULE)
-        if plan.preempted:
+        preempted = self._groups.samples_of(plan.preempted)
+        if preempted:
             fault_point("decode.preempted")
         if not plan.scheduled:
             self._cpu_turns.give()
@@ -246,6 +247,7 @@ class DecodeLoop:
             draft_rows,
             verdicts,
             sources=[item.draft.source for item in verifying],
+            preempted=preempted,
             num_rows=num_rows,
             seconds=seconds,
             nanoseconds=nanoseconds,

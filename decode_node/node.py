@@ -28,6 +28,7 @@ from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.profiling import ProfileDesk
 from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import node_pb2_grpc, session_pb2_grpc
 
 DRAIN_POLL_SECONDS = 0.02
@@ -62,10 +63,17 @@ class DecodeNode:
     service_names: tuple[str, ...] = ("outrider.v1.DecodeService", NODE_SERVICE_NAME)
 
     def __init__(
-        self, *, build: Build, configured_name: str, session_timeout_seconds: float, allows_profiles: bool = True
+        self,
+        *,
+        build: Build,
+        configured_name: str,
+        session_timeout_seconds: float,
+        allows_profiles: bool = True,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._build = build
         self._configured_name = configured_name
+        self._tracer = tracer
         self._incarnation = make_incarnation()
         self._name = configured_name or "decode"
         self._state = NodeState.STARTING
@@ -82,6 +90,7 @@ class DecodeNode:
             info=self._info,
             report=self._report,
             timeout_seconds=session_timeout_seconds,
+            tracer=tracer,
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -99,6 +108,7 @@ class DecodeNode:
     async def start(self, address: str) -> None:
         """Loads the model, then opens the KV ingest, the draft streams and the sessions."""
         self._name = default_node_name("decode_node", address, configured=self._configured_name)
+        self._tracer.start(self._name)
         self._event_loop = asyncio.get_running_loop()
         thread = self._thread = EngineThread(
             "decode-loop",
@@ -180,6 +190,8 @@ class DecodeNode:
 
     def _deliver(self, events: EventsBySession, stats: StepStats | None) -> None:
         self._sessions.deliver(events)
+        if stats is not None:
+            self._sessions.traces.observe_preempted(stats.preempted_groups)
         if self._metrics is not None:
             self._metrics.observe(events, stats)
 

@@ -16,11 +16,13 @@ from decode_node.commands import (
     GroupRetargeted,
     SessionEnded,
 )
+from decode_node.group_traces import GroupTraces
 from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.protocol_versions import ProtocolVersions, negotiate
 from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
@@ -80,6 +82,7 @@ class Sessions:
         info: Callable[[], NodeInfo],
         report: Callable[[], NodeReport],
         timeout_seconds: float,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`has_room`: for one command more of a session.
 
@@ -90,6 +93,7 @@ class Sessions:
         self._has_room = has_room
         self._info = info
         self._report = report
+        self.traces = GroupTraces(tracer)
         self._sessions: dict[int, RouterSession] = {}
         self._session_ids = itertools.count(1)
 
@@ -101,6 +105,7 @@ class Sessions:
             for event in events:
                 if isinstance(event, KvFailed):
                     _log.warning("kv transfer failed", router=session.router, reason=event.message)
+            self.traces.observe(session_id, events)
             session.events += events
             session.wake.set()
             if len(session.events) > MAX_UNSENT_EVENTS:
@@ -157,6 +162,7 @@ class Sessions:
                 reader.cancel()
             del self._sessions[session.session_id]
             self._submit(SessionEnded(session.session_id))
+            self.traces.end_session(session.session_id)
             _log.info("session ended", router=session.router, session=session.session_id)
 
     async def _read_hello(self, commands: AsyncIterator[session_pb2.SessionCommand]) -> session_pb2.SessionHello:
@@ -198,10 +204,12 @@ class Sessions:
                 await asyncio.sleep(LOOK_AGAIN_SECONDS)
             match command_from_proto(proto):
                 case OpenSequenceGroup() as opened:
-                    self._submit(GroupOpened(session.session_id, opened, kv_host))
+                    traced = self.traces.open(session.session_id, opened)
+                    self._submit(GroupOpened(session.session_id, traced, kv_host))
                 case RetargetSequenceGroup() as retarget:
                     self._submit(GroupRetargeted(session.session_id, retarget))
                 case CancelSequenceGroup() as cancel:
+                    self.traces.cancel(session.session_id, cancel)
                     self._submit(GroupCancelled(session.session_id, cancel))
 
     async def _until_silent(

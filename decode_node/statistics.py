@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.request import VerificationMethod
@@ -24,6 +24,7 @@ class StepStats:
     num_drafts: int  # verifications with a draft
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    preempted_groups: Sequence[tuple[int, bytes]] = ()  # of each such sequence: session and sequence group
     num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)
     num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
     num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)

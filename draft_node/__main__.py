@@ -17,6 +17,7 @@ from outrider.service.announce import announce_progress
 from outrider.service.security import make_security
 from outrider.service.server import run_service
 from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.tracer_factory import make_role_tracer
 from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
 
 
@@ -32,17 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_reload=_log_reload,
         other_memory_bytes=max_held_bytes(has_head=config.proposer == "head"),
     )
+    tracer = make_role_tracer(sections["telemetry"], role="draft_node")
     service = DraftNode(
         config,
         lambda: make_ladder(config.proposer, config.second_proposer, settings, progress=announce_progress),
         name=sections["server"].name,
         registry=REGISTRY,
+        tracer=tracer,
     )
     return run_service(
         service,
         server=sections["server"],
         telemetry=sections["telemetry"],
         security=make_security(sections["security"]),
+        tracer=tracer,
         role="draft_node",
     )
 

@@ -22,6 +22,7 @@ from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, N
 from outrider.service.engine_failure import end_process
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.telemetry.metrics import EngineMetrics
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.speculation.proposers.base import Proposer, ProposerInfo
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
@@ -41,11 +42,13 @@ class DraftNode:
         *,
         name: str = "",
         registry: CollectorRegistry,
+        tracer: Tracer = NO_TRACER,
         on_loop_failure: Callable[[Exception], None] = end_process,
     ) -> None:
         """`make_proposer` is called in the draft loop's thread. `name`: by default role and address."""
         self._config = config
         self._registry = registry
+        self._tracer = tracer
         self._make_proposer = make_proposer
         self._proposer: Proposer | None = None  # until `start`
         self._on_loop_failure = on_loop_failure
@@ -55,7 +58,7 @@ class DraftNode:
         self._state = NodeState.STARTING
         self._loop: DraftLoop | None = None
         self._thread: EngineThread[DraftLoop] | None = None
-        self._streams = DraftServicer(self.draft_loop, self.info)
+        self._streams = DraftServicer(self.draft_loop, self.info, tracer)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._streams, server)
@@ -64,6 +67,7 @@ class DraftNode:
     async def start(self, address: str) -> None:
         """Makes the proposer, in a thread, and starts the draft loop."""
         self._name = default_node_name("draft_node", address, configured=self._configured_name)
+        self._tracer.start(self._name)
         thread = self._thread = EngineThread(
             "draft loop",
             build=self._build,

@@ -9,11 +9,13 @@ import grpc.aio
 
 from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import DraftPeer
+from draft_node.sequence_traces import SequenceTraces
 from outrider.errors import InvalidRequestError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo
 from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.speculation.draft_stream import MAX_FEATURE_BYTES_PER_MESSAGE, DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.draft import hello_from_proto, proposals_to_proto, step_from_proto, update_from_proto
@@ -32,10 +34,13 @@ _log = get_logger("draft_node")
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One call for each decode node: reads newest states, writes newest answers."""
 
-    def __init__(self, draft_loop: Callable[[], DraftLoop], info: Callable[[], NodeInfo]) -> None:
+    def __init__(
+        self, draft_loop: Callable[[], DraftLoop], info: Callable[[], NodeInfo], tracer: Tracer = NO_TRACER
+    ) -> None:
         """`draft_loop` raises PeerLostError unless the node serves."""
         self._draft_loop = draft_loop
         self._info = info
+        self._tracer = tracer
         self._open: dict[DraftPeer, asyncio.Event] = {}  # wakes its writer
         self._is_closing = False
         self._all_gone = asyncio.Event()
@@ -61,8 +66,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             peer = loop.connect(hello, notify)
             self._open[peer] = wake
             _log.info("decode node connected", node=hello.name)
-            reader = asyncio.create_task(_read_updates(loop, peer, room, first, request_iterator))
-            writer = asyncio.create_task(self._write_answers(peer, wake, context))
+            traces = SequenceTraces(self._tracer)
+            reader = asyncio.create_task(_read_updates(loop, peer, room, first, request_iterator, traces))
+            writer = asyncio.create_task(self._write_answers(peer, wake, context, traces))
             try:
                 await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
                 for task in (reader, writer):
@@ -73,6 +79,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 reader.cancel()
                 writer.cancel()  # it may be blocked by a peer that does not read
                 loop.disconnect(peer)
+                traces.end()
                 del self._open[peer]
                 if self._is_closing and not self._open:
                     self._all_gone.set()  # before gRPC has ended the call: a peer that does not read delays that
@@ -103,12 +110,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         check_fits(hello, self._info())
         return hello, first
 
-    async def _write_answers(self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext) -> None:
+    async def _write_answers(
+        self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext, traces: SequenceTraces
+    ) -> None:
         """Writes messages until the node closes, each made from the newest answers once the last is written."""
         while not self._is_closing:
             await wake.wait()
             wake.clear()
             while answers := peer.take_answers():
+                traces.take_answers(answers)
                 message = draft_pb2.DraftProposals(sequences=[proposals_to_proto(answer) for answer in answers])
                 fault_point("draft.proposal")
                 await context.write(message)
@@ -120,6 +130,7 @@ async def _read_updates(
     room: asyncio.Event,
     first: draft_pb2.DraftUpdate,
     request_iterator: AsyncIterator[draft_pb2.DraftUpdate],
+    traces: SequenceTraces,
 ) -> None:
     """Until the decode node closes its side. `room`: set when the peer may have room again.
 
@@ -138,6 +149,7 @@ async def _read_updates(
                     f"more than {MAX_FEATURE_BYTES_PER_MESSAGE} bytes of features in a message",
                     field="sequences.features",
                 )
+            traces.take_updates(updates)
             loop.submit(peer, updates, step_seconds=step_seconds)
             await asyncio.sleep(0)  # other streams' messages have their turn
         while not peer.has_room:

@@ -27,6 +27,7 @@ class PrefillCall:
     options: RequestOptions
     may_read_held: bool = False  # the KV that the decode node holds may be read: its numerics are equal
     scored_token_ids: tuple[int, ...] = ()  # the prompt's without its first, if their logprobs are wanted
+    traceparent: str = ""  # of the call's span, in its metadata; empty: not traced
 
     @property
     def most_outstanding_tokens(self) -> int:
@@ -42,6 +43,7 @@ class PrefillCall:
         decode_incarnation: bytes,
         fingerprint: str,
         may_read_held: bool,
+        traceparent: str = "",
     ) -> PrefillCall:
         """What fills the reservation that a decode node has granted."""
         token_ids = opened.known_token_ids(opened.samples[0])
@@ -57,6 +59,7 @@ class PrefillCall:
             options=opened.options,
             may_read_held=may_read_held,
             scored_token_ids=opened.prompt_token_ids[1:] if opened.options.prompt_logprobs is not None else (),
+            traceparent=traceparent,
         )
 
 

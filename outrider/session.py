@@ -33,6 +33,7 @@ class OpenSequenceGroup:
     prompt_token_ids: tuple[int, ...]
     options: RequestOptions
     samples: tuple[SampleStart, ...]  # at least one, rising, below sampling.n
+    traceparent: str = ""  # of the attempt's span, on the decode node of its own; empty: not traced
 
     def known_token_ids(self, start: SampleStart) -> tuple[int, ...]:
         """The prompt, then what the sample has generated before this attempt."""

@@ -14,6 +14,7 @@ from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.config import ServerConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
+from outrider.service.telemetry.tracer_factory import make_role_tracer
 from prefill_node.config import SECTIONS, PrefillNodeConfig
 
 if TYPE_CHECKING:
@@ -33,13 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     server: ServerConfig = sections["server"]
     security = make_security(sections["security"])
+    tracer = make_role_tracer(sections["telemetry"], role=ROLE)
     node = PrefillNode(
         build=make_build(config, sections["model"], security),
         configured_name=server.name,
         max_jobs=config.max_running_sequences + config.max_waiting,
         allows_profiles=sections["telemetry"].profiling,
+        tracer=tracer,
     )
-    return run_service(node, server=server, telemetry=sections["telemetry"], security=security, role=ROLE)
+    return run_service(
+        node, server=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
+    )
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:

@@ -27,6 +27,7 @@ from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import PrefillMetrics
 from outrider.service.telemetry.recent_sum import RecentSum
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc
 from prefill_node.jobs import Command, JobEnded, Stop
 from prefill_node.pending_jobs import PendingJobs
@@ -72,11 +73,13 @@ class PrefillNode:
         configured_name: str,
         max_jobs: int,
         allows_profiles: bool = True,
+        tracer: Tracer = NO_TRACER,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """`exit_process` ends the process at once when the engine thread has failed."""
         self._build = build
         self._configured_name = configured_name
+        self._tracer = tracer
         self._exit_process = exit_process
         self._incarnation = make_incarnation()
         self._name = configured_name or "prefill"
@@ -84,7 +87,7 @@ class PrefillNode:
         self._parts: PrefillParts | None = None
         self._metrics: PrefillMetrics | None = None
         self._kv_bytes = RecentSum()
-        self._servicer = PrefillServicer()
+        self._servicer = PrefillServicer(tracer)
         self._jobs = PendingJobs(submit=self._submit, max_jobs=max_jobs)
         self._profiles = ProfileDesk(is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit)
         self._thread: EngineThread[PrefillParts] | None = None
@@ -105,6 +108,7 @@ class PrefillNode:
     async def start(self, address: str) -> None:
         """Loads the model, starts the engine thread and takes requests."""
         self._name = default_node_name("prefill_node", address, configured=self._configured_name)
+        self._tracer.start(self._name)
         self._event_loop = asyncio.get_running_loop()
         thread = self._thread = EngineThread(
             "prefill-loop",

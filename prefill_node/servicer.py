@@ -15,9 +15,11 @@ from outrider.prefill import PrefillCall
 from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
+from outrider.service.telemetry.tracing import NO_TRACER, TraceContext, Tracer
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from outrider.wire.prefill import CALL, FIGURES
 from prefill_node.pending_jobs import PendingJobs
+from prefill_node.prefill_trace import traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,8 @@ class ServedModel:
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """`serve` is called when the model is there; until then routers are told to come back."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer = NO_TRACER) -> None:
+        self._tracer = tracer
         self._jobs: PendingJobs | None = None
         self._served: ServedModel | None = None
         self.calls = OpenCalls()
@@ -50,7 +53,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             fault_point("prefill.received")
             call = CALL.from_proto(request)
             check_call(call, self._served)
-            figures = await self._jobs.run(call)
+            with traced(self._tracer, call, TraceContext.of_metadata(context.invocation_metadata())) as outcome:
+                figures = outcome.figures = await self._jobs.run(call)
             fault_point("prefill.answered")
             return FIGURES.to_proto(figures)
         raise AssertionError("rpc_errors ends the call")

@@ -8,6 +8,7 @@ from outrider.config import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.service.security import make_security
 from outrider.service.server import run_service
+from outrider.service.telemetry.tracer_factory import make_role_tracer
 from router.clients import TokenFile
 from router.config import SECTIONS, RouterConfig
 from router.router import Router
@@ -21,6 +22,7 @@ def main() -> int:
         sys.stderr.write("router: router.decode_targets is empty; name at least one host:port\n")
         return 2
     security = make_security(sections["security"])
+    tracer = make_role_tracer(sections["telemetry"], role="router")
     try:
         clients = None if config.token_file is None else TokenFile(config.token_file)
         router = Router(
@@ -29,6 +31,7 @@ def main() -> int:
             security=security,
             clients=clients,
             shows_text=sections["telemetry"].log_text,
+            tracer=tracer,
         )
     except ConfigError as error:
         sys.stderr.write(f"router: {error}\n")
@@ -40,6 +43,7 @@ def main() -> int:
         security=security,
         client_tls=config.tls,
         authenticate=None if clients is None else clients.authenticate,
+        tracer=tracer,
         role="router",
     )
 

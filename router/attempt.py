@@ -94,6 +94,7 @@ class Attempt:
                 cache_salt=place.kv_salt(request.options.cache_salt),
                 prompt_logprobs=request.options.prompt_logprobs if self._held.is_holding else None,
             ),
+            traceparent=self._figures.traceparent,
         )
         self._running = {start.sample for start in self._opened.samples}  # on the decode node
         self._events: asyncio.Queue[_Event | Outcome] = asyncio.Queue()
@@ -373,6 +374,7 @@ class Attempt:
             decode_incarnation=self.incarnation,
             fingerprint=self._work.served.info.fingerprint,
             may_read_held=self._keeps_received,
+            traceparent=self._figures.prefill_traceparent,
         )
 
     def _take_figures(self, prefill: asyncio.Task[PrefillFigures]) -> None:

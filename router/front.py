@@ -14,6 +14,7 @@ from outrider import __version__
 from outrider.errors import PeerLostError
 from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2
 from router.clients import Caller, Clients, Metadata
 from router.live_request import LiveRequest
@@ -37,10 +38,13 @@ class Call(Protocol):
 class Front:
     """Owned by the event loop. `services` gives what requests use; it raises PeerLostError until the router serves."""
 
-    def __init__(self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients) -> None:
+    def __init__(
+        self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients, tracer: Tracer = NO_TRACER
+    ) -> None:
         self._nodes = nodes
         self._services = services
         self._clients = clients
+        self._tracer = tracer
         self.requests = RequestRegistry(nodes, services, clients)
 
     # ------------------------------------------------------------ who calls
@@ -64,6 +68,7 @@ class Front:
         However the block ends, the trailers say what there was of an answer. Raises: OutriderError.
         """
         call.set_trailing_metadata(NOTHING_GENERATED)
+        self._tracer.enter(call.invocation_metadata())
         live = await self.requests.open(proto, self.charge(call))
         with _reading(live, call):
             yield live
@@ -71,6 +76,7 @@ class Front:
     @asynccontextmanager
     async def find(self, request_id: str, next_positions: Mapping[int, int], call: Call) -> AsyncIterator[LiveRequest]:
         """A request of the caller's that can be read again; as `open`. Raises: OutriderError."""
+        self._tracer.enter(call.invocation_metadata())
         live = await self.requests.find(request_id, next_positions, self.charge(call))
         with _reading(live, call):
             yield live

@@ -24,6 +24,7 @@ from router.request_parsing import complete_proto, read_request, resume_window_s
 from router.services import Services
 from router.store.base import StoredAnswer, StoredRequest
 from router.timeline import SpanKind, Timeline
+from router.trace_spans import request_attributes
 from router.validation import check_request
 from router.work import Work
 
@@ -238,6 +239,8 @@ class RequestRegistry:
             take_known_tokens(answer, stored)
             answer.may_be_behind = self._is_exact(stored)
         timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
+        if timeline.place:
+            timeline.asked = request_attributes(request, model=served.info.name)
         figures = RequestFigures(request, services.metrics, timeline)
         live = LiveRequest(
             key,

@@ -16,6 +16,7 @@ from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import NO_SPECULATION, Granted, KvReady, SampleTokens
 from router.node_link import NodeLink, PrefillLink
 from router.timeline import RequestState, Span, SpanKind, Timeline
+from router.trace_spans import attempt_place, prefill_place
 
 TOKENS_KEY = "outrider-tokens"
 TTFT_KEY = "outrider-ttft-ms"
@@ -45,6 +46,7 @@ class AttemptFigures:
     has_tokens: bool = False
     num_new_tokens: int = 0
     decoding: Span | None = None
+    num_prefills: int = 0  # calls to prefill nodes
 
     @property
     def num_computed_tokens(self) -> int | None:
@@ -56,6 +58,16 @@ class AttemptFigures:
     @property
     def timeline(self) -> Timeline:
         return self.request.timeline
+
+    @property
+    def traceparent(self) -> str:
+        """Of the attempt, for its decode node."""
+        return attempt_place(self.timeline, self.index).traceparent
+
+    @property
+    def prefill_traceparent(self) -> str:
+        """Of the next call to a prefill node."""
+        return prefill_place(self.timeline, self.index, self.num_prefills).traceparent
 
     def ask(self, command: str) -> Span:
         """The decode node is asked for room; the span is closed with its answer, or with the attempt."""
@@ -72,6 +84,7 @@ class AttemptFigures:
         """A prefill node is asked for KV."""
         self.timeline.nodes[link.name] = link.numerics
         span = self._begin(SpanKind.PREFILL, link)
+        self.num_prefills += 1
 
         def end(call: asyncio.Task[PrefillFigures]) -> None:
             if call.cancelled():
@@ -229,6 +242,7 @@ class RequestFigures:
         timeline.outcome = RequestState.FINISHED
         for finished in samples:
             self.metrics.observe_finished_sample(finished.reason)
+            timeline.finish_reasons.append(finished.reason.name.lower())
             if finished.reason is FinishReason.ABORTED:
                 timeline.outcome = RequestState.ABORTED
         self.metrics.observe_finished_request(metrics.e2e_seconds)

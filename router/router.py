@@ -19,6 +19,7 @@ from outrider.service.request_limits import ENGINE_SERVICE
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2_grpc
 from router.answer_budget import AnswerBudget
 from router.answer_keeper import AnswerKeeper
@@ -34,7 +35,8 @@ from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
 from router.store.base import AnswerStore
 from router.store.factory import make_store
-from router.timeline import Timelines
+from router.timeline import Timeline, Timelines
+from router.trace_spans import spans_of
 from router.transport import RouterIdentity
 from router.vllm_engine.factory import make_vllm_engine
 
@@ -62,15 +64,20 @@ class Router:
         registry: CollectorRegistry = REGISTRY,
         store: AnswerStore | None = None,
         shows_text: bool = False,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`store`: instead of the one that `config` names. `shows_text`: on its page. Raises: ConfigError."""
         self._config = config
-        self._timelines = Timelines(config.timelines, keeps_tokens=shows_text)
+        self._tracer = tracer
+        self._timelines = Timelines(
+            config.timelines, keeps_tokens=shows_text, begin_trace=tracer.begin, end_trace=self._record
+        )
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: Services | None = None  # None: no node has served yet
-        self.front = Front(self.nodes, self._services_now, clients or Clients())
+        self._name = identity.name
+        self.front = Front(self.nodes, self._services_now, clients or Clients(), tracer)
         self.requests = self.front.requests
         self._calls = OpenCalls()
         self.servicer = RouterServicer(self.front, self._calls)
@@ -94,6 +101,7 @@ class Router:
 
     async def start(self, address: str) -> None:
         """Waits for the nodes."""
+        self._tracer.start(self._name)
         self.nodes.start()
         await self.nodes.wait_until_serving()
         served = self.nodes.model()
@@ -174,6 +182,10 @@ class Router:
         if self.services is None:
             raise PeerLostError("the router waits for nodes", reason="NO_NODE")
         return self.services
+
+    def _record(self, timeline: Timeline, error: str) -> None:
+        for span in spans_of(timeline, error=error):
+            self._tracer.record(span)
 
     def _on_lost(self, role: NodeRole) -> None:
         if self.services is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.errors import OutriderError
+from outrider.service.telemetry.tracing import NO_TRACE, Attributes, TraceContext
 from outrider.session import SampleTokens
 from router.speculation_totals import SpeculationTotals
 
@@ -102,6 +103,8 @@ class Timeline:
     request_id: str
     take_room: Callable[[], bool]  # for one more step; False: there is none
     keeps_tokens: bool = False
+    place: TraceContext = NO_TRACE  # of its span, where it is traced
+    asked: Attributes = field(default_factory=dict)  # for that span: what was asked for
     arrived_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None  # the first grant
     first_token_at: float | None = None
@@ -113,6 +116,7 @@ class Timeline:
     num_generated_tokens: int = 0
     num_samples: int = 0
     attempts: list[str] = field(default_factory=list)  # the decode node of each, those included that refused it
+    finish_reasons: list[str] = field(default_factory=list)  # of samples that have ended, in their order
     num_moves: int = 0  # times that work moved from a prefill or decode node
     nodes: dict[str, str] = field(default_factory=dict)  # by name, in the order of their use: their numerics
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
@@ -182,11 +186,24 @@ class Timelines:
     A request that is forgotten while it runs records no more steps.
     """
 
-    def __init__(self, max_timelines: int, *, keeps_tokens: bool = False, max_steps: int = MAX_STEPS) -> None:
-        """`max_timelines`: 0 keeps none. `keeps_tokens`: the ids of tokens too, which are the answer's text."""
+    def __init__(
+        self,
+        max_timelines: int,
+        *,
+        keeps_tokens: bool = False,
+        max_steps: int = MAX_STEPS,
+        begin_trace: Callable[[], TraceContext] = lambda: NO_TRACE,
+        end_trace: Callable[[Timeline, str], None] = lambda _timeline, _error: None,
+    ) -> None:
+        """`max_timelines`: 0 keeps none. `keeps_tokens`: the ids of tokens too, which are the answer's text.
+
+        `begin_trace` gives a request's place in a trace; if it has one, `end_trace` gets its timeline, and the reason
+        of its failure.
+        """
         self._max_timelines = max_timelines
         self._num_free_steps = max_steps if max_timelines else 0
         self.keeps_tokens = keeps_tokens
+        self._begin_trace, self._end_trace = begin_trace, end_trace
         self._serials = itertools.count(1)
         self._running: dict[int, Timeline] = {}  # by serial, in the order of their beginning
         self._ended: dict[int, Timeline] = {}  # by serial, in the order of their end
@@ -200,7 +217,9 @@ class Timelines:
 
     def begin(self, request_id: str) -> Timeline:
         """A request has arrived. `end` follows."""
-        timeline = Timeline(next(self._serials), request_id, self._take_room, keeps_tokens=self.keeps_tokens)
+        timeline = Timeline(
+            next(self._serials), request_id, self._take_room, keeps_tokens=self.keeps_tokens, place=self._begin_trace()
+        )
         self._running[timeline.serial] = timeline
         while len(self._running) + len(self._ended) > self._max_timelines:
             self._forget(self._ended or self._running)
@@ -222,6 +241,9 @@ class Timelines:
     def end(self, timeline: Timeline, error: OutriderError | None) -> None:
         """The request has ended, however it did. Idempotent."""
         timeline.end(error)
+        if timeline.place:
+            self._end_trace(timeline, "" if error is None else error.reason)
+            timeline.place = NO_TRACE
         if self._running.pop(timeline.serial, None) is not None:
             self._ended[timeline.serial] = timeline
 

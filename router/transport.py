@@ -16,6 +16,7 @@ from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.rpc.status import from_rpc_error
 from outrider.service.liveness import REPORT_SECONDS
+from outrider.service.telemetry.tracing import TRACEPARENT
 from outrider.session import SequenceGroupCommand, SequenceGroupEvent
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, session_pb2, session_pb2_grpc
 from outrider.wire.node import REPORT, info_from_proto
@@ -122,8 +123,9 @@ class NodeTransport:
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
         """Has a prefill node compute and push. Cancelling stops both."""
+        metadata = ((TRACEPARENT, call.traceparent),) if call.traceparent else None
         try:
-            return FIGURES.from_proto(await self._prefill.Prefill(CALL.to_proto(call)))
+            return FIGURES.from_proto(await self._prefill.Prefill(CALL.to_proto(call), metadata=metadata))
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self._address) from error
 

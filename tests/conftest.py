@@ -17,6 +17,7 @@ from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import SecurityConfig
 from tests.support import store_server as store_servers
 from tests.support.fault_points import FaultPoints
+from tests.support.traces import Collector
 
 STEP = "decode.step"
 START_SECONDS = 300.0
@@ -38,9 +39,10 @@ def is_full(request):
 class RunningCluster:
     """A cluster, a client of it, and what tests ask of both."""
 
-    def __init__(self, cluster: Cluster, points: FaultPoints | None = None) -> None:
+    def __init__(self, cluster: Cluster, points: FaultPoints | None = None, collector: Collector | None = None) -> None:
         self.cluster = cluster
         self.points = points
+        self.collector = collector  # of traces, which only callers begin
         self.router_address = cluster.router_address
         self.client = Client(self.router_address)
 
@@ -139,13 +141,16 @@ def start_cluster(tiny_model, tmp_path_factory):
 def running(start_cluster, tmp_path_factory):
     """One cluster of four processes with the tiny model, for every test that leaves it as it was.
 
-    However busy the machine is, none of them takes another one for lost.
+    However busy the machine is, none of them takes another one for lost. Requests of callers who trace are traced.
     """
     points = FaultPoints(tmp_path_factory.mktemp("points"), [STEP])
     patience = ("router.liveness_timeout_seconds=120", "decode_node.session_timeout_seconds=120")
-    with start_cluster(None, *patience, environ=points.environ) as cluster:
-        cluster.wait_serving(START_SECONDS)
-        yield RunningCluster(cluster, points)
+    environ = {**points.environ, "OTEL_TRACES_SAMPLER": "parentbased_always_off", "OTEL_BSP_SCHEDULE_DELAY": "50"}
+    with Collector() as collector:
+        traces = f"telemetry.otlp_endpoint={collector.endpoint}"
+        with start_cluster(None, *patience, traces, environ=environ) as cluster:
+            cluster.wait_serving(START_SECONDS)
+            yield RunningCluster(cluster, points, collector)
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
 
 

@@ -176,6 +176,7 @@ class DraftGatherer:
             sample=start.sample,
             prompt_length=len(opened.prompt_token_ids),
             takes_trees=self._takes_trees and is_reproducible,  # other methods verify one path
+            traceparent=opened.traceparent,
         )
         for local in self._local:
             local.open(sequence_id, sequence_start, known_token_ids)

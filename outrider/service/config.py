@@ -60,6 +60,10 @@ class TelemetryConfig:
     )
     log_text: bool = setting(False, help="Whether prompts and answers may be logged, and shown on the router's page.")
     profiling: bool = setting(True, help="Whether a node may be profiled by RPC; it slows the steps that it watches.")
+    otlp_endpoint: str = setting(
+        "",
+        help="Where traces go, by OTLP over gRPC: http://host:4317, or https:// for TLS; empty: off.",
+    )
 
 
 SERVICE_SECTIONS = {"server": ServerConfig, "telemetry": TelemetryConfig, "security": SecurityConfig}

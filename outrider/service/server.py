@@ -43,6 +43,7 @@ from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -56,6 +57,8 @@ HANDOVER_SECONDS = 0.5
 """The least that a drain takes: others learn from this process's reports that it leaves, and call it until then."""
 MAX_YOUNG_OBJECTS = 10_000
 """A step of a large batch makes some thousand short-lived values; by default each 700 start a collection."""
+TRACES_SECONDS = 0.5
+"""Of a stop, for the last traces to leave."""
 STOP_SECONDS = 2.0
 """How long the service may take to stop; the process ends then, whatever still hangs in it."""
 
@@ -90,6 +93,7 @@ def run_service(
     security: PeerSecurity = PLAINTEXT,
     client_tls: TlsConfig | None = None,
     authenticate: Authenticate | None = None,
+    tracer: Tracer = NO_TRACER,
 ) -> Never:
     """Runs until a signal comes, then ends the process: status 0 after a drain, 1 when it could not start.
 
@@ -105,7 +109,7 @@ def run_service(
     """
     die_with_parent()
     configure_logging(telemetry, role=role)
-    process = _ServiceProcess(service, server, role, security, client_tls or TlsConfig(), authenticate)
+    process = _ServiceProcess(service, server, role, security, client_tls or TlsConfig(), authenticate, tracer)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(process.run())
         sys.stdout.flush()
@@ -121,6 +125,7 @@ class _ServiceProcess:
     security: PeerSecurity
     client_tls: TlsConfig
     authenticate: Authenticate | None
+    tracer: Tracer
     announcer: Announcer = field(default_factory=Announcer.from_environment)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
@@ -214,6 +219,7 @@ class _ServiceProcess:
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self.service.stop()
+                await asyncio.to_thread(self.tracer.stop, TRACES_SECONDS)
         except TimeoutError:
             _log.warning("stopping took too long; the process ends all the same")
         _log.info("stopped")

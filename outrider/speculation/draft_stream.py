@@ -67,6 +67,7 @@ class SequenceStart:
     sample: int
     prompt_length: int
     takes_trees: bool = False  # whether drafts may have branches
+    traceparent: str = ""  # of the decode node's span; empty: not traced
 
     @property
     def wants_distributions(self) -> bool:

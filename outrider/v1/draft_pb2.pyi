@@ -80,16 +80,18 @@ class SequenceUpdate(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ..., feature_start: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
-    __slots__ = ("sample", "options", "prompt_length", "takes_trees")
+    __slots__ = ("sample", "options", "prompt_length", "takes_trees", "traceparent")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TAKES_TREES_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sample: int
     options: _node_pb2.RequestOptions
     prompt_length: int
     takes_trees: bool
-    def __init__(self, sample: _Optional[int] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ..., prompt_length: _Optional[int] = ..., takes_trees: bool = ...) -> None: ...
+    traceparent: str
+    def __init__(self, sample: _Optional[int] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ..., prompt_length: _Optional[int] = ..., takes_trees: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class DraftProposals(_message.Message):
     __slots__ = ("hello", "sequences")

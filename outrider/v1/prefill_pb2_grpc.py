@@ -48,7 +48,8 @@ class PrefillServiceServicer(object):
         """Computes the prompt's KV and pushes it to the decode node that reserved
         room for it. Answers when the push has been committed. Cancelling the call
         stops computation and push. The decode node's KvReady is the truth about
-        success; this answer is for metrics.
+        success; this answer is for metrics. Of a request that is traced, the call's
+        metadata has `traceparent`, W3C's header.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

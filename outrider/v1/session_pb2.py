@@ -26,15 +26,15 @@ from outrider.v1 import node_pb2 as outrider_dot_v1_dot_node__pb2
 from outrider.v1 import router_pb2 as outrider_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/session.proto\x12\x0boutrider.v1\x1a\x16outrider/v1/node.proto\x1a\x18outrider/v1/router.proto\"\x97\x02\n\x0eSessionCommand\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionHelloH\x00\x12.\n\x04open\x18\x02 \x01(\x0b\x32\x1e.outrider.v1.OpenSequenceGroupH\x00\x12\x32\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32 .outrider.v1.CancelSequenceGroupH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.outrider.v1.SessionHeartbeatH\x00\x12\x36\n\x08retarget\x18\x05 \x01(\x0b\x32\".outrider.v1.RetargetSequenceGroupH\x00\x42\t\n\x07\x63ommand\"\x12\n\x10SessionHeartbeat\"\x95\x01\n\x0cSessionHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x12\n\nreached_at\x18\x05 \x01(\t\x12\x1f\n\x17oldest_protocol_version\x18\x06 \x01(\r\"\xd0\x01\n\x11OpenSequenceGroup\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.outrider.v1.SampleStart\x12,\n\x07options\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.RequestOptionsJ\x04\x08\x07\x10\x0e\":\n\x0bSampleStart\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x1b\n\x13generated_token_ids\x18\x02 \x03(\r\"_\n\x15RetargetSequenceGroup\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x16\n\x0ekeeps_received\x18\x03 \x01(\x08\"A\n\x13\x43\x61ncelSequenceGroup\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\x0f\n\x07samples\x18\x02 \x03(\r\"\x8d\x01\n\rSessionReport\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x15.outrider.v1.NodeInfo\x12%\n\x04node\x18\x02 \x01(\x0b\x32\x17.outrider.v1.NodeReport\x12/\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1f.outrider.v1.SequenceGroupEvent\"\xa4\x03\n\x12SequenceGroupEvent\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\'\n\x07granted\x18\x02 \x01(\x0b\x32\x14.outrider.v1.GrantedH\x00\x12)\n\x08rejected\x18\x03 \x01(\x0b\x32\x15.outrider.v1.RejectedH\x00\x12(\n\x08kv_ready\x18\x04 \x01(\x0b\x32\x14.outrider.v1.KvReadyH\x00\x12+\n\x06tokens\x18\x05 \x01(\x0b\x32\x19.outrider.v1.SampleTokensH\x00\x12\'\n\x04\x64one\x18\x06 \x01(\x0b\x32\x17.outrider.v1.SampleDoneH\x00\x12\x32\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32 .outrider.v1.SequenceGroupFailedH\x00\x12*\n\tkv_failed\x18\x08 \x01(\x0b\x32\x15.outrider.v1.KvFailedH\x00\x12\x36\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"m\n\x07Granted\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x12\n\nkv_address\x18\x02 \x01(\t\x12\x1a\n\x12held_prefix_length\x18\x03 \x01(\r\x12\x1d\n\x15num_tokens_to_compute\x18\x04 \x01(\r\"\x99\x01\n\x08Rejected\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.RejectReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x18\n\x10kv_blocks_needed\x18\x03 \x01(\r\x12\x1c\n\x14num_sequences_needed\x18\x04 \x01(\r\x12\x19\n\x11wait_microseconds\x18\x05 \x01(\x04\"b\n\x07KvReady\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x1d\n\x15transfer_microseconds\x18\x04 \x01(\x04\"0\n\x08KvFailed\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07message\x18\x02 \x01(\t\" \n\x0ePromptLogprobs\x12\x0e\n\x06packed\x18\x01 \x01(\x0c\"\xac\x01\n\x0cSampleTokens\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationCounts\"\xb8\x01\n\x11SpeculationCounts\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\r\x12\x19\n\x11num_wanting_steps\x18\x05 \x01(\r\x12\x15\n\rnum_hit_steps\x18\x06 \x01(\r\"u\n\nSampleDone\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"4\n\x13SequenceGroupFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t*\x9c\x01\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15REJECT_REASON_NO_ROOM\x10\x01\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x02\x12\x1b\n\x17REJECT_REASON_TOO_LARGE\x10\x03\x12\x19\n\x15REJECT_REASON_INVALID\x10\x04\x32W\n\rDecodeService\x12\x46\n\x07Session\x12\x1b.outrider.v1.SessionCommand\x1a\x1a.outrider.v1.SessionReport(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/session.proto\x12\x0boutrider.v1\x1a\x16outrider/v1/node.proto\x1a\x18outrider/v1/router.proto\"\x97\x02\n\x0eSessionCommand\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionHelloH\x00\x12.\n\x04open\x18\x02 \x01(\x0b\x32\x1e.outrider.v1.OpenSequenceGroupH\x00\x12\x32\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32 .outrider.v1.CancelSequenceGroupH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.outrider.v1.SessionHeartbeatH\x00\x12\x36\n\x08retarget\x18\x05 \x01(\x0b\x32\".outrider.v1.RetargetSequenceGroupH\x00\x42\t\n\x07\x63ommand\"\x12\n\x10SessionHeartbeat\"\x95\x01\n\x0cSessionHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x12\n\nreached_at\x18\x05 \x01(\t\x12\x1f\n\x17oldest_protocol_version\x18\x06 \x01(\r\"\xe5\x01\n\x11OpenSequenceGroup\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.outrider.v1.SampleStart\x12,\n\x07options\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.RequestOptions\x12\x13\n\x0btraceparent\x18\x0e \x01(\tJ\x04\x08\x07\x10\x0e\":\n\x0bSampleStart\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x1b\n\x13generated_token_ids\x18\x02 \x03(\r\"_\n\x15RetargetSequenceGroup\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x16\n\x0ekeeps_received\x18\x03 \x01(\x08\"A\n\x13\x43\x61ncelSequenceGroup\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\x0f\n\x07samples\x18\x02 \x03(\r\"\x8d\x01\n\rSessionReport\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x15.outrider.v1.NodeInfo\x12%\n\x04node\x18\x02 \x01(\x0b\x32\x17.outrider.v1.NodeReport\x12/\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1f.outrider.v1.SequenceGroupEvent\"\xa4\x03\n\x12SequenceGroupEvent\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\'\n\x07granted\x18\x02 \x01(\x0b\x32\x14.outrider.v1.GrantedH\x00\x12)\n\x08rejected\x18\x03 \x01(\x0b\x32\x15.outrider.v1.RejectedH\x00\x12(\n\x08kv_ready\x18\x04 \x01(\x0b\x32\x14.outrider.v1.KvReadyH\x00\x12+\n\x06tokens\x18\x05 \x01(\x0b\x32\x19.outrider.v1.SampleTokensH\x00\x12\'\n\x04\x64one\x18\x06 \x01(\x0b\x32\x17.outrider.v1.SampleDoneH\x00\x12\x32\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32 .outrider.v1.SequenceGroupFailedH\x00\x12*\n\tkv_failed\x18\x08 \x01(\x0b\x32\x15.outrider.v1.KvFailedH\x00\x12\x36\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"m\n\x07Granted\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x12\n\nkv_address\x18\x02 \x01(\t\x12\x1a\n\x12held_prefix_length\x18\x03 \x01(\r\x12\x1d\n\x15num_tokens_to_compute\x18\x04 \x01(\r\"\x99\x01\n\x08Rejected\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.RejectReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x18\n\x10kv_blocks_needed\x18\x03 \x01(\r\x12\x1c\n\x14num_sequences_needed\x18\x04 \x01(\r\x12\x19\n\x11wait_microseconds\x18\x05 \x01(\x04\"b\n\x07KvReady\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x1d\n\x15transfer_microseconds\x18\x04 \x01(\x04\"0\n\x08KvFailed\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07message\x18\x02 \x01(\t\" \n\x0ePromptLogprobs\x12\x0e\n\x06packed\x18\x01 \x01(\x0c\"\xac\x01\n\x0cSampleTokens\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationCounts\"\xb8\x01\n\x11SpeculationCounts\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\r\x12\x19\n\x11num_wanting_steps\x18\x05 \x01(\r\x12\x15\n\rnum_hit_steps\x18\x06 \x01(\r\"u\n\nSampleDone\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"4\n\x13SequenceGroupFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t*\x9c\x01\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15REJECT_REASON_NO_ROOM\x10\x01\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x02\x12\x1b\n\x17REJECT_REASON_TOO_LARGE\x10\x03\x12\x19\n\x15REJECT_REASON_INVALID\x10\x04\x32W\n\rDecodeService\x12\x46\n\x07Session\x12\x1b.outrider.v1.SessionCommand\x1a\x1a.outrider.v1.SessionReport(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REJECTREASON']._serialized_start=2535
-  _globals['_REJECTREASON']._serialized_end=2691
+  _globals['_REJECTREASON']._serialized_start=2556
+  _globals['_REJECTREASON']._serialized_end=2712
   _globals['_SESSIONCOMMAND']._serialized_start=93
   _globals['_SESSIONCOMMAND']._serialized_end=372
   _globals['_SESSIONHEARTBEAT']._serialized_start=374
@@ -42,35 +42,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONHELLO']._serialized_start=395
   _globals['_SESSIONHELLO']._serialized_end=544
   _globals['_OPENSEQUENCEGROUP']._serialized_start=547
-  _globals['_OPENSEQUENCEGROUP']._serialized_end=755
-  _globals['_SAMPLESTART']._serialized_start=757
-  _globals['_SAMPLESTART']._serialized_end=815
-  _globals['_RETARGETSEQUENCEGROUP']._serialized_start=817
-  _globals['_RETARGETSEQUENCEGROUP']._serialized_end=912
-  _globals['_CANCELSEQUENCEGROUP']._serialized_start=914
-  _globals['_CANCELSEQUENCEGROUP']._serialized_end=979
-  _globals['_SESSIONREPORT']._serialized_start=982
-  _globals['_SESSIONREPORT']._serialized_end=1123
-  _globals['_SEQUENCEGROUPEVENT']._serialized_start=1126
-  _globals['_SEQUENCEGROUPEVENT']._serialized_end=1546
-  _globals['_GRANTED']._serialized_start=1548
-  _globals['_GRANTED']._serialized_end=1657
-  _globals['_REJECTED']._serialized_start=1660
-  _globals['_REJECTED']._serialized_end=1813
-  _globals['_KVREADY']._serialized_start=1815
-  _globals['_KVREADY']._serialized_end=1913
-  _globals['_KVFAILED']._serialized_start=1915
-  _globals['_KVFAILED']._serialized_end=1963
-  _globals['_PROMPTLOGPROBS']._serialized_start=1965
-  _globals['_PROMPTLOGPROBS']._serialized_end=1997
-  _globals['_SAMPLETOKENS']._serialized_start=2000
-  _globals['_SAMPLETOKENS']._serialized_end=2172
-  _globals['_SPECULATIONCOUNTS']._serialized_start=2175
-  _globals['_SPECULATIONCOUNTS']._serialized_end=2359
-  _globals['_SAMPLEDONE']._serialized_start=2361
-  _globals['_SAMPLEDONE']._serialized_end=2478
-  _globals['_SEQUENCEGROUPFAILED']._serialized_start=2480
-  _globals['_SEQUENCEGROUPFAILED']._serialized_end=2532
-  _globals['_DECODESERVICE']._serialized_start=2693
-  _globals['_DECODESERVICE']._serialized_end=2780
+  _globals['_OPENSEQUENCEGROUP']._serialized_end=776
+  _globals['_SAMPLESTART']._serialized_start=778
+  _globals['_SAMPLESTART']._serialized_end=836
+  _globals['_RETARGETSEQUENCEGROUP']._serialized_start=838
+  _globals['_RETARGETSEQUENCEGROUP']._serialized_end=933
+  _globals['_CANCELSEQUENCEGROUP']._serialized_start=935
+  _globals['_CANCELSEQUENCEGROUP']._serialized_end=1000
+  _globals['_SESSIONREPORT']._serialized_start=1003
+  _globals['_SESSIONREPORT']._serialized_end=1144
+  _globals['_SEQUENCEGROUPEVENT']._serialized_start=1147
+  _globals['_SEQUENCEGROUPEVENT']._serialized_end=1567
+  _globals['_GRANTED']._serialized_start=1569
+  _globals['_GRANTED']._serialized_end=1678
+  _globals['_REJECTED']._serialized_start=1681
+  _globals['_REJECTED']._serialized_end=1834
+  _globals['_KVREADY']._serialized_start=1836
+  _globals['_KVREADY']._serialized_end=1934
+  _globals['_KVFAILED']._serialized_start=1936
+  _globals['_KVFAILED']._serialized_end=1984
+  _globals['_PROMPTLOGPROBS']._serialized_start=1986
+  _globals['_PROMPTLOGPROBS']._serialized_end=2018
+  _globals['_SAMPLETOKENS']._serialized_start=2021
+  _globals['_SAMPLETOKENS']._serialized_end=2193
+  _globals['_SPECULATIONCOUNTS']._serialized_start=2196
+  _globals['_SPECULATIONCOUNTS']._serialized_end=2380
+  _globals['_SAMPLEDONE']._serialized_start=2382
+  _globals['_SAMPLEDONE']._serialized_end=2499
+  _globals['_SEQUENCEGROUPFAILED']._serialized_start=2501
+  _globals['_SEQUENCEGROUPFAILED']._serialized_end=2553
+  _globals['_DECODESERVICE']._serialized_start=2714
+  _globals['_DECODESERVICE']._serialized_end=2801
 # @@protoc_insertion_point(module_scope)

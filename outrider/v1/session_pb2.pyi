@@ -57,20 +57,22 @@ class SessionHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., reached_at: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceGroup(_message.Message):
-    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "samples", "options")
+    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "samples", "options", "traceparent")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     transfer_id: bytes
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     samples: _containers.RepeatedCompositeFieldContainer[SampleStart]
     options: _node_pb2.RequestOptions
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SampleStart(_message.Message):
     __slots__ = ("sample", "generated_token_ids")

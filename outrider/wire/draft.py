@@ -16,7 +16,7 @@ from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.enums import EnumTable
-from outrider.wire.fields import Fields
+from outrider.wire.fields import TRACEPARENT, Fields
 from outrider.wire.node import FEATURES, versions_from_proto, versions_to_proto
 from outrider.wire.request import OPTIONS
 
@@ -35,7 +35,7 @@ _HELLO = Fields(
     elsewhere=("protocol_versions", "protocol_version", "oldest_protocol_version"),
     features=FEATURES,
 )
-_START = Fields(SequenceStart, draft_pb2.SequenceStart, options=OPTIONS)
+_START = Fields(SequenceStart, draft_pb2.SequenceStart, options=OPTIONS, traceparent=TRACEPARENT)
 
 
 def hello_to_proto(hello: DraftHello) -> draft_pb2.DraftHello:

@@ -29,6 +29,12 @@ class Conversion:
     from_proto: Callable[[Any], Any]
 
 
+MAX_TRACEPARENT_LENGTH = 64
+"""Characters: of W3C's first version it has 55."""
+
+TRACEPARENT = Conversion(str, lambda value: value if len(value) <= MAX_TRACEPARENT_LENGTH else "")
+"""Held as long as its request is; one that is too long is none."""
+
 _MICROSECONDS = Conversion(lambda seconds: round(seconds * 1e6), lambda microseconds: microseconds / 1e6)
 
 

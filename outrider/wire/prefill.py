@@ -7,5 +7,5 @@ from outrider.v1 import prefill_pb2
 from outrider.wire.fields import Fields
 from outrider.wire.request import OPTIONS
 
-CALL = Fields(PrefillCall, prefill_pb2.PrefillRequest, options=OPTIONS)
+CALL = Fields(PrefillCall, prefill_pb2.PrefillRequest, elsewhere=("traceparent",), options=OPTIONS)
 FIGURES = Fields(PrefillFigures, prefill_pb2.PrefillResponse)

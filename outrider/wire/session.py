@@ -29,7 +29,7 @@ from outrider.session import (
 from outrider.v1 import session_pb2
 from outrider.wire.answer import logprobs_from_proto, token_logprobs_to_proto
 from outrider.wire.enums import FINISH_REASONS, EnumTable
-from outrider.wire.fields import Fields
+from outrider.wire.fields import TRACEPARENT, Fields
 from outrider.wire.node import REPORT, info_from_proto, info_to_proto
 from outrider.wire.request import OPTIONS
 
@@ -44,6 +44,7 @@ _COMMANDS: dict[str, Fields[Any, Any]] = {
         session_pb2.OpenSequenceGroup,
         samples=Fields(SampleStart, session_pb2.SampleStart),
         options=OPTIONS,
+        traceparent=TRACEPARENT,
     ),
     "retarget": Fields(RetargetSequenceGroup, session_pb2.RetargetSequenceGroup),
     "cancel": Fields(CancelSequenceGroup, session_pb2.CancelSequenceGroup),

@@ -15,12 +15,14 @@ from outrider.errors import InvalidRequestError, MismatchError
 from outrider.node import ModelInfo, NodeRole, NodeState
 from outrider.rpc.status import from_rpc_error
 from outrider.service.engine_failure import EXIT_ENGINE_FAILED
+from outrider.service.telemetry.tracing import NO_TRACER
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL
 from prefill_node.node import PrefillNode, PrefillParts
 from prefill_node.servicer import ServedModel, check_call
 from tests.support.pool_integrity import check_pool
+from tests.support.traces import CALLER_ID, TRACEPARENT, KeptSpans
 from tests.support.waiting import PATIENCE_SECONDS, until
 
 FINGERPRINT = "ab" * 32
@@ -39,11 +41,15 @@ SERVED = ServedModel(node_name="prefill@test", info=MODEL, max_tokens=150)
 class Serving:
     """One node behind a real server."""
 
-    def __init__(self, rig, *, max_jobs=8):
+    def __init__(self, rig, *, max_jobs=8, tracer=NO_TRACER):
         self.rig = rig
         self.exit_status = asyncio.get_running_loop().create_future()
         self.node = PrefillNode(
-            build=self.build, configured_name="p", max_jobs=max_jobs, exit_process=self.exit_status.set_result
+            build=self.build,
+            configured_name="p",
+            max_jobs=max_jobs,
+            tracer=tracer,
+            exit_process=self.exit_status.set_result,
         )
         self.server = grpc.aio.server()
 
@@ -134,6 +140,25 @@ async def test_prefill_answers_with_its_metrics_once_the_transfer_is_committed(s
     assert response.connector == "in_memory"
     assert response.compute_microseconds > 0
     assert response.exposed_microseconds <= response.transfer_microseconds
+
+
+async def test_a_call_of_a_traced_request_is_a_span_with_its_push_below_it(make_rig):
+    tracer = KeptSpans()
+    async with Serving(make_rig(), tracer=tracer) as serving:
+        await serving.start()
+        request, metadata = serving.request(list(range(100, 130)), held=4), (("traceparent", TRACEPARENT),)
+        response = await serving.stub.Prefill(request, metadata=metadata, timeout=PATIENCE_SECONDS)
+        await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)  # is not traced
+        push, whole = tracer.spans
+        assert (whole.name, whole.kind, whole.context.parent_id, whole.error) == ("prefill", "server", CALLER_ID, "")
+        assert whole.attributes["outrider.num_computed_tokens"] == response.num_computed_tokens == 30
+        assert (push.name, push.kind, push.context.parent_id) == ("kv_push", "client", whole.context.span_id)
+        assert push.attributes["outrider.kv_bytes"] == response.kv_bytes
+        assert whole.started_at <= push.started_at <= push.ended_at == whole.ended_at
+        serving.node._jobs.start_draining()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await serving.stub.Prefill(serving.request([4]), metadata=metadata, timeout=PATIENCE_SECONDS)
+        assert [(span.name, span.error) for span in tracer.spans[2:]] == [("prefill", "DRAINING")]
 
 
 async def test_a_node_that_still_loads_says_so(make_rig):

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from outrider.rpc.channels import open_channel
 from outrider.service.config import ServerConfig
 from outrider.service.server import make_server
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2, router_pb2_grpc
 from router.clients import TokenFile
 from router.config import RouterConfig
@@ -145,7 +146,13 @@ class Cluster:
         self.shows_text = False
 
     async def start(
-        self, *, resolver: Any = None, store: Any = None, clients: TokenFile | None = None, **config: Any
+        self,
+        *,
+        resolver: Any = None,
+        store: Any = None,
+        clients: TokenFile | None = None,
+        tracer: Tracer = NO_TRACER,
+        **config: Any,
     ) -> Cluster:
         for node in self.nodes:
             if not node.address:
@@ -167,6 +174,7 @@ class Cluster:
             clients=clients,
             store=store,
             shows_text=self.shows_text,
+            tracer=tracer,
             **extra,
         )
         self.server = server = make_server(

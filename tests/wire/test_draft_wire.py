@@ -26,6 +26,7 @@ START = SequenceStart(
     sample=3,
     prompt_length=2,
     takes_trees=True,
+    traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
 )
 
 
@@ -51,6 +52,11 @@ def test_an_update_survives_the_wire(update):
     message = draft_pb2.DraftUpdate.FromString(data)
     assert [update_from_proto(each) for each in message.sequences] == [update]
     assert message.step_microseconds == 500_000
+
+
+def test_a_traceparent_without_end_is_not_held():
+    start = draft_pb2.SequenceStart(traceparent="0" * 100_000)
+    assert update_from_proto(draft_pb2.SequenceUpdate(start=start)).start.traceparent == ""
 
 
 @pytest.mark.parametrize(

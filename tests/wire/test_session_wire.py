@@ -55,6 +55,7 @@ ID = bytes(range(16))
             prompt_token_ids=(1, 2, 3),
             samples=(SampleStart(0),),
             options=RequestOptions(sampling=SamplingParams(seed=2**64 - 1, max_tokens=1)),
+            traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
         ),
         OpenSequenceGroup(
             sequence_group_id=ID,

@@ -27,6 +27,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         self.fails_with: grpc.StatusCode | None = None
         self.pushes = True  # False: answers without having pushed anything
         self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.traceparents: list[str] = []  # of the calls that have one
         self.num_active = 0
         self.num_outstanding_tokens = 0
         self.max_rows_per_step = 0  # 0: it does not say
@@ -44,6 +45,8 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
         self.requests.append(request)
+        metadata = context.invocation_metadata() or ()
+        self.traceparents += [str(value) for key, value in metadata if key == "traceparent"]
         num_tokens = len(request.token_ids)
         num_outstanding = min(num_tokens, MAX_SCORED_ROWS) if request.scored_token_ids else num_tokens
         self.num_active += 1

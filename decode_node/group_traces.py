@@ -1,0 +1,142 @@
+"""Spans of sequence groups, made of what the event loop sees pass: a router's commands and the engine's events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from outrider.service.telemetry.tracing import Span, SpanEvent, TraceContext, Tracer
+from outrider.session import (
+    CancelSequenceGroup,
+    Granted,
+    KvFailed,
+    KvReady,
+    OpenSequenceGroup,
+    Rejected,
+    SampleDone,
+    SampleTokens,
+    SequenceGroupEvent,
+    SequenceGroupFailed,
+)
+
+MAX_EVENTS = 32
+"""Of one span: a group whose KV is tried again and again has no more."""
+
+
+@dataclass(slots=True)
+class _TracedGroup:
+    opened: OpenSequenceGroup
+    context: TraceContext
+    running: set[int]  # samples
+    opened_at: float = field(default_factory=time.monotonic)
+    events: list[SpanEvent] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    error: str = ""
+    num_steps: int = 0  # of all samples, as the next four
+    num_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_preemptions: int = 0
+
+    def add_event(self, name: str, **attributes: str | int) -> None:
+        if len(self.events) < MAX_EVENTS:
+            named = {f"outrider.{key}": value for key, value in attributes.items()}
+            self.events.append(SpanEvent(name, time.monotonic(), named))
+
+    def take(self, event: SequenceGroupEvent) -> None:
+        match event:
+            case SampleTokens():
+                if not self.num_steps:
+                    self.add_event("first_token")
+                self.num_steps += 1
+                self.num_tokens += len(event.token_ids)
+                self.num_draft_tokens += event.speculation.num_draft_tokens
+                self.num_accepted += event.speculation.num_accepted_draft_tokens
+            case SampleDone():
+                self.running.discard(event.sample)
+                self.finish_reasons.append(event.reason.name.lower())
+            case Granted():
+                self.add_event("granted", num_held_tokens=event.held_prefix_length)
+            case KvReady():
+                self.add_event("kv_ready", connector=event.connector, kv_bytes=event.kv_bytes)
+            case KvFailed():
+                self.add_event("kv_failed")
+            case Rejected():
+                self.fail(event.reason.name)
+            case SequenceGroupFailed():
+                self.fail("GROUP_FAILED")
+
+    def fail(self, error: str) -> None:
+        self.running.clear()
+        self.error = error
+
+    def span(self) -> Span:
+        return Span(
+            name="decode",
+            context=self.context,
+            started_at=self.opened_at,
+            ended_at=time.monotonic(),
+            kind="server",
+            attributes={
+                "gen_ai.request.id": self.opened.request_id,
+                "gen_ai.usage.output_tokens": self.num_tokens,
+                "gen_ai.response.finish_reasons": self.finish_reasons,
+                "outrider.num_samples": len(self.opened.samples),
+                "outrider.num_steps": self.num_steps,
+                "outrider.num_draft_tokens": self.num_draft_tokens,
+                "outrider.num_accepted_draft_tokens": self.num_accepted,
+                "outrider.num_preemptions": self.num_preemptions,
+            },
+            events=self.events,
+            error=self.error,
+        )
+
+
+class GroupTraces:
+    """One span for each group of a traced request, from its Open to its end. Event loop only; others are no work."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._groups: dict[tuple[int, bytes], _TracedGroup] = {}  # by session and group
+
+    def open(self, session_id: int, opened: OpenSequenceGroup) -> OpenSequenceGroup:
+        """The group with its own span's place, below which draft nodes record; as it came where it is not traced."""
+        context = self._tracer.join(TraceContext.parse(opened.traceparent)) if opened.traceparent else None
+        if not context:
+            return opened
+        samples = {start.sample for start in opened.samples}
+        self._groups[session_id, opened.sequence_group_id] = _TracedGroup(opened, context, samples)
+        return replace(opened, traceparent=context.traceparent)
+
+    def observe(self, session_id: int, events: Iterable[SequenceGroupEvent]) -> None:
+        if not self._groups:
+            return
+        for event in events:
+            if (group := self._groups.get((session_id, event.sequence_group_id))) is not None:
+                group.take(event)
+                self._end_if_over(session_id, group)
+
+    def observe_preempted(self, groups: Iterable[tuple[int, bytes]]) -> None:
+        """One sequence of each, by session and group."""
+        for key in groups:
+            if (group := self._groups.get(key)) is not None:
+                group.num_preemptions += 1
+
+    def cancel(self, session_id: int, cancel: CancelSequenceGroup) -> None:
+        """No event follows."""
+        if (group := self._groups.get((session_id, cancel.sequence_group_id))) is not None:
+            group.add_event("cancelled")
+            group.running.difference_update(cancel.samples or tuple(group.running))
+            self._end_if_over(session_id, group)
+
+    def end_session(self, session_id: int) -> None:
+        """The router is gone; its groups are freed."""
+        for group in [group for key, group in self._groups.items() if key[0] == session_id]:
+            group.fail("SESSION_ENDED")
+            self._end_if_over(session_id, group)
+
+    def _end_if_over(self, session_id: int, group: _TracedGroup) -> None:
+        if not group.running:
+            del self._groups[session_id, group.opened.sequence_group_id]
+            self._tracer.record(group.span())

@@ -1,0 +1,79 @@
+"""Spans of drafted sequences, made of what the event loop sees pass on one decode node's stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outrider.service.telemetry.tracing import Span, SpanEvent, TraceContext, Tracer
+from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceUpdate
+
+MAX_TRACED = 4096
+"""Sequences of a stream at a time; those beyond have no spans."""
+
+
+@dataclass(slots=True)
+class _TracedSequence:
+    context: TraceContext
+    started_at: float = field(default_factory=time.monotonic)
+    events: list[SpanEvent] = field(default_factory=list)
+    num_answers: dict[DraftStatus, int] = field(default_factory=lambda: dict.fromkeys(DraftStatus, 0))
+    num_tokens: dict[DraftStatus, int] = field(default_factory=lambda: dict.fromkeys(DraftStatus, 0))
+
+    def take(self, answer: SequenceProposals) -> None:
+        if answer.status is DraftStatus.PROPOSED and not self.num_answers[answer.status]:
+            self.events.append(SpanEvent("first_proposal", time.monotonic()))
+        self.num_answers[answer.status] += 1
+        self.num_tokens[answer.status] += sum(map(len, answer.branches))
+
+    def span(self, error: str) -> Span:
+        answers, tokens = self.num_answers, self.num_tokens
+        return Span(
+            name="draft",
+            context=self.context,
+            started_at=self.started_at,
+            ended_at=time.monotonic(),
+            kind="server",
+            attributes={
+                "outrider.num_proposals": answers[DraftStatus.PROPOSED],
+                "outrider.num_proposed_tokens": tokens[DraftStatus.PROPOSED],
+                "outrider.num_ahead_tokens": tokens[DraftStatus.AHEAD],
+                "outrider.num_catch_ups": answers[DraftStatus.CATCHING_UP],
+                "outrider.num_refusals": answers[DraftStatus.NO_ROOM] + answers[DraftStatus.UNKNOWN_PREFIX],
+            },
+            events=self.events,
+            error=error,
+        )
+
+
+class SequenceTraces:
+    """One span for each sequence of a traced request, from its start to its end. Event loop only."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._sequences: dict[int, _TracedSequence] = {}  # by the decode node's id
+
+    def take_updates(self, updates: Iterable[SequenceUpdate]) -> None:
+        for update in updates:
+            start = update.start
+            if update.closed:
+                self._end(update.sequence_id)
+            elif start is not None and start.traceparent and update.sequence_id not in self._sequences:
+                context = self._tracer.join(TraceContext.parse(start.traceparent))
+                if context and len(self._sequences) < MAX_TRACED:
+                    self._sequences[update.sequence_id] = _TracedSequence(context)
+
+    def take_answers(self, answers: Iterable[SequenceProposals]) -> None:
+        for answer in answers if self._sequences else ():
+            if (sequence := self._sequences.get(answer.sequence_id)) is not None:
+                sequence.take(answer)
+
+    def end(self) -> None:
+        """The stream has ended."""
+        for sequence_id in tuple(self._sequences):
+            self._end(sequence_id, error="STREAM_ENDED")
+
+    def _end(self, sequence_id: int, *, error: str = "") -> None:
+        if (sequence := self._sequences.pop(sequence_id, None)) is not None:
+            self._tracer.record(sequence.span(error))

@@ -1,0 +1,52 @@
+"""Makes the tracer that the settings ask for."""
+
+from __future__ import annotations
+
+import sys
+from urllib.parse import urlsplit
+
+from outrider.errors import ConfigError
+from outrider.service.config import TelemetryConfig
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
+
+KEY = "telemetry.otlp_endpoint"
+
+
+def make_tracer(config: TelemetryConfig, *, role: str) -> Tracer:
+    """OpenTelemetry is imported where an endpoint is set, and nowhere else. Raises: ConfigError."""
+    if not config.otlp_endpoint:
+        return NO_TRACER
+    _check(config.otlp_endpoint)
+    try:
+        from outrider.service.telemetry.otel_tracer import OtelTracer
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "opentelemetry":
+            raise
+        raise ConfigError(f"{KEY} needs OpenTelemetry: in the source tree, run pip install '.[otel]'") from error
+    return OtelTracer(config.otlp_endpoint, role=role)
+
+
+def make_role_tracer(config: TelemetryConfig, *, role: str) -> Tracer:
+    """For a role's command: a mistake ends the process with status 2 and one line on stderr."""
+    try:
+        return make_tracer(config, role=role)
+    except ConfigError as error:
+        sys.stderr.write(f"{role}: {error}\n")
+        raise SystemExit(2) from error
+
+
+def _check(endpoint: str) -> None:
+    """Raises: ConfigError, which does not repeat what may hold a password."""
+    try:
+        parts = urlsplit(endpoint)
+        has_port = bool(parts.port)
+    except ValueError:
+        is_valid = False
+    else:
+        is_address = parts.scheme in {"http", "https"} and bool(parts.hostname) and has_port and "@" not in parts.netloc
+        is_valid = is_address and parts.path in {"", "/"} and not parts.query and not parts.fragment
+    if not is_valid:
+        raise ConfigError(
+            f"{KEY} must be http://host:port (plaintext) or https://host:port (TLS), where a collector takes OTLP over "
+            "gRPC, usually on port 4317; without a path, name or password: OTEL_EXPORTER_OTLP_HEADERS has those"
+        )

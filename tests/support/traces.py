@@ -1,0 +1,142 @@
+"""Where spans go in tests: a tracer that keeps them, and a collector that takes them by OTLP."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from outrider.service.telemetry.tracing import NO_TRACE, Span, TraceContext, Tracer
+
+TRACE_ID, CALLER_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{TRACE_ID}-{CALLER_ID}-01"
+NOT_SAMPLED = f"00-{TRACE_ID}-{CALLER_ID}-00"
+
+HOSTILE = (
+    "",
+    "00",
+    TRACEPARENT.upper(),
+    TRACEPARENT[:-1],
+    TRACEPARENT + "-more",
+    "ff" + TRACEPARENT[2:],
+    f"00-{'0' * 32}-{CALLER_ID}-01",
+    f"00-{TRACE_ID}-{'0' * 16}-01",
+    "٠٠" + TRACEPARENT[2:],  # digits, but not ours
+    TRACEPARENT + "\n",
+    TRACEPARENT + " " * 600,
+    "0" * 100_000,
+    "01" + TRACEPARENT[2:] + "-" + "x" * 600,
+)
+"""Values of traceparent that name no place."""
+
+
+class KeptSpans(Tracer):
+    """Samples what comes sampled, and begins no trace by itself."""
+
+    def __init__(self) -> None:
+        self.caller = NO_TRACE
+        self.spans: list[Span] = []
+
+    def enter(self, metadata):
+        self.caller = TraceContext.of_metadata(metadata)
+
+    def begin(self):
+        return self.join(self.caller)
+
+    def join(self, parent):
+        return parent.child(f"here {len(self.spans)}") if parent.is_sampled else NO_TRACE
+
+    def record(self, span):
+        self.spans.append(span)
+
+    def named(self, name):
+        return [span for span in self.spans if span.name == name]
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    """As the collector got it; ids in hexadecimal."""
+
+    service: dict[str, str]  # attributes of the process
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    attributes: dict[str, object]
+    events: list[str]
+    raw: object
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """A collector on a port of loopback. `answers`: cleared, it takes what comes and never answers."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReceivedSpan] = []
+        self.metadata: dict[str, str] = {}  # of the last call
+        self.num_calls = 0
+        self.answers = threading.Event()
+        self.answers.set()
+        self._changed = threading.Condition()
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self):
+        self._server.start()
+        return self
+
+    def __exit__(self, *_error):
+        self.answers.set()
+        self._server.stop(0).wait()
+
+    def Export(self, request, context):
+        with self._changed:
+            self.num_calls += 1
+            self.metadata = dict(context.invocation_metadata())
+            self._changed.notify_all()
+        self.answers.wait()
+        with self._changed:
+            for resource in request.resource_spans:
+                service = values_of(resource.resource.attributes)
+                for scope in resource.scope_spans:
+                    self.spans += [received(service, span) for span in scope.spans]
+            self._changed.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def wait_for(self, condition, *, timeout_seconds=60.0):
+        """Until `condition(spans)`; the spans."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self.spans), timeout_seconds), [
+                (span.service["service.name"], span.name, span.parent_id) for span in self.spans
+            ]
+            return list(self.spans)
+
+    def wait_for_call(self, *, timeout_seconds=60.0):
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_calls, timeout_seconds)
+
+
+def received(service, span):
+    return ReceivedSpan(
+        service=service,
+        name=span.name,
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        attributes=values_of(span.attributes),
+        events=[event.name for event in span.events],
+        raw=span,
+    )
+
+
+def values_of(attributes):
+    return {each.key: value_of(each.value) for each in attributes}
+
+
+def value_of(value):
+    kind = value.WhichOneof("value")
+    found = getattr(value, kind)
+    return [value_of(each) for each in found.values] if kind == "array_value" else found
