@@ -40,9 +40,9 @@ What each command does in practice: [operations](operations.md). Exit status: 0;
 stderr; 2 for a wrong command line or setting; 130 for Ctrl-C."""
 METRICS_HEAD = """# Metrics
 
-What each process exports on its `telemetry.metrics_port`, in the text format of Prometheus. Names and labels are vLLM's
+What each process exports on its `server.metrics_port`, in the text format of Prometheus. Names and labels are vLLM's
 where vLLM has them. Every series has the label `model_name` too. A histogram exports
-`…_bucket{le}`, `…_sum` and `…_count`. What to watch: [operations](operations.md#metrics)."""
+`…_bucket{le}`, `…_sum` and `…_count`. What to watch: [monitoring](monitoring.md)."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from outrider.service.telemetry.metrics import EngineMetrics, RouterMetrics, TokenTimes
+from outrider.service.telemetry.metrics import EngineMetrics, PrefillMetrics, RouterMetrics, TokenTimes
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "outrider.json").read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ def metrics_of(registry):
 def exported():
     """Labels by the name of each series that a router or a node exports, and the names that only ever grow."""
     labels, growing = {}, set()
-    for kind in (RouterMetrics, EngineMetrics):
+    for kind in (RouterMetrics, EngineMetrics, PrefillMetrics):
         registry = CollectorRegistry()
         kind(model_name="m", registry=registry)
         for collector in metrics_of(registry):
@@ -93,6 +93,9 @@ def test_the_dashboard_shows_what_an_operator_asks_for():
         "outrider:draft_hit_steps_total",
         "outrider:request_failures_total",
         "outrider:nodes_lost_total",
+        "outrider:waiting_prompt_tokens",
+        "outrider:oldest_wait_seconds",
+        "outrider:prefill_saturation",
     } <= {series["name"] for _, target in TARGETS for series in SERIES.finditer(target["expr"])}
 
 

@@ -26,6 +26,15 @@ def test_no_metric_is_left_out():
     assert [name for name in sorted(names) if not re.search(rf"`{name}(_total)?`", page)] == []
 
 
+def test_metrics_that_the_pages_name_are_exported():
+    """Also in expressions, where a histogram has its suffixes. A tag of our image has no underscore."""
+    exported = set(re.findall(r"`((?:vllm|outrider):[a-z_]+)`", (ROOT / "docs" / "metrics.md").read_text("utf-8")))
+    for page in (ROOT / "docs").glob("*.md"):
+        named = set(re.findall(r"\b(?:vllm|outrider):[a-z]+_[a-z_]+\b", page.read_text(encoding="utf-8")))
+        unknown = {re.sub("_(bucket|sum|count)$", "", name) for name in named} - exported
+        assert not unknown, page.name
+
+
 def test_every_reason_that_an_error_can_have_is_in_troubleshooting():
     reasons = set(_reasons())
     assert {"QUEUE_FULL", "REQUEST_LOSES_NODES", "NODE_LOST"} <= reasons
