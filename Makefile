@@ -117,9 +117,9 @@ soak: $(READY) ## Mixed load and a random fault every five seconds (SOAK_SECONDS
 compose-test: $(INSTALLED) ## Builds the image and runs clusters of containers; says so where there is no Docker engine
 	$(BIN)/python -m pytest -m compose tests/compose $(PYTEST_ARGS)
 
-CHECKS := check-types check-tests check-style check-imports check-protos check-kernels check-files check-docs
+CHECKS := check-types check-tests check-style check-imports check-protos check-kernels check-files check-chart check-docs
 .PHONY: check $(CHECKS)
-check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files, docs; finds all tests
+check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files, Helm chart, docs; finds all tests
 
 check-style: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -161,6 +161,13 @@ check-files: $(INSTALLED)
 	$(BIN)/check-jsonschema --schemafile checks/schemas/prometheus.json deploy/prometheus/*.yaml
 	$(BIN)/check-jsonschema --schemafile checks/schemas/grafana-datasources.json deploy/grafana/provisioning/datasources/*.yaml
 	$(BIN)/check-jsonschema --schemafile checks/schemas/grafana-dashboards.json deploy/grafana/provisioning/dashboards/*.yaml
+
+check-chart: $(INSTALLED)
+	$(BIN)/python -m checks.chart
+
+.PHONY: chart
+chart: $(INSTALLED) ## Render the Helm chart anew for its golden files, and the table of its values
+	$(BIN)/python -m checks.chart --write
 
 .PHONY: gpu-kernels
 gpu-kernels: $(TRITON) ## Our Triton kernels compiled for three generations of GPUs, and in the interpreter; needs no GPU

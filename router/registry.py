@@ -43,6 +43,7 @@ class RequestRegistry:
         self._is_idle.set()
         self._batcher = DeliveryBatcher()
         self.keeper: Keeper = NoKeeper()
+        self.is_leaving = False  # new requests are taken still, and gateways told to send them elsewhere
         self.is_draining = False
 
     def __len__(self) -> int:

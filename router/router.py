@@ -44,6 +44,8 @@ FINAL_STATUS_SECONDS = 0.5
 """Time for final statuses to be sent."""
 HANDOVER_SECONDS = 1.0
 """How long a router that drains takes new requests: health is NOT_SERVING, which load balancers notice meanwhile."""
+GATEWAY_HANDOVER_SECONDS = 5.0
+"""The same where a gateway asks for the router's health: it asks each second, and leaves after three refusals."""
 
 _INCARNATION_BYTES = 16
 
@@ -148,7 +150,10 @@ class Router:
     async def drain(self, deadline_seconds: float) -> None:
         """After the handover no new request; running ones end, or are told at the deadline, the queue included."""
         deadline = asyncio.get_running_loop().time() + deadline_seconds
-        await asyncio.sleep(min(HANDOVER_SECONDS, deadline_seconds / 2))
+        self.requests.is_leaving = True
+        has_gateway = self._vllm_engine is not None and self._vllm_engine.is_watched
+        handover_seconds = GATEWAY_HANDOVER_SECONDS if has_gateway else HANDOVER_SECONDS
+        await asyncio.sleep(min(handover_seconds, deadline_seconds / 2))
         self.requests.is_draining = True
         try:
             async with asyncio.timeout_at(deadline):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +33,8 @@ from router.vllm_engine.tokenizer_archive import archive_chunks
 
 MAX_ABORTED = 256
 """Requests of one Abort: a gateway sends one."""
+WATCHED_SECONDS = 10.0
+"""A gateway that has asked for the router's health within this time sends it requests."""
 NO_TOKENIZER_PATH = "/dev/null"
 """On every machine, and no tokenizer: a gateway then asks GetTokenizer, and not a model hub first."""
 
@@ -48,7 +51,13 @@ class VllmEngineServicer:
         self._front = front
         self._calls = calls
         self._started_at = time.monotonic()
+        self._watched_at = -math.inf
         self._tokenizer: list[Any] | None = None  # its archive, once it was asked for
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a gateway asks for the router's health, and follows it."""
+        return time.monotonic() - self._watched_at < WATCHED_SECONDS
 
     def add_to(self, server: grpc.aio.Server) -> None:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
@@ -83,8 +92,9 @@ class VllmEngineServicer:
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Healthy from the first node on: without one, requests wait for its return, as by our own service."""
+        self._watched_at = time.monotonic()
         async with _errors(context):
-            if self._front.requests.is_draining:
+            if self._front.requests.is_leaving:
                 return vllm_engine_pb2.HealthCheckResponse(message="the router is stopping")
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message=f"serves {self._front.model().name}")
 

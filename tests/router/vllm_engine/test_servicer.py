@@ -325,9 +325,32 @@ async def test_it_is_healthy_from_the_first_node_to_the_drain(cluster):
     await cluster.eventually(lambda: cluster.services.queue.num_waiting == 1)
     await cluster.decode.start()
     assert (await waiting)[1][0].finish_reason == "length"
-    cluster.service.requests.is_draining = True
+    cluster.service.requests.is_leaving = True
     health = await stub.HealthCheck(ask_health)
     assert (health.healthy, health.message) == (False, "the router is stopping")
+
+
+async def test_a_gateway_is_told_that_the_router_stops_while_that_still_takes_its_requests(serving):
+    stub, ask_health = engine_of(serving), engine_pb2.HealthCheckRequest()
+    assert (await stub.HealthCheck(ask_health)).healthy
+    draining = asyncio.ensure_future(serving.service.drain(2 * PATIENCE_SECONDS))
+    await serving.eventually(lambda: serving.service.requests.is_leaving)
+    assert not (await stub.HealthCheck(ask_health)).healthy
+    _, (complete,) = await ask(serving)
+    assert complete.finish_reason == "length"
+    assert not draining.done()
+    draining.cancel()
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+async def test_a_gateway_that_watches_a_router_has_longer_to_leave_it(serving, monkeypatch, is_watched):
+    handovers = {True: "GATEWAY_HANDOVER_SECONDS", False: "HANDOVER_SECONDS"}
+    monkeypatch.setattr(f"router.router.{handovers[is_watched]}", 0.0)
+    monkeypatch.setattr(f"router.router.{handovers[not is_watched]}", 100 * PATIENCE_SECONDS)
+    if is_watched:
+        assert (await engine_of(serving).HealthCheck(engine_pb2.HealthCheckRequest())).healthy
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await serving.service.drain(1000 * PATIENCE_SECONDS)
 
 
 async def test_calls_that_it_does_not_have_say_so(serving):

@@ -1,0 +1,58 @@
+"""The Helm chart as it renders, by Helm's own library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "outrider"
+RELEASE, NAMESPACE = "outrider", "llm"
+Object = dict[str, Any]
+
+
+def value_sets() -> dict[str, dict[str, Any]]:
+    """By name: those that the chart is tried with."""
+    return {
+        path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((CHART / "ci").glob("*.yaml"))
+    }
+
+
+def render_text(values: Mapping[str, Any]) -> str:
+    """Every object, in the order of files. Raises: helm_python.HelmError for values that the chart refuses."""
+    with helm_python.Chart.load(CHART) as chart:
+        files = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+    texts = {name: text.strip() for name, text in files.items() if name.endswith(".yaml")}
+    parts = [f"# {name}\n{text.removeprefix('---').strip()}\n" for name, text in sorted(texts.items()) if text]
+    return "---\n" + "---\n".join(parts)
+
+
+class Manifests:
+    """What an install would send to Kubernetes."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.objects: list[Object] = [found for found in yaml.safe_load_all(render_text(values)) if found]
+
+    def of_kind(self, *kinds: str) -> list[Object]:
+        return [found for found in self.objects if found["kind"] in kinds]
+
+    def get(self, kind: str, name: str) -> Object:
+        (found,) = (found for found in self.of_kind(kind) if found["metadata"]["name"] == name)
+        return found
+
+    def workloads(self) -> dict[str, Object]:
+        """Deployments and StatefulSets by component, such as decode-node."""
+        return {component_of(found): found for found in self.of_kind("Deployment", "StatefulSet")}
+
+
+def component_of(found: Object) -> str:
+    return found["metadata"]["labels"]["app.kubernetes.io/component"]
+
+
+def container_of(workload: Object) -> Object:
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    return container

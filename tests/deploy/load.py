@@ -1,0 +1,85 @@
+"""Clients that ask while pods are replaced, each again and again the same, and compare every answer with the first."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+ANSWER_SECONDS = 240.0
+
+Ask = Callable[[], Any]
+"""One request. Returns its answer, and raises where it has none."""
+
+
+class Load:
+    """Each question is asked by a thread of its own. `num_answers` and `faults` count what came of it."""
+
+    def __init__(self, questions: dict[Hashable, Ask]) -> None:
+        """Asks each once, for the answer that all later ones must be."""
+        self._questions = questions
+        self._expected = {name: ask() for name, ask in questions.items()}
+        self._is_over = threading.Event()
+        self._changed = threading.Condition()
+        self.num_answers: Counter[Hashable] = Counter()
+        self.faults: list[str] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block; leaving it waits for the last answers."""
+        threads = [threading.Thread(target=self._run, args=(name,), daemon=True) for name in self._questions]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            for thread in threads:
+                thread.join(ANSWER_SECONDS)
+        assert not any(thread.is_alive() for thread in threads), "an answer has not come"
+
+    def wait_for_more(self) -> None:
+        """Until every question has been answered once more, or something was wrong."""
+        before = self.num_answers.copy()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.faults or all(self.num_answers[name] > before[name] for name in self._questions),
+                ANSWER_SECONDS,
+            )
+
+    def _run(self, name: Hashable) -> None:
+        for number in itertools.count():
+            if self._is_over.is_set():
+                return
+            fault = ""
+            try:
+                if self._questions[name]() != self._expected[name]:
+                    fault = "another answer"
+            except (AssertionError, OSError, http.client.HTTPException) as error:  # what the client was told
+                detail = error.read().decode() if isinstance(error, urllib.error.HTTPError) else ""
+                fault = f"{error!r} {detail}"
+            with self._changed:
+                self.num_answers[name] += not fault
+                self.faults += [f"{name}, {number}: {fault}"] if fault else []
+                self._changed.notify_all()
+
+
+def ask_chat(address: str, model: str, *, seed: int, max_tokens: int) -> str:
+    """One chat by the OpenAI gateway at this address, on a connection of its own, as a Service spreads them."""
+    fields = {
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "messages": [{"role": "user", "content": "hello"}],
+    }
+    url, headers = f"http://{address}:8000/v1/chat/completions", {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps({"model": model, **fields}).encode(), headers)
+    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]

@@ -1,0 +1,311 @@
+"""Pods of a rendered chart as processes of this machine, started, probed and ended as Kubernetes does it.
+
+What is as rendered: the command, the variables, the settings file, the ports, the probes with their names and
+thresholds, the preStop command, the grace period, names of pods and Services, and which Service has which pod. What
+stands in: an address of loopback for each pod (by `server.host`), names/sitecustomize.py for DNS, the paths of
+mounted files, and `pace`, by which the periods of probes and minReadySeconds are shortened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.deploy.chart import Manifests, Object, component_of, container_of
+
+NAMES = Path(__file__).with_name("names")
+READY_SECONDS = 120.0
+PROGRAMS = {"python": sys.executable, "outrider": str(Path(sys.executable).with_name("outrider"))}
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a pod has ended."""
+
+    status: int
+    was_killed: bool  # its grace period had passed
+
+
+class Pod:
+    """One container. Its prober is a thread, as the kubelet is another process."""
+
+    def __init__(self, machine: Machine, workload: Object, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self.component = component_of(workload)
+        self.is_ready = False
+        self.is_ending = False
+        self.num_restarts_due = 0  # what its liveness probe would have had Kubernetes do
+        self._machine = machine
+        self._spec = workload["spec"]["template"]["spec"]
+        self._container = container_of(workload)
+        self._log = (machine.directory / f"{name}-{random.randrange(1 << 32):x}.log").open("wb+")
+        self.process = subprocess.Popen(
+            self._command(self._container["command"]), env=self._environ(), stdout=self._log, stderr=self._log
+        )
+        self._prober = threading.Thread(target=self._probe_until_the_end, name=f"probes of {name}", daemon=True)
+        self._prober.start()
+
+    def log(self) -> str:
+        return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode()
+
+    def wait_ready(self) -> None:
+        """Ready for minReadySeconds: what an update waits for."""
+        self._machine.wait(lambda: self.is_ready or self.process.poll() is not None, f"{self.name} ready")
+        assert self.process.poll() is None, f"{self.name} ended:\n{self.log()}"
+
+    def end(self) -> End:
+        """As when Kubernetes deletes a pod: preStop, SIGTERM, SIGKILL when the grace period has passed."""
+        deadline = time.monotonic() + self._spec["terminationGracePeriodSeconds"]
+        self.is_ending = True
+        self._machine.tell_names()
+        before = self._container.get("lifecycle", {}).get("preStop")
+        if before is not None:
+            subprocess.run(self._command(before["exec"]["command"]), env=self._environ(), check=True, timeout=60)
+        self.process.send_signal(signal.SIGTERM)
+        was_killed = False
+        try:
+            self.process.wait(deadline - time.monotonic())
+        except subprocess.TimeoutExpired:
+            was_killed = True
+        self.kill()
+        return End(self.process.returncode, was_killed)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait(60)
+        self._prober.join(60)
+
+    def _command(self, words: list[str]) -> list[str]:
+        return [PROGRAMS.get(words[0], words[0]), *words[1:]]
+
+    def _environ(self) -> dict[str, str]:
+        mounts = self._machine.mounts
+        environ = {**os.environ, "PYTHONPATH": str(NAMES), "NAMES_FILE": str(self._machine.names_file)}
+        for variable in self._container["env"]:
+            value = variable.get("value")
+            if value is None:
+                value = self._machine.value_from(variable["valueFrom"], self)
+            for path, folder in mounts.items():
+                value = value.replace(path, str(folder))
+            environ[variable["name"]] = value
+        environ["OUTRIDER_SERVER__HOST"] = self.address
+        return {**environ, **self._machine.overrides.get(self.component, {})}
+
+    # ------------------------------------------------------------ probes
+
+    def _probe_until_the_end(self) -> None:
+        startup, readiness, liveness = (
+            self._container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")
+        )
+        num_failures = 0
+        while not self._passes(startup):
+            num_failures += 1
+            if self._pause(startup) or num_failures >= startup["failureThreshold"]:
+                return
+        next_at = {"readiness": 0.0, "liveness": 0.0}
+        failures = dict.fromkeys(next_at, 0)
+        while self.process.poll() is None:
+            for name, probe in (("readiness", readiness), ("liveness", liveness)):
+                if time.monotonic() < next_at[name] or (name == "liveness" and self.is_ending):
+                    continue
+                failures[name] = 0 if self._passes(probe) else failures[name] + 1
+                next_at[name] = time.monotonic() + probe["periodSeconds"] * self._machine.pace
+                if name == "readiness" and (failures[name] in (0, probe["failureThreshold"])):
+                    self._set_ready(is_ready=failures[name] == 0)
+                if name == "liveness" and failures[name] >= probe["failureThreshold"] and not self.is_ending:
+                    self.num_restarts_due += 1
+            time.sleep(0.01)
+        self._set_ready(is_ready=False)
+
+    def _pause(self, probe: Object) -> bool:
+        """Until the probe's next time. True: the process has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(probe["periodSeconds"] * self._machine.pace)
+        return self.process.poll() is not None
+
+    def _set_ready(self, *, is_ready: bool) -> None:
+        if is_ready != self.is_ready:
+            self.is_ready = is_ready
+            self._machine.tell_names()
+
+    def _passes(self, probe: Object) -> bool:
+        if "grpc" in probe:
+            with grpc.insecure_channel(
+                f"{self.address}:{probe['grpc']['port']}", options=[("grpc.use_local_subchannel_pool", 1)]
+            ) as channel:
+                request = health_pb2.HealthCheckRequest(service=probe["grpc"]["service"])
+                try:
+                    answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=probe["timeoutSeconds"])
+                except grpc.RpcError:
+                    return False
+                return answer.status == health_pb2.HealthCheckResponse.SERVING
+        if "exec" in probe:
+            words = [
+                self._machine.mounted(word).replace("127.0.0.1", self.address) for word in probe["exec"]["command"]
+            ]
+            try:
+                done = subprocess.run(
+                    self._command(words),
+                    env=self._environ(),
+                    check=False,
+                    timeout=probe["timeoutSeconds"],
+                    capture_output=True,
+                )
+            except subprocess.TimeoutExpired:
+                return False
+            return done.returncode == 0
+        (port,) = (p["containerPort"] for p in self._container["ports"] if p["name"] == probe["httpGet"]["port"])
+        connection = http.client.HTTPConnection(self.address, port, timeout=probe["timeoutSeconds"])
+        try:
+            connection.request("GET", probe["httpGet"]["path"])
+            return 200 <= connection.getresponse().status < 400
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+class Machine:
+    """All pods of a release. As a context manager: killed after the block."""
+
+    def __init__(
+        self,
+        manifests: Manifests,
+        directory: Path,
+        *,
+        pace: float,
+        secrets: Mapping[str, Mapping[str, str]] | None = None,
+        mounts: Mapping[str, Path] | None = None,
+        overrides: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """`mounts`: paths in containers and where they are here. `overrides`: variables by component."""
+        self.manifests, self.directory, self.pace = manifests, directory, pace
+        self.secrets, self.overrides = secrets or {}, dict(overrides or {})
+        self.names_file = directory / "names.json"
+        self.pods: list[Pod] = []
+        self.ends: list[tuple[str, End]] = []
+        self._lock = threading.Lock()
+        self._net = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
+        self._num_addresses = 0
+        (config,) = manifests.of_kind("ConfigMap")
+        settings = directory / "settings"
+        settings.mkdir()
+        self.mounts = {"/etc/outrider": settings, **(mounts or {})}
+        for name, text in config["data"].items():
+            (settings / name).write_text(self.mounted(text), encoding="utf-8")
+        self.tell_names()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for pod in self.pods:
+            pod.kill()
+
+    def mounted(self, text: str) -> str:
+        """With the paths of this machine."""
+        for path, folder in self.mounts.items():
+            text = text.replace(path, str(folder))
+        return text
+
+    def start(self, component: str) -> list[Pod]:
+        """As many pods as replicas; they need not be ready."""
+        workload = self.manifests.workloads()[component]
+        return [self.start_pod(component, number) for number in range(workload["spec"]["replicas"])]
+
+    def start_pod(self, component: str, number: int, *, address: str = "") -> Pod:
+        """A pod of a StatefulSet has its number; others have another name each time."""
+        workload = self.manifests.workloads()[component]
+        has_identity = workload["kind"] == "StatefulSet"
+        suffix = str(number) if has_identity else f"{random.randrange(1 << 20):05x}"
+        pod = Pod(self, workload, f"{workload['metadata']['name']}-{suffix}", address or self.next_address())
+        with self._lock:
+            self.pods.append(pod)
+        self.tell_names()
+        return pod
+
+    def next_address(self) -> str:
+        self._num_addresses += 1
+        return f"{self._net}.{self._num_addresses}"
+
+    def of(self, component: str) -> list[Pod]:
+        return [pod for pod in self.pods if pod.component == component]
+
+    def ready_addresses(self, component: str) -> list[str]:
+        """Where a Service with one address sends new connections."""
+        return [pod.address for pod in self.of(component) if pod.is_ready and not pod.is_ending]
+
+    def roll(self, component: str) -> None:
+        """Replaces every pod of a role, in the order and with the patience of its workload's strategy."""
+        workload = self.manifests.workloads()[component]
+        spec = workload["spec"]
+        old = self.of(component)
+        if workload["kind"] == "StatefulSet":
+            for number in reversed(range(len(old))):
+                (pod,) = (pod for pod in old if pod.name.endswith(f"-{number}"))
+                self.end(pod)
+                self._wait_available(self.start_pod(component, number, address=pod.address), spec)
+            return
+        assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+        for number, pod in enumerate(old):
+            self._wait_available(self.start_pod(component, len(old) + number), spec)
+            self.end(pod)
+
+    def end(self, pod: Pod) -> None:
+        self.ends.append((pod.component, pod.end()))
+        with self._lock:
+            self.pods.remove(pod)
+        self.tell_names()
+
+    def _wait_available(self, pod: Pod, spec: Object) -> None:
+        pod.wait_ready()
+        deadline = time.monotonic() + spec["minReadySeconds"] * self.pace
+        while time.monotonic() < deadline:
+            assert pod.is_ready, f"{pod.name} became unready:\n{pod.log()}"
+            time.sleep(0.01)
+
+    def tell_names(self) -> None:
+        """DNS: each headless Service's pods, and the pods' own names where their workload gives them one."""
+        with self._lock:
+            names: dict[str, list[str]] = {}
+            for service in self.manifests.of_kind("Service"):
+                spec, name = service["spec"], service["metadata"]["name"]
+                shows_all = spec.get("publishNotReadyAddresses", False)
+                pods = [pod for pod in self.pods if pod.component == component_of(service)]
+                shown = [pod for pod in pods if shows_all or (pod.is_ready and not pod.is_ending)]
+                if spec.get("clusterIP") == "None":
+                    names[name] = [pod.address for pod in shown]
+                    names |= {f"{pod.name}.{name}": [pod.address] for pod in shown}
+            fresh = self.names_file.with_suffix(".new")
+            fresh.write_text(json.dumps(names), encoding="utf-8")
+            fresh.replace(self.names_file)
+
+    def value_from(self, source: Mapping[str, Any], pod: Pod) -> str:
+        if "fieldRef" in source:
+            assert source["fieldRef"] == {"fieldPath": "metadata.name"}
+            return pod.name
+        if "secretKeyRef" in source:
+            return self.secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
+        raise AssertionError(f"nothing here gives {source}")
+
+    def wait(self, condition, what: str) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not come about in {READY_SECONDS:g} s"
+            time.sleep(0.02)
