@@ -193,10 +193,14 @@ class Machine:
         secrets: Mapping[str, Mapping[str, str]] | None = None,
         mounts: Mapping[str, Path] | None = None,
         overrides: Mapping[str, Mapping[str, str]] | None = None,
+        elsewhere: Mapping[str, list[str]] | None = None,
     ) -> None:
-        """`mounts`: paths in containers and where they are here. `overrides`: variables by component."""
+        """`mounts`: paths in containers and where they are here. `overrides`: variables by component. `elsewhere`:
+        what stands in for the pods of a headless Service, "ip:port" each.
+        """
         self.manifests, self.directory, self.pace = manifests, directory, pace
         self.secrets, self.overrides = secrets or {}, dict(overrides or {})
+        self._elsewhere = elsewhere or {}
         self.names_file = directory / "names.json"
         self.pods: list[Pod] = []
         self.ends: list[tuple[str, End]] = []
@@ -252,20 +256,22 @@ class Machine:
         return [pod.address for pod in self.of(component) if pod.is_ready and not pod.is_ending]
 
     def roll(self, component: str) -> None:
-        """Replaces every pod of a role, in the order and with the patience of its workload's strategy."""
-        workload = self.manifests.workloads()[component]
+        """Replaces every pod of a role, as an update of its workload does: those of a StatefulSet from the last on."""
+        for pod in reversed(self.of(component)):
+            self.replace(pod)
+
+    def replace(self, pod: Pod) -> None:
+        """By the strategy of its workload: a StatefulSet's pod is ended first, as its name is wanted again."""
+        workload = self.manifests.workloads()[pod.component]
         spec = workload["spec"]
-        old = self.of(component)
+        number = int(pod.name.rpartition("-")[2], 16)
         if workload["kind"] == "StatefulSet":
-            for number in reversed(range(len(old))):
-                (pod,) = (pod for pod in old if pod.name.endswith(f"-{number}"))
-                self.end(pod)
-                self._wait_available(self.start_pod(component, number, address=pod.address), spec)
+            self.end(pod)
+            self._wait_available(self.start_pod(pod.component, number, address=pod.address), spec)
             return
         assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
-        for number, pod in enumerate(old):
-            self._wait_available(self.start_pod(component, len(old) + number), spec)
-            self.end(pod)
+        self._wait_available(self.start_pod(pod.component, number), spec)
+        self.end(pod)
 
     def end(self, pod: Pod) -> None:
         self.ends.append((pod.component, pod.end()))
@@ -292,6 +298,7 @@ class Machine:
                 if spec.get("clusterIP") == "None":
                     names[name] = [pod.address for pod in shown]
                     names |= {f"{pod.name}.{name}": [pod.address] for pod in shown}
+            names |= self._elsewhere
             fresh = self.names_file.with_suffix(".new")
             fresh.write_text(json.dumps(names), encoding="utf-8")
             fresh.replace(self.names_file)

@@ -1,6 +1,7 @@
 """Stands in for the cluster's DNS: Python imports this file at its start when its folder is in PYTHONPATH.
 
-The names are those of a JSON file, NAMES_FILE, by host name: a list of addresses. It is read at each lookup.
+The names are those of a JSON file, NAMES_FILE, by host name: a list of addresses, which may have ports. It is read at
+each lookup.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ async def resolve_from_file(target: str) -> list[str]:
     if not addresses:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     port = target.rpartition(":")[2]
-    return sorted(f"{address}:{port}" for address in addresses)
+    return sorted(address if ":" in address else f"{address}:{port}" for address in addresses)
 
 
 resolver.resolve_with_dns = resolve_from_file
