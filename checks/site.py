@@ -109,8 +109,10 @@ def _repository_path(uri: str) -> str:
 
 
 def _make_file(path: str, uri: str, config: MkDocsConfig) -> File | None:
-    """None where there is nothing of that path."""
+    """None where the repository has nothing of that path."""
     source = ROOT / path
+    if path.startswith("../"):
+        return None
     if source.is_file() and path.endswith((".md", *PICTURES)):
         return File.generated(config, uri, abs_src_path=str(source), inclusion=InclusionLevel.NOT_IN_NAV)
     if source.is_file():
