@@ -157,6 +157,11 @@ class TokenLogprobs:
     rank: int  # 1 + number of strictly more likely tokens
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
+    @property
+    def gap(self) -> float | None:
+        """Between the logprobs of the two most likely tokens: how close the choice was. None: not both are known."""
+        return self.top[0][1] - self.top[1][1] if len(self.top) > 1 else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -11,6 +11,9 @@ from outrider.rpc.credentials import TlsConfig
 from outrider.service.config import SERVICE_SECTIONS
 from router.store.address import MEMORY, ValkeyAddress
 
+STORE = "store"
+"""`router.receipts`: in the store that routers share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -50,6 +53,17 @@ class RouterConfig:
     store_timeout_seconds: float = setting(
         0.5, at_least=0.01, at_most=60.0, help="How long the store may take for an answer."
     )
+    receipts: str = setting(
+        "",
+        help="Where receipts of answers are kept, for `outrider replay`: a directory, or store (the one of "
+        "router.store). They contain prompts and answers; see docs/replay.md. Empty: none are kept.",
+    )
+    receipts_bytes: int = setting(
+        256 << 20,
+        at_least=1 << 20,
+        at_most=1 << 44,
+        help="Size of a directory of receipts, of all routers that share it; the oldest go first.",
+    )
     token_file: Path | None = setting(
         None,
         help="Asks clients for tokens: a file of lines NAME sha256:HEX [priority=N] [rate=N]; see docs/security.md.",
@@ -85,6 +99,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.store != MEMORY:
             ValkeyAddress.parse(self.store)
+        elif self.receipts == STORE:
+            raise ValueError(f"receipts is {STORE}, which needs store=valkey://host:port; or name a directory")
 
 
 SECTIONS = {**SERVICE_SECTIONS, "router": RouterConfig}

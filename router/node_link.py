@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.node_stamp import NodeStamp
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
 from outrider.rpc.status import UNREACHABLE
@@ -105,6 +106,12 @@ class NodeLink:
     def numerics(self) -> str:
         """How it computes; empty before it has said so."""
         return self.info.model.numerics if self.info is not None and self.info.model is not None else ""
+
+    @property
+    def stamp(self) -> NodeStamp:
+        """What a request says of it when it has worked on the request."""
+        version = self.info.version if self.info is not None else ""
+        return NodeStamp(self.name, self.role.name.lower(), version, self.numerics)
 
     @property
     def is_serving(self) -> bool:

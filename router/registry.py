@@ -75,7 +75,7 @@ class RequestRegistry:
             encoding.close()
             self._check_serving()
             window = resume_window_seconds(proto)
-            live = self._begin(key, request, caller, timeline, window=window)
+            live = self._begin(key, proto, request, caller, timeline, window=window)
         if window is None:
             return live
         try:  # while the prompt is being computed; nobody has been told of the request yet
@@ -176,7 +176,7 @@ class RequestRegistry:
             request = await read_request(proto, served, caller, request_id=request_id)
             encoding.close()
             window = stored.request.resume_window_seconds
-            live = self._begin(key, request, caller, timeline, window=window, stored=stored)
+            live = self._begin(key, proto, request, caller, timeline, window=window, stored=stored)
         if stored.is_aborted:
             live.abort()
         return live
@@ -219,6 +219,7 @@ class RequestRegistry:
     def _begin(
         self,
         key: str,
+        proto: router_pb2.GenerateRequest,
         request: Request,
         caller: Caller,
         timeline: Timeline,
@@ -252,6 +253,7 @@ class RequestRegistry:
             on_end=lambda error: services.timelines.end(timeline, error),
         )
         work = Work(
+            proto=proto,
             answer=answer,
             figures=figures,
             account=services.answers.open(request, live),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from outrider.answer import Finished, KvTransferMetrics, RequestMetrics, Summary, Usage
 from outrider.errors import OutriderError
+from outrider.node_stamp import NODES_KEY, stamps_to_text
 from outrider.prefill import PrefillFigures
 from outrider.request import FinishReason, Request, VerificationMethod
 from outrider.service.telemetry.logging import get_logger
@@ -75,14 +76,14 @@ class AttemptFigures:
 
     def take_grant(self, granted: Granted) -> None:
         self.num_tokens_to_compute = granted.num_tokens_to_compute
-        self.timeline.nodes[self.decode.name] = self.decode.numerics
+        self.timeline.add_node(self.decode.stamp)
         self.request.admit(granted)
         if not granted.kv_address:
             self._begin_decoding(f"the node computes {granted.num_tokens_to_compute} known tokens itself")
 
     def begin_prefill(self, link: PrefillLink, call: asyncio.Task[PrefillFigures]) -> None:
         """A prefill node is asked for KV."""
-        self.timeline.nodes[link.name] = link.numerics
+        self.timeline.add_node(link.stamp)
         span = self._begin(SpanKind.PREFILL, link)
         self.num_prefills += 1
 
@@ -235,7 +236,7 @@ class RequestFigures:
             kv_transfer=self._kv_transfer(),
             speculation=timeline.speculation.metrics(),
             attempts=1 + timeline.num_moves,
-            nodes=tuple(timeline.nodes),
+            nodes=timeline.nodes,
         )
         timeline.num_cached_tokens = usage.num_cached_tokens
         timeline.num_generated_tokens = usage.num_generated_tokens  # with those of a router that is gone
@@ -260,7 +261,7 @@ class RequestFigures:
 
     def close(self, failure: OutriderError | None) -> None:
         """The request has ended, however it did."""
-        if len({numerics for numerics in self.timeline.nodes.values() if numerics}) > 1:
+        if len({stamp.numerics for stamp in self.timeline.stamps if stamp.numerics}) > 1:
             self.metrics.add_mixed_numerics()
         if failure is not None:
             self.metrics.add_failures(failure.reason, 1)
@@ -283,6 +284,8 @@ class RequestFigures:
             trailers.append((ACCEPTANCE_LENGTH_KEY, f"{timeline.speculation.metrics().mean_acceptance_length:.2f}"))
         if self.request.options.verification_method is not VerificationMethod.COUPLED:
             trailers.append((VERIFICATION_KEY, self.request.options.verification_method.label))
+        if timeline.stamps:
+            trailers.append((NODES_KEY, stamps_to_text(timeline.stamps)))
         if not is_kept:
             trailers.append((STORE_KEY, "lost"))
         return tuple(trailers)

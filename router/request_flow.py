@@ -67,7 +67,9 @@ class RequestFlow:
             answer.fail(error)
         finally:
             self._free()
-            self._work.figures.close(answer.failure)
+            work = self._work
+            work.figures.close(answer.failure)
+            self._services.receipts.keep(work.proto, answer, work.figures, work.served.info)
 
     def abort(self) -> bool:
         """Ends the unfinished samples, and stops the request everywhere. False: it had ended."""

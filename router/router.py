@@ -30,6 +30,8 @@ from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
 from router.pages import RouterPages
 from router.placement import Placement
+from router.receipts.factory import make_sink
+from router.receipts.keeper import NoReceipts, ReceiptKeeper, Receipts
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
@@ -95,6 +97,8 @@ class Router:
                 lease_seconds=config.store_lease_seconds,
             )
         self._store = store
+        self._name = identity.name
+        self._receipts = make_sink(config, incarnation=identity.incarnation)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)
@@ -118,6 +122,9 @@ class Router:
         placement.on_room = queue.pump
         metrics = RouterMetrics(model_name=served.info.name, registry=self._registry)
         metrics.follow_queue(num_waiting_tokens=lambda: queue.num_waiting_tokens, oldest_wait=queue.oldest_wait_seconds)
+        receipts: Receipts = NoReceipts()
+        if self._receipts is not None:
+            receipts = ReceiptKeeper(self._receipts, router=self._name, on_lost=metrics.add_lost_receipts)
         self.services = Services(
             config=config,
             queue=queue,
@@ -127,6 +134,7 @@ class Router:
             metrics=metrics,
             timelines=self._timelines,
             router_address=address,
+            receipts=receipts,
         )
         self.nodes.on_report(_pump_and_count(self.services))
         if self._store is not None:
@@ -169,6 +177,8 @@ class Router:
         await self.requests.keeper.stop()
         self.requests.close_all()
         await self.nodes.stop()
+        if self.services is not None:
+            await self.services.receipts.stop()
 
     def describe(self) -> Mapping[str, Any]:
         info = self.nodes.model().info

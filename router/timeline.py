@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.errors import OutriderError
+from outrider.node_stamp import NodeStamp
 from outrider.service.telemetry.tracing import NO_TRACE, Attributes, TraceContext
 from outrider.session import SampleTokens
 from router.speculation_totals import SpeculationTotals
@@ -118,7 +119,7 @@ class Timeline:
     attempts: list[str] = field(default_factory=list)  # the decode node of each, those included that refused it
     finish_reasons: list[str] = field(default_factory=list)  # of samples that have ended, in their order
     num_moves: int = 0  # times that work moved from a prefill or decode node
-    nodes: dict[str, str] = field(default_factory=dict)  # by name, in the order of their use: their numerics
+    stamps: list[NodeStamp] = field(default_factory=list)  # of nodes that worked on it, in the order of their first use
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
     spans: list[Span] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -130,6 +131,16 @@ class Timeline:
         if self.outcome is not None:
             return self.outcome
         return RequestState.WAITING if self.admitted_at is None else RequestState.RUNNING
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names in `stamps`: a node that was restarted meanwhile has two stamps."""
+        return tuple(dict.fromkeys(stamp.name for stamp in self.stamps))
+
+    def add_node(self, stamp: NodeStamp) -> None:
+        """It works on the request."""
+        if stamp not in self.stamps:
+            self.stamps.append(stamp)
 
     def begin(self, kind: SpanKind, *, node: str = "", attempt: int | None = None, detail: str = "") -> Span:
         """A span that begins now. `attempt`: None for the next one to be opened."""

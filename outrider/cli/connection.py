@@ -14,9 +14,11 @@ TARGET_VARIABLE = "OUTRIDER_TARGET"
 SYSTEM = "system"
 
 
-def add_target_argument(parser: argparse.ArgumentParser) -> None:
+def add_target_argument(parser: argparse.ArgumentParser, *, flag: str = "--target") -> None:
+    """Read as `target`, whatever the flag is called."""
     parser.add_argument(
-        "--target",
+        flag,
+        dest="target",
         default=os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET,
         metavar="HOST:PORT",
         help=f"the router, or several with commas between them; default ${TARGET_VARIABLE}, else {DEFAULT_TARGET}",

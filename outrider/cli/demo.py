@@ -15,6 +15,7 @@ from outrider import __version__
 from outrider.cli.demo_prompts import DEMO_PROMPTS, DemoPrompt
 from outrider.cli.up import add_cluster_arguments, announce_serving, make_cluster
 from outrider.client import Client, GenerateOptions, KvTransferMetrics, SpeculationMetrics
+from outrider.client.replay import describe_gap
 from outrider.cluster import Cluster, ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
 from outrider.errors import NotFoundError
@@ -190,14 +191,8 @@ def _describe_parting(client: Client, fast: DemoAnswer, plain: DemoAnswer) -> st
     options = _options(plain.prompt, index + 1, has_speculation=False)
     options["top_logprobs"] = 2
     completion = client.complete(plain.prompt.messages, **options).completions[0]
-    gap = "unknown"
-    if index < len(completion.logprobs) and len(completion.logprobs[index].top) == 2:
-        (_, best), (_, second) = completion.logprobs[index].top
-        gap = f"{best - second:.2e}"
-    return (
-        f"{plain.prompt.name}: answers differ from generated token {index} on; "
-        f"gap between the two best logprobs there: {gap}"
-    )
+    gap = completion.logprobs[index].gap if index < len(completion.logprobs) else None
+    return f"{plain.prompt.name}: answers differ from generated token {index} on; {describe_gap(gap)}"
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

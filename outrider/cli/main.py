@@ -20,6 +20,7 @@ COMMANDS = {
     "top": "show the cluster's nodes, load and rates on the terminal, live",
     "bench": "run a load test",
     "profile": "show where the time of a running node's steps goes",
+    "replay": "compute a kept answer again and compare token by token; exit status 1 if it differs",
     "train-head": "train a drafter head for a model; needs no data",
     "fetch": "download and verify the models; also validates every setting",
     "probe": "check a service's health; exit status 0 if it serves",

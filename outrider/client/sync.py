@@ -68,6 +68,10 @@ class GenerateStream(BaseStream):
         if self._cancelled.is_set():  # meanwhile: `cancel` has seen the call before
             self._call.cancel()
 
+    def trailers(self) -> dict[str, str]:
+        """Figures at the end of the last call (docs/protocol.md). Waits for it; a call that was cancelled has none."""
+        return {key: value for key, value in self._call.trailing_metadata() or () if isinstance(value, str)}
+
     def cancel(self) -> None:
         """Stops the request everywhere. Idempotent."""
         was_cancelled = self._cancelled.is_set()

@@ -1,14 +1,10 @@
 """Answers kept in files: what training takes from a cluster, and what a decode node keeps of its traffic. Torch-free.
 
-A line is one answer as JSON, with token ids in place of text. Each writer begins files of its own, and another one
-after an error, so that a kill or a full disk leaves at most a last line without its end, which readers pass over. All
-writers of a folder share its bound: whoever begins a file removes the oldest.
+A line is one answer as JSON, with token ids in place of text.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import time
@@ -17,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from outrider.errors import ConfigError
+from outrider.segment_files import SegmentWriter
 
 SUFFIX = ".answers.jsonl"
-FILES_IN_BOUND = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,42 +51,19 @@ class AnswerWriter:
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         """Raises: OSError where the folder cannot be made."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._descriptor: int | None = None
-        self._num_bytes = 0  # of the open file
+        self._segments = SegmentWriter(
+            folder,
+            pattern=f"*{SUFFIX}",
+            next_name=lambda: f"{time.time_ns():020}-{os.getpid()}{SUFFIX}",
+            max_bytes=max_bytes,
+        )
 
     def append(self, answer: KeptAnswer) -> None:
         """The line is the system's when this returns: it outlives the process. Raises: OSError."""
-        line = answer.to_line().encode("ascii")
-        if self._num_bytes + len(line) > self._max_bytes // FILES_IN_BOUND:
-            self.close()
-        if self._descriptor is None:
-            self._descriptor = self._begin_file(len(line))
-        try:
-            if os.write(self._descriptor, line) < len(line):
-                raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError:
-            self.close()
-            raise
-        self._num_bytes += len(line)
+        self._segments.append(answer.to_line().encode("ascii"))
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _begin_file(self, num_bytes: int) -> int:
-        held = self._max_bytes - max(num_bytes, self._max_bytes // FILES_IN_BOUND)
-        for path in reversed(_files(self._folder)):  # newest first
-            with contextlib.suppress(FileNotFoundError):  # another writer has removed it
-                held -= path.stat().st_size
-                if held < 0:
-                    path.unlink()
-        path = self._folder / f"{time.time_ns():020}-{os.getpid()}{SUFFIX}"
-        self._num_bytes = 0
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._segments.close()
 
 
 def read_answers(folder: Path) -> Iterator[KeptAnswer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 
 from outrider.errors import ConfigError
 from router.store.address import MEMORY, ValkeyAddress
@@ -27,18 +28,21 @@ def make_store(
     """
     if url == MEMORY:
         return None
+    address = store_address(url, environ)
+    from router.store.valkey import ValkeyAnswerStore
+
+    return ValkeyAnswerStore(address, owner=owner, timeout_seconds=timeout_seconds, lease_seconds=lease_seconds)
+
+
+def store_address(url: str, environ: Mapping[str, str] = os.environ) -> ValkeyAddress:
+    """A store's, with the password in the environment. Raises: ConfigError, also without the Valkey client."""
     try:
         address = ValkeyAddress.parse(url)
     except ValueError as error:
         raise ConfigError(f"router.{error}") from error
-    if password := environ.get(PASSWORD_VARIABLE):
-        address = replace(address, password=password)
-    try:
-        from router.store.valkey import ValkeyAnswerStore
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "valkey":
-            raise
+    if find_spec("valkey") is None:
         raise ConfigError(
             f"router.store = {address} needs the Valkey client: in the source tree, run pip install '.[store]'"
-        ) from error
-    return ValkeyAnswerStore(address, owner=owner, timeout_seconds=timeout_seconds, lease_seconds=lease_seconds)
+        )
+    password = environ.get(PASSWORD_VARIABLE)
+    return replace(address, password=password) if password else address

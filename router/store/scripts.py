@@ -110,3 +110,19 @@ local fields = redis.call('HMGET', KEYS[1], 'owner', 'finished')
 if not fields[1] or fields[2] then return 0 end
 return redis.call('HSETNX', KEYS[1], 'aborted', 1)
 """)
+
+# KEYS: the index of all receipts (ids by the server's time), this receipt. ARGV: id, receipt, lifetime, most receipts,
+# and what the keys of receipts begin with. They share a slot, as the index has to be cut and its receipts with it.
+ADD_RECEIPT = Script("""
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[3])
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1 - ARGV[4])) do
+  redis.call('DEL', ARGV[5] .. id)
+  redis.call('ZREM', KEYS[1], id)
+end
+return 1
+""")

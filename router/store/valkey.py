@@ -32,14 +32,12 @@ MAX_SPANS_PER_SCRIPT = 1000
 """While a script runs, the server answers nobody else."""
 
 
-class ValkeyAnswerStore:
-    """An `AnswerStore` on a server. Connects on first use, and again after a loss."""
+class ValkeyServer:
+    """Connections to a server. Connects on first use, and again after a loss."""
 
-    def __init__(self, address: ValkeyAddress, *, owner: bytes, timeout_seconds: float, lease_seconds: float) -> None:
+    def __init__(self, address: ValkeyAddress, *, timeout_seconds: float) -> None:
         self.name = str(address)
-        self._owner = owner
         self._timeout_seconds = timeout_seconds
-        self._lease_ms = _milliseconds(lease_seconds)
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._pool = ConnectionPool(
             connection_class=SSLConnection if address.is_tls else Connection,
@@ -54,6 +52,45 @@ class ValkeyAnswerStore:
             **({"ssl_check_hostname": True} if address.is_tls else {}),
         )
         self._server: Any = Valkey(connection_pool=self._pool)  # its methods' annotations allow text arguments only
+
+    async def close(self) -> None:
+        async with self._answering():
+            await self._pool.disconnect()
+
+    async def _run_pipeline(self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+        """One script for many (keys, arguments), in one round trip. Raises: StoreError."""
+        if not calls:
+            return []
+        async with self._answering():
+            pipeline = self._server.pipeline(transaction=False)
+            pipeline.script_load(script.body)  # every time: the server may have been restarted
+            for keys, arguments in calls:
+                pipeline.evalsha(script.sha1, len(keys), *keys, *arguments)
+            answers: list[Any] = await pipeline.execute(raise_on_error=False)
+            for answer in answers:
+                if isinstance(answer, ResponseError):
+                    raise answer  # as it is: the pipeline's own errors quote the command
+            return answers[1:]
+
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """The timeout around one exchange. Raises: StoreError for whatever goes wrong in it."""
+        try:
+            async with asyncio.timeout(self._timeout_seconds), self._slots:
+                yield
+        except TimeoutError as error:
+            raise StoreError(f"{self.name} did not answer within {self._timeout_seconds} s") from error
+        except (ValkeyError, OSError) as error:
+            raise StoreError(f"{self.name}: {error}") from error
+
+
+class ValkeyAnswerStore(ValkeyServer):
+    """An `AnswerStore` on a server."""
+
+    def __init__(self, address: ValkeyAddress, *, owner: bytes, timeout_seconds: float, lease_seconds: float) -> None:
+        super().__init__(address, timeout_seconds=timeout_seconds)
+        self._owner = owner
+        self._lease_ms = _milliseconds(lease_seconds)
 
     async def create(self, stored: StoredRequest) -> None:
         fields: tuple[str | bytes | int, ...] = (
@@ -137,10 +174,6 @@ class ValkeyAnswerStore:
     async def request_abort(self, request_id: str) -> bool:
         return bool(await self._run(scripts.REQUEST_ABORT, request_id))
 
-    async def close(self) -> None:
-        async with self._answering():
-            await self._pool.disconnect()
-
     async def _run(self, script: Script, request_id: str, *arguments: str | bytes | int) -> Any:
         """One script for one request. Raises: StoreError."""
         keys = _keys(request_id)
@@ -149,30 +182,9 @@ class ValkeyAnswerStore:
 
     async def _run_many(self, script: Script, calls: Sequence[tuple[str, Sequence[str | bytes | int]]]) -> list[Any]:
         """One script for many requests, in one round trip. Raises: StoreError."""
-        if not calls:
-            return []
-        async with self._answering():
-            pipeline = self._server.pipeline(transaction=False)
-            pipeline.script_load(script.body)  # every time: the server may have been restarted
-            for request_id, arguments in calls:
-                keys = _keys(request_id)
-                pipeline.evalsha(script.sha1, len(keys), *keys, self._owner, *arguments)
-            answers: list[Any] = await pipeline.execute(raise_on_error=False)
-            for answer in answers:
-                if isinstance(answer, ResponseError):
-                    raise answer  # as it is: the pipeline's own errors quote the command
-            return answers[1:]
-
-    @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        """The timeout around one exchange. Raises: StoreError for whatever goes wrong in it."""
-        try:
-            async with asyncio.timeout(self._timeout_seconds), self._slots:
-                yield
-        except TimeoutError as error:
-            raise StoreError(f"{self.name} did not answer within {self._timeout_seconds} s") from error
-        except (ValkeyError, OSError) as error:
-            raise StoreError(f"{self.name}: {error}") from error
+        return await self._run_pipeline(
+            script, [(_keys(request_id), (self._owner, *arguments)) for request_id, arguments in calls]
+        )
 
 
 def _keys(request_id: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 
+from outrider.node_stamp import NodeStamp, stamps_from_text, stamps_to_text
 from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
 from tests.router.conftest import PATIENCE_SECONDS
@@ -43,6 +44,19 @@ async def test_an_answer_says_its_tokens_ttft_and_acceptance_length(cluster, cal
     assert trailers[TOKENS] == "18"
     assert float(trailers[TTFT]) == pytest.approx(metrics.ttft_seconds * 1e3, abs=0.06)
     assert float(trailers[ACCEPTANCE_LENGTH]) == metrics.speculative_decoding.mean_acceptance_length == 3.0
+
+
+async def test_an_answer_names_the_nodes_that_worked_on_it(cluster, call):
+    cluster.decode.name = "a node; of \x00 ünusual name" + 200 * "!"
+    await cluster.serve()
+    trailers, _, _ = await finish(call(max_tokens=8))
+    decode, prefill = stamps_from_text(trailers["outrider-nodes"])
+    assert decode == NodeStamp(("a_node__of____nusual_name" + 200 * "!")[:100], "decode", "fake", "exact (fake)")
+    assert prefill == NodeStamp("prefill-0", "prefill", "fake", "exact (fake)")
+    many = [NodeStamp(f"node-{number}", "decode", "fake", "exact (fake)") for number in range(100)]
+    text = stamps_to_text(many)
+    assert 900 < len(text) <= 1024
+    assert list(stamps_from_text(text)) == many[: len(stamps_from_text(text))]
 
 
 async def test_what_was_not_measured_is_left_out(cluster, call):

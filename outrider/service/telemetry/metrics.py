@@ -302,6 +302,9 @@ class RouterMetrics:
         self._mismatches = family.counter(
             "outrider:token_mismatches", "Positions for which two nodes computed different tokens."
         )
+        self.add_lost_receipts = family.counter(
+            "outrider:receipts_lost", "Receipts of answers that could not be kept."
+        ).inc
         self.observe_move_gap = family.histogram(
             "outrider:move_gap_seconds", "Last token before a move to the first one after it.", MOVE_GAP_BUCKETS
         ).observe

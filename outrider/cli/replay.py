@@ -1,0 +1,162 @@
+"""`outrider replay`: computes the answer of a receipt again and compares (docs/replay.md)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from outrider.cli.config import sections_of
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.client import Client
+from outrider.client.replay import Difference, check_model, describe_gap, replay, why_not_replayable
+from outrider.config.arguments import add_settings_arguments, load_arguments
+from outrider.config.values import without_passwords
+from outrider.errors import ConfigError, InvalidRequestError, MismatchError, NotFoundError, OutriderError
+from outrider.node_stamp import NodeStamp
+from outrider.receipt import ABORTED, FAILED, Receipt
+from outrider.receipt_files import find_receipt, read_receipts
+
+STORE_SECONDS = 10.0
+"""How long the store may take to find a receipt."""
+IDENTICAL, DIFFERENT, NOT_REPLAYABLE = 0, 1, 3
+"""Exit statuses. 1 is also that of every error."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "receipt", metavar="ID|FILE", help="a request id, or a file with receipts, each of which is replayed"
+    )
+    add_target_argument(parser, flag="--against")
+    parser.add_argument(
+        "--receipts",
+        metavar="DIR|valkey://URL",
+        help="where the receipt of an ID is: a directory, or a store; default: router.receipts",
+    )
+    add_settings_arguments(parser, os.environ)
+    add_connection_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit status: of several receipts, DIFFERENT before NOT_REPLAYABLE."""
+    path = Path(arguments.receipt)
+    receipts: Iterable[Receipt] = read_receipts(path) if path.is_file() else [_find(arguments)]
+    results: Counter[int] = Counter()
+    with Client(arguments.target, tls=read_tls(arguments), token=read_token(arguments)) as client:
+        for receipt in receipts:
+            try:
+                results[_replay(client, receipt)] += 1
+            except (MismatchError, InvalidRequestError) as error:  # the next one may do
+                sys.stdout.write(f"{receipt.request_id}: error: {error}\n")
+                results[DIFFERENT] += 1
+            sys.stdout.flush()
+    if not results:
+        raise NotFoundError(f"{path} has no receipt")
+    if path.is_file():
+        sys.stdout.write(
+            f"replay: receipts={results.total()} identical={results[IDENTICAL]} different={results[DIFFERENT]} "
+            f"not_replayable={results[NOT_REPLAYABLE]}\n"
+        )
+    return next(status for status in (DIFFERENT, NOT_REPLAYABLE, IDENTICAL) if results[status])
+
+
+def _replay(client: Client, receipt: Receipt) -> int:
+    """Returns the exit status. Raises: OutriderErrors."""
+    name = receipt.request_id
+    if reason := why_not_replayable(receipt):
+        sys.stdout.write(f"{name}: cannot be replayed: {reason}\n")
+        return NOT_REPLAYABLE
+    check_model(receipt, client.model())
+    if inexact := sorted({node.numerics for node in receipt.nodes if not node.numerics.startswith("exact (")}):
+        sys.stderr.write(
+            f"outrider replay: {name}: a difference is to be expected, as the numerics were {' and '.join(inexact)}\n"
+        )
+    result = replay(client, receipt, on_tokens=_progress_of(receipt))
+    counts = f"{result.num_tokens} tokens, {result.num_samples} samples"
+    cut = {ABORTED: " of an answer that was aborted", FAILED: f" of an answer that failed ({receipt.error})"}
+    if not result.differences:
+        sys.stdout.write(f"{name}: identical: {counts}{cut.get(receipt.end, '')}\n")
+        return IDENTICAL
+    sys.stdout.write(f"{name}: different in {len(result.differences)} of {result.num_samples} samples\n")
+    for difference in result.differences:
+        sys.stdout.write(f"  {_describe(client, difference)}\n")
+    for line in _node_lines(receipt, result.nodes):
+        sys.stdout.write(f"  {line}\n")
+    return DIFFERENT
+
+
+def _describe(client: Client, found: Difference) -> str:
+    expected, computed = (_token_text(client, token_id) for token_id in (found.expected, found.computed))
+    return (
+        f"sample {found.sample}, position {found.position} (generated token {found.index}): expected {expected}, "
+        f"computed {computed}; {describe_gap(found.gap)}"
+    )
+
+
+def _token_text(client: Client, token_id: int | None) -> str:
+    if token_id is None:
+        return "the end"
+    try:
+        return f"{token_id} {client.detokenize([token_id], skip_special_tokens=False)!r}"
+    except OutriderError:  # a receipt may have any number
+        return str(token_id)
+
+
+def _node_lines(receipt: Receipt, nodes: tuple[NodeStamp, ...]) -> Iterator[str]:
+    """What differed between the nodes then and now."""
+    if not nodes:
+        yield "the router does not say which nodes computed it now"
+        return
+    is_alike = True
+    for what in ("numerics", "version"):
+        then, now = (sorted({f"{node.role} {getattr(node, what)}" for node in each}) for each in (receipt.nodes, nodes))
+        if then != now:
+            is_alike = False
+            yield f"{what} then: {', '.join(then)}; now: {', '.join(now)}"
+    if is_alike:
+        yield f"numerics and versions of the nodes are the same: {', '.join(map(str, nodes))}"
+
+
+def _progress_of(receipt: Receipt) -> Callable[[int], None]:
+    """Shows how far it is, on a terminal."""
+    total = sum(len(sample.token_ids) for sample in receipt.samples)
+
+    def show(num_tokens: int) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{num_tokens} of {total} tokens\r")
+
+    return show
+
+
+def _find(arguments: argparse.Namespace) -> Receipt:
+    """By its id. Raises: OutriderErrors."""
+    where, request_id = arguments.receipts, arguments.receipt
+    if where is None:
+        config = load_arguments(arguments, sections_of("router"), role="router").sections["router"]
+        where = config.store if config.receipts == "store" else config.receipts
+    if not where:
+        raise ConfigError(f"{request_id} is no file; to find its receipt, set router.receipts or --receipts")
+    if "://" in where:
+        receipt = asyncio.run(_find_in_store(where, request_id))
+    else:
+        receipt = find_receipt(Path(where).expanduser(), request_id)
+    if receipt is None:
+        raise NotFoundError(f"there is no receipt of request {request_id!r} in {without_passwords(where)}")
+    return receipt
+
+
+async def _find_in_store(url: str, request_id: str) -> Receipt | None:
+    from router.receipts.valkey import ValkeyReceipts
+    from router.store.factory import store_address
+
+    store = ValkeyReceipts(store_address(url), timeout_seconds=STORE_SECONDS)
+    line = await store.find(request_id)
+    await store.close()
+    try:
+        return None if line is None else Receipt.from_line(line)
+    except ValueError as error:
+        raise ConfigError(f"{store.name}: the receipt of request {request_id!r} is damaged: {error}") from error

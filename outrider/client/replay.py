@@ -1,0 +1,159 @@
+"""Has the answer of a receipt computed again, without drafts, and compares token by token (`outrider replay`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.answer import Delta
+from outrider.client.sync import Client
+from outrider.errors import AbortedError, InvalidRequestError, MismatchError
+from outrider.node import Model
+from outrider.node_stamp import NODES_KEY, NodeStamp, stamps_from_text
+from outrider.receipt import Receipt, ReceiptSample
+from outrider.request import VerificationMethod
+from outrider.v1 import router_pb2
+from outrider.wire.enums import VERIFICATION_METHODS
+from outrider.wire.receipt import request_from_receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first token of a sample that is not the receipt's; what follows it cannot be compared."""
+
+    sample: int
+    position: int  # as the contract counts
+    index: int  # of the tokens that the receipt's call made
+    expected: int | None  # the receipt's token; None: its answer had ended
+    computed: int | None  # None: the answer has ended
+    gap: float | None  # of the two best tokens' logprobs there, as the sampler saw them; None: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    num_tokens: int  # that are the receipt's, of all samples
+    num_samples: int
+    differences: tuple[Difference, ...]  # at most one a sample
+    nodes: tuple[NodeStamp, ...]  # that computed it now; empty where the router does not say
+
+
+def why_not_replayable(receipt: Receipt) -> str:
+    """Empty: it is. Raises: InvalidRequestError for a receipt that is damaged."""
+    method = VERIFICATION_METHODS.known_from_proto(_request_of(receipt).speculation.method)
+    if method is VerificationMethod.COUPLED:
+        return ""
+    label = "a method that this version does not know" if method is None else method.label
+    return f"its drafts were verified by {label}, so that its tokens depend on drafts, which are not kept"
+
+
+def check_model(receipt: Receipt, served: Model) -> None:
+    """Raises: MismatchError."""
+    if receipt.model.fingerprint != served.fingerprint:
+        raise MismatchError(
+            f"request {receipt.request_id!r} was answered by {receipt.model.name} in {receipt.model.dtype} with "
+            f"fingerprint {receipt.model.fingerprint}; served is {served.name} in {served.dtype} with fingerprint "
+            f"{served.fingerprint}, whose tokens cannot be compared"
+        )
+
+
+def replay(
+    client: Client, receipt: Receipt, *, on_tokens: Callable[[int], None] = lambda _num_tokens: None
+) -> Replayed:
+    """Stops the request once every sample has differed, or all of the receipt's tokens are compared.
+
+    `on_tokens` is told how many were alike so far. Raises: OutriderErrors.
+    """
+    request = _request_of(receipt)
+    for field in ("request_id", "model", "priority", "resume_window", "output"):  # of which no token depends
+        request.ClearField(field)
+    request.speculation.enabled = False
+    request.output.top_logprobs = 2
+    request.output.logprobs_mode = router_pb2.LOGPROBS_MODE_SAMPLED
+    request.output.token_ids_only = True
+    samples = [_Comparison(index, sample) for index, sample in enumerate(receipt.samples)]
+    was_stopped = False
+    with client.generate_message(request) as stream:
+        for delta in stream:
+            if delta.sample < len(samples):
+                samples[delta.sample].take(delta)
+            on_tokens(sum(sample.num_alike for sample in samples))
+            if not was_stopped and all(sample.has_ended for sample in samples):
+                was_stopped = True
+                client.abort(stream.request_id)  # so that its end comes with its figures; a cancelled call has none
+        trailers = stream.trailers()
+    for sample in samples:
+        finished = stream.finished.get(sample.index)
+        if not sample.has_ended and (finished is None or finished.reason.value == "aborted"):
+            raise AbortedError(f"the replay of request {receipt.request_id!r} was aborted")
+        sample.end()
+    return Replayed(
+        num_tokens=sum(sample.num_alike for sample in samples),
+        num_samples=len(samples),
+        differences=tuple(sample.difference for sample in samples if sample.difference is not None),
+        nodes=stamps_from_text(trailers.get(NODES_KEY, "")),
+    )
+
+
+class _Comparison:
+    """Of one sample."""
+
+    def __init__(self, index: int, expected: ReceiptSample) -> None:
+        self.index = index
+        self.num_alike = 0
+        self.difference: Difference | None = None
+        self._expected = expected
+
+    @property
+    def has_ended(self) -> bool:
+        """There is no more to compare. What follows the tokens of an answer that was cut is not known."""
+        is_cut = not self._expected.is_whole and self.num_alike == len(self._expected.token_ids)
+        return is_cut or self.difference is not None
+
+    def take(self, delta: Delta) -> None:
+        for offset, token_id in enumerate(delta.token_ids):
+            if self.has_ended:
+                return
+            if token_id == self._next():
+                self.num_alike += 1
+            else:
+                gap = delta.logprobs[offset].gap if offset < len(delta.logprobs) else None
+                self._differ(token_id, gap)
+
+    def end(self) -> None:
+        """Nothing more is computed."""
+        if not self.has_ended and self._next() is not None:
+            self._differ(None, None)
+
+    def _next(self) -> int | None:
+        known = self._expected.token_ids
+        return known[self.num_alike] if self.num_alike < len(known) else None
+
+    def _differ(self, computed: int | None, gap: float | None) -> None:
+        self.difference = Difference(
+            sample=self.index,
+            position=self._expected.start_position + self.num_alike,
+            index=self.num_alike,
+            expected=self._next(),
+            computed=computed,
+            gap=gap,
+        )
+
+
+def describe_gap(gap: float | None) -> str:
+    """How close the choice of a token was."""
+    return f"gap between the two best logprobs there: {'unknown' if gap is None else f'{gap:.2e}'}"
+
+
+def _request_of(receipt: Receipt) -> router_pb2.GenerateRequest:
+    """Raises: InvalidRequestError for a receipt that is damaged."""
+    try:
+        request = request_from_receipt(receipt.request)
+        num_samples = request.sampling.n if request.sampling.HasField("n") else 1
+        start = len(request.token_ids.ids) + len(request.generated_token_ids)
+        if len(receipt.samples) != num_samples:
+            raise ValueError(f"{num_samples} samples were asked for, it has {len(receipt.samples)}")
+        if any(sample.start_position != start for sample in receipt.samples):
+            raise ValueError(f"its samples do not begin at position {start}")
+    except ValueError as error:
+        raise InvalidRequestError(f"the receipt of request {receipt.request_id!r}: {error}", field="receipt") from error
+    return request

@@ -1,0 +1,50 @@
+"""Which nodes worked on a request, as its receipt and its trailers name them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NODES_KEY = "outrider-nodes"
+"""The trailer that has `stamps_to_text`."""
+MAX_TEXT = 1024
+"""Characters of `stamps_to_text`: trailers share 8 KiB with a status's details."""
+_MAX_PART = 100
+"""Characters of one part of a stamp in a text: a node may say anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStamp:
+    """A node as it was when it worked on a request. What another one must equal to compute the same tokens."""
+
+    name: str
+    role: str  # "prefill", "decode"
+    version: str
+    numerics: str
+
+    def __str__(self) -> str:
+        """On one line of printable ASCII, without semicolons; spaces in the last part only."""
+        name, role, version = (re.sub(r"[^!-:<-~]", "_", part)[:_MAX_PART] or "-" for part in self._parts[:3])
+        return f"{name} {role} {version} {re.sub(r'[^ -:<-~]', '_', self.numerics)[:_MAX_PART] or '-'}"
+
+    @property
+    def _parts(self) -> tuple[str, str, str, str]:
+        return self.name, self.role, self.version, self.numerics
+
+
+def stamps_to_text(stamps: Iterable[NodeStamp]) -> str:
+    """At most `MAX_TEXT` characters of printable ASCII; nodes that do not fit are left out."""
+    text = ""
+    for stamp in stamps:
+        longer = f"{text}; {stamp}" if text else str(stamp)
+        if len(longer) > MAX_TEXT:
+            break
+        text = longer
+    return text
+
+
+def stamps_from_text(text: str) -> tuple[NodeStamp, ...]:
+    """What `stamps_to_text` wrote; parts that are not of its form are passed over."""
+    found = (part.split(" ", 3) for part in text.split("; "))
+    return tuple(NodeStamp(*parts) for parts in found if len(parts) == 4)

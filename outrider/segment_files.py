@@ -1,0 +1,71 @@
+"""Lines kept in files of one folder, within a bound: what routers and decode nodes keep of their answers.
+
+Each writer begins files of its own, and another one after an error, so that a kill or a full disk leaves at most a last
+line without its end, which readers pass over. All writers of a folder share its bound: whoever begins a file removes
+the oldest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+SEGMENTS_IN_BOUND = 16
+
+
+class SegmentWriter:
+    """Appends lines to files ("segments") of one folder, of at most `max_bytes` in all. One owner thread at a time.
+
+    While several writers share the folder, each may go beyond the bound by what its open segment still takes.
+    """
+
+    def __init__(self, folder: Path, *, pattern: str, next_name: Callable[[], str], max_bytes: int) -> None:
+        """`pattern` finds the segments of all writers; `next_name` names ours. Raises: OSError where there is no folder
+
+        and none can be made.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._pattern = pattern
+        self._next_name = next_name
+        self._max_bytes = max_bytes
+        self._descriptor: int | None = None
+        self._num_bytes = 0  # of the open segment
+
+    def append(self, line: bytes) -> None:
+        """The line is the system's when this returns: it outlives the process. Raises: OSError."""
+        is_full = self._num_bytes + len(line) > self._max_bytes // SEGMENTS_IN_BOUND
+        if is_full or (self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0):
+            self.close()  # full, or another writer has removed it
+        if self._descriptor is None:
+            self._descriptor = self._begin_segment(len(line))
+        try:
+            if os.write(self._descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            self.close()
+            raise
+        self._num_bytes += len(line)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _begin_segment(self, num_bytes: int) -> int:
+        held = self._max_bytes - max(num_bytes, self._max_bytes // SEGMENTS_IN_BOUND)
+        found: list[tuple[int, str, int, Path]] = []
+        for path in self._folder.glob(self._pattern):
+            with contextlib.suppress(FileNotFoundError):  # another writer has removed it
+                status = path.stat()
+                found.append((status.st_mtime_ns, path.name, status.st_size, path))
+        for _, _, size, path in sorted(found, reverse=True):  # newest first
+            held -= size
+            if held < 0:
+                path.unlink(missing_ok=True)
+        self._num_bytes = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(self._folder / self._next_name(), flags, 0o600)

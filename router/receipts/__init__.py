@@ -1,0 +1,1 @@
+"""Receipts of answers, for `outrider replay`. Read base.py first."""

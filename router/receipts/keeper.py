@@ -1,0 +1,174 @@
+"""Makes the receipts of answers that have ended, and has them written behind the token path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from outrider import __version__
+from outrider.node import ModelInfo
+from outrider.receipt import ABORTED, FAILED, WHOLE, Receipt, ReceiptModel, ReceiptRouter, ReceiptSample
+from outrider.request import Request
+from outrider.service.telemetry.logging import get_logger
+from outrider.v1 import router_pb2
+from outrider.wire.receipt import request_to_receipt
+from router.answer import Answer
+from router.receipts.base import ReceiptLine, ReceiptSink
+from router.request_figures import RequestFigures
+from router.request_parsing import complete_proto
+
+MAX_WAITING = 256
+MAX_WAITING_TOKENS = 1 << 22
+MAX_BATCH = 64
+STOP_SECONDS = 1.0
+"""How long the router's stop waits for receipts to be written."""
+TAKEN_OVER = "RESUMED_ELSEWHERE"
+"""Why an answer fails that another router has taken over: that one makes the receipt."""
+
+_log = get_logger("receipts")
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """All of a receipt; its line is made in a thread."""
+
+    proto: router_pb2.GenerateRequest  # as the client sent it
+    request: Request
+    receipt: Receipt  # without the request
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + sum(len(sample.token_ids) for sample in self.receipt.samples)
+
+    def line(self) -> ReceiptLine:
+        request = request_to_receipt(complete_proto(self.proto, self.request))
+        return ReceiptLine(self.receipt.request_id, replace(self.receipt, request=request).to_line())
+
+
+def end_request(
+    proto: router_pb2.GenerateRequest, answer: Answer, figures: RequestFigures, model: ModelInfo, *, router: str
+) -> EndedRequest:
+    """What is known of an answer when nothing more comes of it. `router` is the router's name."""
+    timeline, now = figures.timeline, time.monotonic()
+    failure = answer.failure
+    is_whole = answer.summary is not None and all(sample.is_whole for sample in answer.samples)
+    receipt = Receipt(
+        request_id=answer.request.request_id,
+        ended_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+        end=FAILED if failure is not None else WHOLE if is_whole else ABORTED,
+        error="" if failure is None else failure.reason,
+        e2e_seconds=round((timeline.ended_at or now) - timeline.arrived_at, 6),
+        num_moves=timeline.num_moves,
+        router=ReceiptRouter(name=router, version=__version__),
+        model=ReceiptModel(name=model.name, revision=model.revision, fingerprint=model.fingerprint, dtype=model.dtype),
+        nodes=tuple(timeline.stamps),
+        request={},
+        samples=tuple(
+            ReceiptSample(
+                start_position=sample.start_position,
+                finish_reason="" if sample.finished is None else sample.finished.reason.value,
+                token_ids=tuple(sample.token_ids_from(sample.start_position)),
+            )
+            for sample in answer.samples
+        ),
+    )
+    return EndedRequest(proto, answer.request, receipt)
+
+
+class NoReceipts:
+    """`router.receipts` is empty."""
+
+    def keep(
+        self, proto: router_pb2.GenerateRequest, answer: Answer, figures: RequestFigures, model: ModelInfo
+    ) -> None:
+        """Keeps nothing."""
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+
+class ReceiptKeeper:
+    """A short queue, and a task that has it written. What does not fit, as with a slow disk, is dropped and counted.
+
+    Owned by the event loop.
+    """
+
+    def __init__(self, sink: ReceiptSink, *, router: str, on_lost: Callable[[int], None]) -> None:
+        """`router` is the router's name. `on_lost` is told how many receipts are lost."""
+        self._sink = sink
+        self._router = router
+        self._on_lost = on_lost
+        self._waiting: deque[EndedRequest] = deque()
+        self._num_waiting_tokens = 0
+        self._num_lost = 0  # since the last time that all were kept
+        self._num_writing = 0
+        self._is_stopping = False
+        self._wake = asyncio.Event()
+        self._work = asyncio.create_task(self._run(), name="receipts")
+
+    def keep(
+        self, proto: router_pb2.GenerateRequest, answer: Answer, figures: RequestFigures, model: ModelInfo
+    ) -> None:
+        """Once the request has ended, however it did. Nothing for one that was refused: it has no answer."""
+        if answer.started is None or (answer.failure is not None and answer.failure.reason == TAKEN_OVER):
+            return
+        ended = end_request(proto, answer, figures, model, router=self._router)
+        num_waiting_tokens = self._num_waiting_tokens + ended.num_tokens
+        if len(self._waiting) >= MAX_WAITING or (self._waiting and num_waiting_tokens > MAX_WAITING_TOKENS):
+            self._lose(1, "they come faster than they are written")
+            return
+        self._num_waiting_tokens = num_waiting_tokens
+        self._waiting.append(ended)
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """Writes what waits, for at most `STOP_SECONDS`."""
+        self._is_stopping = True
+        self._wake.set()
+        await asyncio.wait((self._work,), timeout=STOP_SECONDS)
+        if not self._work.done():
+            self._work.cancel()
+            self._lose(len(self._waiting) + self._num_writing, "the router stops")
+            return  # a disk that hangs has its file open
+        await self._sink.close()
+
+    async def _run(self) -> None:
+        while self._waiting or not self._is_stopping:
+            self._wake.clear()
+            if not self._waiting:
+                await self._wake.wait()
+                continue
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
+            self._num_waiting_tokens -= sum(ended.num_tokens for ended in batch)
+            self._num_writing = len(batch)
+            await self._write(batch)
+            self._num_writing = 0
+
+    async def _write(self, batch: list[EndedRequest]) -> None:
+        try:
+            lines = await asyncio.to_thread(lambda: [ended.line() for ended in batch])
+            lost = await self._sink.write(lines)
+        except Exception as error:  # noqa: BLE001 later ones are still to be kept
+            _log.exception("receipts could not be made", error=str(error))
+            lost = {"they could not be made": len(batch)}
+        for reason, number in lost.items():
+            self._lose(number, reason)
+        if self._num_lost and not lost and not self._waiting:
+            _log.info("receipts are kept again", receipts=self._sink.name, num_lost=self._num_lost)
+            self._num_lost = 0
+
+    def _lose(self, number: int, reason: str) -> None:
+        """Counts them; says so once, until all are kept again."""
+        if not number:
+            return
+        self._on_lost(number)
+        if not self._num_lost:
+            _log.warning("receipts are lost", receipts=self._sink.name, reason=reason)
+        self._num_lost += number
+
+
+Receipts = ReceiptKeeper | NoReceipts
