@@ -97,6 +97,10 @@ browser: ## Chromium, for the tests and pictures of the router's page, from Debi
 	{ $(APT) update && DEBIAN_FRONTEND=noninteractive $(APT) install --no-install-recommends chromium-headless-shell; } \
 		> "$$log" 2>&1 || echo "$$without $$(tail -1 "$$log")"
 
+.PHONY: pictures
+pictures: $(READY) browser ## The pictures of the router's page in docs/figures, of a cluster that is started for them
+	$(BIN)/python -m benchmarks.pictures
+
 FAULTS_ARGS ?=
 .PHONY: faults
 faults: $(READY) ## Every fault at every point of the protocol; writes docs/reliability.md (FAULTS_ARGS=--failed: again)
@@ -184,7 +188,7 @@ sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-b
 	$(BIN)/python checks/sanitize.py $(PYTEST_ARGS)
 
 .PHONY: references settings
-references: $(INSTALLED) ## Pages on settings, commands, metrics and messages, from the code, and drawn figures
+references: $(INSTALLED) ## Generate the pages on settings, command line, metrics and messages from the code
 	$(BIN)/python checks/references.py --write
 
 settings: references

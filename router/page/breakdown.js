@@ -12,7 +12,8 @@ export const PARTS = {
   moves: "moves",
   other: "elsewhere",
 };
-const NEGLIGIBLE = { share: 0.01, seconds: 0.01 }; // a part below both is not named
+const NAMED_SHARE = 0.01; // of the whole, from which on a part is named
+const NAMED_SECONDS = 0.01; // or this much, where the part has a cause of its own
 
 // The end of the record: of the request, or of what is known of it while it runs.
 export function endOf(record) {
@@ -116,7 +117,8 @@ function united(intervals) {
 export function sentence(record, times = breakdown(record)) {
   const whole = endOf(record);
   const main = Object.keys(times).reduce((most, part) => (times[part] > times[most] ? part : most));
-  const said = Object.keys(PARTS).filter((part) => part === main || times[part] >= Math.min(NEGLIGIBLE.seconds, NEGLIGIBLE.share * whole));
+  const isNamed = (part) => times[part] >= NAMED_SHARE * whole || (part !== "other" && times[part] >= NAMED_SECONDS);
+  const said = Object.keys(PARTS).filter((part) => part === main || isNamed(part));
   return said.map((part) => ({ text: phrase(part, times[part], record), isLargest: part === main }));
 }
 

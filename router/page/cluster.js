@@ -4,8 +4,9 @@ import { drawn, element, update } from "./dom.js";
 import { bytes, count, decimal, duration, percent, plural, seconds } from "./figures.js";
 
 const ROLES = ["prefill", "decode", "draft"];
-const COLUMNS = ["node", "state", "batch", "KV cache", "tokens/s", "acceptance length", "look-ahead hits", "KV sent", "step"];
+const COLUMNS = ["node", "state", "batch", "KV cache", "tokens/s", "acceptance length", "look-ahead hits", "KV traffic", "step"];
 const REMEMBERED = 60; // figures of tokens/s for the small curve of each node
+const FEWEST = 8; // figures of which a curve says anything
 const FULL = 0.9; // of the KV cache, from which on the bar says so
 
 // What is wrong with a node, worst first: [how bad, the word]; empty: nothing.
@@ -187,7 +188,7 @@ function kvBar(node) {
 }
 
 function sparkline(curve) {
-  if (!curve || curve.length < 3) return null;
+  if (!curve || curve.length < FEWEST) return null;
   const most = Math.max(...curve, 1e-9);
   const points = curve.map((value, index) => `${index + REMEMBERED - curve.length},${(15 - (14 * value) / most).toFixed(1)}`);
   return drawn(

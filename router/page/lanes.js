@@ -29,7 +29,7 @@ export function lanesOf(record, samples) {
     const rows = Math.max(1, ...packed.map((span) => span.row + 1));
     const whole = own.filter((span) => span.kind === "kv_transfer").map((span) => ({ ...plain(span), isFaint: packed.length > 0 }));
     const shown = [...whole, ...packed.map((span) => ({ ...span, rows }))];
-    lanes.push({ key: "kv", title: "KV frames", note: node, height: Math.max(SPAN_HEIGHT, rows * ROW_HEIGHT), spans: shown, steps: [] });
+    lanes.push({ key: "kv", title: "KV transfer", note: node, height: Math.max(SPAN_HEIGHT, rows * ROW_HEIGHT), spans: shown, steps: [] });
   }
 
   const decode = spans.filter((span) => span.kind === "decode");

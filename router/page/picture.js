@@ -5,7 +5,7 @@ import { drawn, update } from "./dom.js";
 import { bytes, count, largest, plural, seconds } from "./figures.js";
 import { outcome } from "./lanes.js";
 
-const LABELS = 132; // pixels, as all that follow
+const LABELS = 156; // pixels, as all that follow
 const NARROW_LABELS = 84;
 const NARROW = 640;
 const MARGIN = 12;
@@ -92,7 +92,7 @@ function laneGroup(lane, plot, view, end) {
 
 function shortened(text, width) {
   const most = Math.floor((width - 8) / 6.2);
-  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
+  return text.length > most ? `…${text.slice(1 - most)}` : text;
 }
 
 function spanPaths(lane, plot, view, end) {

@@ -13,7 +13,7 @@ const SHORTEST = 1e-4; // seconds that the whole width shows at least
 const LEGEND = [
   ["queue", "queue"],
   ["prefill", "prefill"],
-  ["kv", "KV frames"],
+  ["kv", "KV transfer"],
   ["own", "the target's own token"],
   ["accepted", "accepted draft token"],
   ["rejected", "rejected draft token"],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
 
 import pytest
 
 from tests.router.page.records import cluster, moved_request, node, request, span, step, summary
 from tests.router.page.stand_in import PAGE, StandIn, serving
 from tests.support import chromium
+from tests.support.html_tree import read
 
 pytestmark = [
     pytest.mark.chromium,
@@ -28,59 +28,6 @@ const note = (name, value) => {
 };
 """
 """Before what a user does; `note` keeps what is seen."""
-VOID = {"link", "meta", "img", "br", "input"}
-
-
-class Element:
-    def __init__(self, tag, attributes):
-        self.tag = tag
-        self.attributes = dict(attributes)
-        self.classes = (self.attributes.get("class") or "").split()
-        self.children = []
-
-    @property
-    def text(self):
-        return "".join(child if isinstance(child, str) else child.text for child in self.children)
-
-    def walk(self):
-        yield self
-        for child in self.children:
-            if not isinstance(child, str):
-                yield from child.walk()
-
-    def all(self, tag=None, *classes, **attributes):
-        """Those with this tag, these classes and these attributes; data_lane is data-lane."""
-        wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
-        return [
-            found
-            for found in self.walk()
-            if (tag is None or found.tag == tag)
-            and set(classes) <= set(found.classes)
-            and wanted.items() <= found.attributes.items()
-        ]
-
-    def one(self, tag=None, *classes, **attributes):
-        (found,) = self.all(tag, *classes, **attributes)
-        return found
-
-
-class Reader(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open = [Element("", ())]
-
-    def handle_starttag(self, tag, attributes):
-        element = Element(tag, attributes)
-        self.open[-1].children.append(element)
-        if tag not in VOID:
-            self.open.append(element)
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop().tag == tag
-
-    def handle_data(self, data):
-        self.open[-1].children.append(data)
 
 
 def title_of(page):
@@ -90,13 +37,6 @@ def title_of(page):
 
 def noted(page):
     return json.loads(page.one("body").attributes["data-noted"])
-
-
-def read(html):
-    reader = Reader()
-    reader.feed(html)
-    (root,) = reader.open
-    return root
 
 
 @pytest.fixture
