@@ -339,7 +339,7 @@ class DecodeLoop:
         verdicts = [
             apply_stop_conditions(
                 outcome,
-                num_draft_tokens=len(item.draft.token_ids),
+                item.draft,
                 stop_token_ids=item.sample.stop_token_ids,
                 num_tokens_left=item.sample.num_tokens_left,
             )

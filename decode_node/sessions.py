@@ -279,5 +279,6 @@ def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEven
             token_ids=tuple(chain.from_iterable(each.token_ids for each in tokens)),
             logprobs=tuple(chain.from_iterable(each.logprobs for each in tokens)),
             speculation=SpeculationCounts.total([each.speculation for each in tokens]),
+            rejected_draft_token_ids=tuple(chain.from_iterable(each.rejected_draft_token_ids for each in tokens)),
         )
     return merged

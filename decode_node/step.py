@@ -78,18 +78,21 @@ class Verdict(NamedTuple):
     stop_token_id: int | None
     num_draft_tokens: int
     num_accepted: int  # accepted draft tokens, those behind a stop included
+    rejected_token_ids: tuple[int, ...] = ()  # the other draft tokens, in the order of their rows
 
 
 def apply_stop_conditions(
-    verified: Verified, *, num_draft_tokens: int, stop_token_ids: frozenset[int], num_tokens_left: int
+    verified: Verified, draft: DraftTree, *, stop_token_ids: frozenset[int], num_tokens_left: int
 ) -> Verdict:
     """The accepted draft tokens and one token more, cut after the first token that ends the sample.
 
     On one token STOP wins over LENGTH. `num_tokens_left`: of max_tokens, at least 1.
     """
-    token_ids = verified.token_ids
+    token_ids, num_draft_tokens = verified.token_ids, len(draft.token_ids)
+    num_accepted = len(token_ids) - 1
+    rejected = _rejected(draft, verified) if num_accepted < num_draft_tokens else ()
     if len(token_ids) < num_tokens_left and stop_token_ids.isdisjoint(token_ids):
-        return Verdict(token_ids, _requested(verified.logprobs), None, None, num_draft_tokens, len(token_ids) - 1)
+        return Verdict(token_ids, _requested(verified.logprobs), None, None, num_draft_tokens, num_accepted, rejected)
     token_ids = token_ids[:num_tokens_left]
     reason = FinishReason.LENGTH if len(token_ids) == num_tokens_left else None
     stop_token_id = None
@@ -97,7 +100,13 @@ def apply_stop_conditions(
         end = next(index for index, token_id in enumerate(token_ids) if token_id in stop_token_ids)
         token_ids, reason, stop_token_id = token_ids[: end + 1], FinishReason.STOP, token_ids[end]
     logprobs = _requested(verified.logprobs[: len(token_ids)])
-    return Verdict(token_ids, logprobs, reason, stop_token_id, num_draft_tokens, verified.num_accepted)
+    return Verdict(token_ids, logprobs, reason, stop_token_id, num_draft_tokens, num_accepted, rejected)
+
+
+def _rejected(draft: DraftTree, verified: Verified) -> tuple[int, ...]:
+    if not draft.parents:
+        return draft.token_ids[verified.num_accepted :]
+    return tuple([token_id for index, token_id in enumerate(draft.token_ids) if index not in verified.path])
 
 
 def _requested(logprobs: tuple[TokenLogprobs | None, ...]) -> tuple[TokenLogprobs, ...]:
@@ -140,7 +149,12 @@ class StepReport:
                 verdict.num_draft_tokens, verdict.num_accepted, sequence.key in requested, sequence.key in hits
             )
             first = len(sequence.token_ids) - len(token_ids)
-            yield group, SampleTokens(group_id, sample.index, first, token_ids, verdict.logprobs, counts)
+            yield (
+                group,
+                SampleTokens(
+                    group_id, sample.index, first, token_ids, verdict.logprobs, counts, verdict.rejected_token_ids
+                ),
+            )
             if verdict.finish_reason is not None:
                 done = SampleDone(
                     sequence_group_id=group_id,

@@ -63,6 +63,28 @@ class PrefillCall:
         )
 
 
+MAX_TIMED_PARTS = 128
+"""Chunks, and groups of frames, whose times an answer tells one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedChunk:
+    """A part of the prompt in one forward pass. Seconds since the call's arrival at the node, as of `PushedKv`."""
+
+    start_seconds: float
+    end_seconds: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushedKv:
+    """The KV of one chunk and one group of layers, from its first frame's beginning to its last acknowledgement."""
+
+    start_seconds: float
+    end_seconds: float
+    kv_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFigures:
     """What one prefill took, for metrics only, and the logprobs that it was asked for."""
@@ -76,3 +98,6 @@ class PrefillFigures:
     transfer_seconds: float = 0.0
     exposed_seconds: float = 0.0
     prompt_logprobs: bytes = b""  # of scored_token_ids, packed (`outrider.wire.answer.pack_logprobs`)
+    call_seconds: float = 0.0  # from the call's arrival at the node to its answer
+    chunks: tuple[ComputedChunk, ...] = ()  # in order; at most MAX_TIMED_PARTS, as the next
+    pushed: tuple[PushedKv, ...] = ()

@@ -190,6 +190,7 @@ class SampleTokens(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     speculation: SpeculationCounts = NO_SPECULATION
+    rejected_draft_token_ids: tuple[int, ...] = ()  # in the order of their rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

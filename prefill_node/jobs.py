@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.profile import EndProfile, StartProfile
+from prefill_node.timed_parts import TimedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,7 @@ class PrefillJob:
 
     job_id: int  # unique in this process, rising
     call: PrefillCall
+    arrived_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class PushOutcome:
     kv_bytes: int = 0
     first_frame_at: float | None = None
     committed_at: float | None = None
+    pushed: tuple[TimedPart, ...] = ()  # amounts are bytes
     error: OutriderError | None = None
 
 

@@ -285,7 +285,7 @@ class PrefillLoop:
         self._keep_turn()
         for item in plan.scheduled:
             self._tasks[item.sequence.key].begin_compute()
-        rows = [chunk_rows(item) for item in plan.scheduled]
+        rows, started_at = [chunk_rows(item) for item in plan.scheduled], time.monotonic()
         try:
             logits = self._engine.forward(
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
@@ -296,6 +296,8 @@ class PrefillLoop:
             self._time.mark(Part.SAMPLING)
         finally:
             self._cpu_turns.give()
+        for item in plan.scheduled:
+            self._tasks[item.sequence.key].end_chunk(started_at, item.num_rows)
         self.prompt_tokens.add_computed(plan.num_rows)
         return self.progress.age_seconds() - age_before
 

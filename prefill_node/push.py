@@ -25,6 +25,7 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender import Sender
 from outrider.service.telemetry.logging import get_logger
 from prefill_node.jobs import PushOutcome
+from prefill_node.timed_parts import PushedParts, TimedPart
 
 log = get_logger("prefill_node")
 
@@ -79,6 +80,7 @@ class KvPush:
         self._sender: Sender | None = None
         self._is_interrupted = False
         self._first_frame_at: float | None = None
+        self._pushed = PushedParts()
         self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
 
     def start(self) -> None:
@@ -133,6 +135,7 @@ class KvPush:
         if is_interrupted:
             self._on_ended(PushOutcome(error=AbortedError("the push was cancelled")))
         else:
+            sender.when_acknowledged(self._pushed.acknowledge)
             sender.when_ended(lambda: self._items.put(None))  # a refusal ends the push while it waits for KV
             if self._read_from is not None:
                 self._on_read(self._has_read_held(sender, self._read_from))
@@ -155,6 +158,7 @@ class KvPush:
     def _push(self, sender: Sender) -> PushOutcome:
         error: OutriderError | None = None
         committed_at: float | None = None
+        pushed: tuple[TimedPart, ...] = ()
         try:
             for item in self._available(sender):
                 self._send(sender, item)
@@ -162,6 +166,7 @@ class KvPush:
             _raise_unless_committed(sender.commit())
             fault_point("prefill.committed")
             committed_at = time.monotonic()
+            pushed = self._pushed.settle(committed_at)
         except Exception as failure:  # noqa: BLE001 the border of the thread
             error = _as_ours(failure)
         return PushOutcome(
@@ -169,6 +174,7 @@ class KvPush:
             kv_bytes=sender.payload_bytes,
             first_frame_at=self._first_frame_at,
             committed_at=committed_at,
+            pushed=pushed,
             error=error,
         )
 
@@ -185,12 +191,14 @@ class KvPush:
             yield item
 
     def _send(self, sender: Sender, item: _Available) -> None:
+        started_at, num_bytes = time.monotonic(), sender.payload_bytes
         for region in self._cut(sender, item.planes, item.layers, item.start_token, item.end_token):
             payload = self._blocks.read(region, item.written)
             if self._first_frame_at is None:
                 self._first_frame_at = time.monotonic()
             fault_point("prefill.frame")
             sender.put(region, payload)
+        self._pushed.add(started_at, sender.payload_bytes - num_bytes, last_frame=sender.num_frames)
 
     def _cut(
         self, sender: Sender, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int

@@ -17,7 +17,7 @@ from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.tracing import NO_TRACER, TraceContext, Tracer
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
-from outrider.wire.prefill import CALL, FIGURES
+from outrider.wire.prefill import CALL, figures_to_proto
 from prefill_node.pending_jobs import PendingJobs
 from prefill_node.prefill_trace import traced
 
@@ -56,7 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             with traced(self._tracer, call, TraceContext.of_metadata(context.invocation_metadata())) as outcome:
                 figures = outcome.figures = await self._jobs.run(call)
             fault_point("prefill.answered")
-            return FIGURES.to_proto(figures)
+            return figures_to_proto(figures)
         raise AssertionError("rpc_errors ends the call")
 
 

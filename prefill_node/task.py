@@ -9,9 +9,10 @@ from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled
-from outrider.prefill import PrefillFigures
+from outrider.prefill import ComputedChunk, PrefillFigures, PushedKv
 from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
+from prefill_node.timed_parts import TimedPart, add_part
 
 MIN_READ_TOKENS = 64
 """Fewer are computed: reading them costs a round trip."""
@@ -32,6 +33,7 @@ class PrefillTask:
     num_computed_tokens: int = 0
     num_read_tokens: int = 0
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed, in pieces
+    chunks: list[TimedPart] = field(default_factory=list)  # computed; amounts are tokens
     compute_started_at: float | None = None
     compute_ended_at: float | None = None
 
@@ -101,6 +103,10 @@ class PrefillTask:
         if self.compute_started_at is None:
             self.compute_started_at = time.monotonic()
 
+    def end_chunk(self, started_at: float, num_tokens: int) -> None:
+        """So many tokens were computed in one forward pass, which is over."""
+        add_part(self.chunks, TimedPart(started_at, time.monotonic(), num_tokens))
+
     def end_compute(self) -> None:
         """The prompt is computed: the push has been offered all of it."""
         assert self.push is not None
@@ -115,7 +121,7 @@ class PrefillTask:
         exposed_from = self.compute_ended_at
         if outcome.first_frame_at is not None:
             exposed_from = max(exposed_from, outcome.first_frame_at)
-        started_at = self.compute_started_at
+        started_at, arrived_at = self.compute_started_at, self.job.arrived_at
         return PrefillFigures(
             num_cached_tokens=self.num_cached_tokens,
             num_computed_tokens=self.num_computed_tokens,
@@ -126,6 +132,9 @@ class PrefillTask:
             transfer_seconds=outcome.committed_at - first_frame_at,
             exposed_seconds=max(outcome.committed_at - exposed_from, 0.0),
             prompt_logprobs=b"".join(self.prompt_logprobs),
+            call_seconds=time.monotonic() - arrived_at,
+            chunks=tuple(ComputedChunk(start - arrived_at, end - arrived_at, num) for start, end, num in self.chunks),
+            pushed=tuple(PushedKv(start - arrived_at, end - arrived_at, num) for start, end, num in outcome.pushed),
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from outrider.answer import Finished, KvTransferMetrics, RequestMetrics, Summary, Usage
 from outrider.errors import OutriderError
 from outrider.node_stamp import NODES_KEY, stamps_to_text
-from outrider.prefill import PrefillFigures
+from outrider.prefill import ComputedChunk, PrefillFigures, PushedKv
 from outrider.request import FinishReason, Request, VerificationMethod
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
@@ -144,8 +144,20 @@ class AttemptFigures:
 
     def _place(self, span: Span, figures: PrefillFigures) -> None:
         """What the prefill node did within its call."""
+        ended_at = time.monotonic()
         span.num_tokens, span.num_bytes = figures.num_computed_tokens, figures.kv_bytes
         span.close(f"{figures.num_cached_tokens} tokens cached, {figures.num_read_tokens} read")
+        offset = max(ended_at - span.start - figures.call_seconds, 0.0) / 2  # the way there, if both are as long
+
+        def add(kind: SpanKind, part: ComputedChunk | PushedKv) -> Span:
+            start = min(span.start + offset + part.start_seconds, ended_at)
+            end = min(span.start + offset + part.end_seconds, ended_at)
+            return self.timeline.add_span(Span(kind, start, span.attempt, span.node, end=max(start, end)))
+
+        for chunk in figures.chunks:
+            add(SpanKind.PREFILL_CHUNK, chunk).num_tokens = chunk.num_tokens
+        for pushed in figures.pushed:
+            add(SpanKind.KV_FRAME, pushed).num_bytes = pushed.kv_bytes
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ MAX_STEPS = 100_000
 """Of all requests together: some 20 MB."""
 MAX_REQUEST_STEPS = 5_000
 """Of one request; those beyond are counted."""
+MAX_REJECTED = 256
+"""Draft tokens of one step."""
 MAX_REQUEST_SPANS = 1_000
 MAX_REQUEST_MOVES = 100
 """Of a request with more of them than nodes usually make, the first are kept."""
@@ -84,7 +86,8 @@ class Step(NamedTuple):
     num_wanted: int  # steps that wanted proposals: one, or none
     num_found: int  # of them, those that found a draft node's waiting
     batch: int  # sequences that ran on the node, by its last report
-    token_ids: tuple[int, ...]  # empty unless text may be shown
+    token_ids: tuple[int, ...]  # empty unless text may be shown, as the next
+    rejected_token_ids: tuple[int, ...]  # of the draft, in the order of their rows
 
 
 class Move(NamedTuple):
@@ -170,6 +173,7 @@ class Timeline:
             counts.num_hit_steps,
             batch,
             tokens.token_ids if self.keeps_tokens else (),
+            tokens.rejected_draft_token_ids[:MAX_REJECTED] if self.keeps_tokens else (),
         )
         self.steps.append(step)
 

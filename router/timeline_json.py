@@ -66,6 +66,7 @@ def step_json(step: Step, nodes: Sequence[str], arrived_at: float, text: TokenTe
     }
     if text is not None:
         values["tokens"] = list(map(text, step.token_ids))
+        values["rejected"] = list(map(text, step.rejected_token_ids))
     return values
 
 

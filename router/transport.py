@@ -20,7 +20,7 @@ from outrider.service.telemetry.tracing import TRACEPARENT
 from outrider.session import SequenceGroupCommand, SequenceGroupEvent
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, session_pb2, session_pb2_grpc
 from outrider.wire.node import REPORT, info_from_proto
-from outrider.wire.prefill import CALL, FIGURES
+from outrider.wire.prefill import CALL, figures_from_proto
 from outrider.wire.session import command_to_proto, report_message_from_proto
 
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -125,7 +125,7 @@ class NodeTransport:
         """Has a prefill node compute and push. Cancelling stops both."""
         metadata = ((TRACEPARENT, call.traceparent),) if call.traceparent else None
         try:
-            return FIGURES.from_proto(await self._prefill.Prefill(CALL.to_proto(call), metadata=metadata))
+            return figures_from_proto(await self._prefill.Prefill(CALL.to_proto(call), metadata=metadata))
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self._address) from error
 

@@ -93,6 +93,11 @@ class Sender:
         check_held(held, self._spec, region)
         writer.write(region, held.payload)
 
+    @property
+    def num_frames(self) -> int:
+        """That were put."""
+        return self._stream.num_frames
+
     def keep_alive(self) -> None:
         """Tells the receiver that the sender lives while it has nothing to send. Raises: as `put`."""
         self._stream.keep_alive()
@@ -145,6 +150,13 @@ class Sender:
         Not after a commit that succeeded. It must not block.
         """
         self._stream.when_ended(tell)
+
+    def when_acknowledged(self, tell: Callable[[int], None]) -> None:
+        """Calls `tell` with the number of each frame, from 1, as it is acknowledged, from a thread of the stream.
+
+        Set before the first `put`. It must not block. Frames that only a commit's answer acknowledges are not told.
+        """
+        self._stream.tell_acknowledged = tell
 
     def interrupt(self) -> None:
         """From any thread: a `put`, `keep_alive` or `commit` at hand, and every later one, raises AbortedError."""

@@ -53,6 +53,7 @@ class SenderStream:
         self, channel: grpc.Channel, *, address: str, window_bytes: int, connect_seconds: float, progress_seconds: float
     ) -> None:
         self.address = address
+        self.tell_acknowledged: Callable[[int], None] = lambda _frame: None  # see `Sender.when_acknowledged`
         self._window_bytes = window_bytes
         self._connect_seconds = connect_seconds
         self._progress_seconds = progress_seconds
@@ -110,6 +111,11 @@ class SenderStream:
             self._in_flight[sequence] = _InFlight(header.length, release)
             self._in_flight_bytes += header.length
         self._outgoing.put(encode(sequence, header))
+
+    @property
+    def num_frames(self) -> int:
+        """That were sent: the number of the last one."""
+        return self._next_sequence
 
     def ask(self, region: Region) -> None:
         """For KV that the receiver holds: `next_held` gives the answers in order."""
@@ -227,11 +233,13 @@ class SenderStream:
 
     def _take(self, message: ReceiverMessage) -> None:
         acknowledged: _InFlight | None = None
+        frame = 0
         with self._changed:
             self._last_heard = time.monotonic()
             match message:
                 case Ack():
-                    acknowledged = self._in_flight.pop(message.sequence, None)
+                    frame = message.sequence
+                    acknowledged = self._in_flight.pop(frame, None)
                     if acknowledged is not None:
                         self._in_flight_bytes -= acknowledged.num_bytes
                     if message.disposition.is_refusal and self._refused is None:
@@ -250,6 +258,7 @@ class SenderStream:
             self._changed.notify_all()
         if acknowledged is not None:
             acknowledged.release()
+            self.tell_acknowledged(frame)
         self._tell_if_ended()
 
 

@@ -185,18 +185,20 @@ class PromptLogprobs(_message.Message):
     def __init__(self, packed: _Optional[bytes] = ...) -> None: ...
 
 class SampleTokens(_message.Message):
-    __slots__ = ("sample", "start_position", "token_ids", "logprobs", "speculation")
+    __slots__ = ("sample", "start_position", "token_ids", "logprobs", "speculation", "rejected_draft_token_ids")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     sample: int
     start_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_router_pb2.TokenLogprobs]
     speculation: SpeculationCounts
-    def __init__(self, sample: _Optional[int] = ..., start_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_router_pb2.TokenLogprobs, _Mapping]]] = ..., speculation: _Optional[_Union[SpeculationCounts, _Mapping]] = ...) -> None: ...
+    rejected_draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sample: _Optional[int] = ..., start_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_router_pb2.TokenLogprobs, _Mapping]]] = ..., speculation: _Optional[_Union[SpeculationCounts, _Mapping]] = ..., rejected_draft_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationCounts(_message.Message):
     __slots__ = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram", "num_wanting_steps", "num_hit_steps")

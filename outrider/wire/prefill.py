@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.prefill import MAX_TIMED_PARTS, ComputedChunk, PrefillCall, PrefillFigures, PushedKv
 from outrider.v1 import prefill_pb2
 from outrider.wire.fields import Fields
 from outrider.wire.request import OPTIONS
 
 CALL = Fields(PrefillCall, prefill_pb2.PrefillRequest, elsewhere=("traceparent",), options=OPTIONS)
-FIGURES = Fields(PrefillFigures, prefill_pb2.PrefillResponse)
+_FIGURES = Fields(
+    PrefillFigures,
+    prefill_pb2.PrefillResponse,
+    chunks=Fields(ComputedChunk, prefill_pb2.ComputedChunk),
+    pushed=Fields(PushedKv, prefill_pb2.PushedKv),
+)
+
+figures_to_proto = _FIGURES.to_proto
+
+
+def figures_from_proto(proto: prefill_pb2.PrefillResponse) -> PrefillFigures:
+    """Of parts beyond `MAX_TIMED_PARTS`, which no node sends, nothing is read."""
+    del proto.chunks[MAX_TIMED_PARTS:]
+    del proto.pushed[MAX_TIMED_PARTS:]
+    return _FIGURES.from_proto(proto)

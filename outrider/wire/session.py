@@ -122,13 +122,15 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
     group_id, kind = proto.sequence_group_id, proto.WhichOneof("event")
     if kind == "tokens":
         tokens = proto.tokens
+        counts = _counts_from_proto(tokens.speculation) if tokens.HasField("speculation") else NO_SPECULATION
         return SampleTokens(
             group_id,
             tokens.sample,
             tokens.start_position,
             tuple(tokens.token_ids[:]),  # a slice is copied at once, an iterator calls for each
             logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
-            _counts_from_proto(tokens.speculation) if tokens.HasField("speculation") else NO_SPECULATION,
+            counts,
+            tuple(tokens.rejected_draft_token_ids[:]) if counts.num_draft_tokens else (),
         )
     if kind not in _EVENTS:
         raise InvalidRequestError(f"a session event of kind {kind!r} is not known", field="event")
@@ -146,6 +148,8 @@ def _add_tokens(
     proto.token_ids.extend(event.token_ids)
     if event.logprobs:
         proto.logprobs.extend(map(token_logprobs_to_proto, event.logprobs))
+    if event.rejected_draft_token_ids:
+        proto.rejected_draft_token_ids.extend(event.rejected_draft_token_ids)
     speculation = event.speculation
     if speculation.num_wanting_steps or speculation.num_spec_steps:
         found = counts.get(id(speculation))

@@ -75,6 +75,10 @@ class DrivenNode:
 
     def tokens(self, group_id, sample=0):
         tokens = [event for event in self.find(SampleTokens, group_id) if event.sample == sample]
+        for event in tokens:
+            counts = event.speculation
+            num_rejected = counts.num_draft_tokens - counts.num_accepted_draft_tokens
+            assert len(event.rejected_draft_token_ids) == num_rejected
         return [token_id for event in tokens for token_id in event.token_ids]
 
     def assert_nothing_is_held(self):

@@ -295,7 +295,7 @@ def test_tokens_of_a_sample_are_merged_with_their_counts_before_its_end():
         SpeculationCounts(num_spec_steps=1, num_draft_tokens=2, acceptance_histogram=(0,) * n + (1,)) for n in range(3)
     ]
     events = [
-        SampleTokens(GROUP, sample, 5 + turn, (10 * sample + turn,), speculation=counts[turn])
+        SampleTokens(GROUP, sample, 5 + turn, (10 * sample + turn,), (), counts[turn], (7,) * turn)
         for turn in range(3)
         for sample in (0, 1)
     ]
@@ -306,5 +306,6 @@ def test_tokens_of_a_sample_are_merged_with_their_counts_before_its_end():
         (1, 5, (10, 11, 12)),
         (2, 9, (99,)),
     ]
+    assert [each.rejected_draft_token_ids for each in merged] == [(7, 7, 7), (7, 7, 7), ()]
     assert last is done
     assert merged[0].speculation == merged[1].speculation == SpeculationCounts.total(counts)

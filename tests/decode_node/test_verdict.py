@@ -7,6 +7,7 @@ import pytest
 from decode_node.step import apply_stop_conditions, speculation_counts
 from outrider.request import FinishReason, TokenLogprobs
 from outrider.speculation.acceptance import accept
+from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.verify.base import Verified
 
 
@@ -14,7 +15,7 @@ def judged(draft, target, *, stops=(), left=100):
     token_ids = accept(draft, target)
     return apply_stop_conditions(
         Verified(token_ids, tuple(TokenLogprobs(token, -1.0, 1) for token in token_ids)),
-        num_draft_tokens=len(draft),
+        DraftTree(0, token_ids=tuple(draft)),
         stop_token_ids=frozenset(stops),
         num_tokens_left=left,
     )
@@ -50,6 +51,29 @@ def test_accepted_drafts_behind_a_stop_are_counted():
     counts = speculation_counts(3, verdict.num_accepted, True, False)
     assert counts.acceptance_histogram == (0, 0, 0, 1)
     assert (counts.num_wanting_steps, counts.num_hit_steps) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("target", "rejected"),
+    [((5, 6, 7, 8), ()), ((5, 6, 9, 8), (7,)), ((5, 9, 7, 8), (6, 7)), ((9, 6, 7, 8), (5, 6, 7))],
+)
+@pytest.mark.parametrize("stops", [(), (5, 9)])
+def test_the_draft_tokens_that_were_not_accepted_are_told_in_their_order(target, rejected, stops):
+    assert judged((5, 6, 7), target, stops=stops).rejected_token_ids == rejected
+
+
+@pytest.mark.parametrize(
+    ("path", "rejected"),
+    [((), (5, 6, 7, 8)), ((0,), (6, 7, 8)), ((0, 3), (6, 7)), ((1, 2), (5, 8))],
+)
+def test_of_a_tree_everything_beside_the_accepted_path_was_rejected(path, rejected):
+    tree = DraftTree(0, token_ids=(5, 6, 7, 8), parents=(ROOT, ROOT, 1, 0))
+    committed = (*(tree.token_ids[index] for index in path), 9)
+    verdict = apply_stop_conditions(
+        Verified(committed, (), path), tree, stop_token_ids=frozenset(), num_tokens_left=100
+    )
+    assert verdict.rejected_token_ids == rejected
+    assert verdict.num_accepted + len(rejected) == verdict.num_draft_tokens
 
 
 def test_without_a_draft_nothing_is_counted_as_speculation():

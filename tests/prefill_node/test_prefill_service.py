@@ -140,6 +140,16 @@ async def test_prefill_answers_with_its_metrics_once_the_transfer_is_committed(s
     assert response.connector == "in_memory"
     assert response.compute_microseconds > 0
     assert response.exposed_microseconds <= response.transfer_microseconds
+    assert sum(chunk.num_tokens for chunk in response.chunks) == 30
+    assert sum(pushed.kv_bytes for pushed in response.pushed) == response.kv_bytes
+    for parts in (response.chunks, response.pushed):
+        times = [time for part in parts for time in (part.start_microseconds, part.end_microseconds)]
+        assert times[::2] == sorted(times[::2])
+        assert all(
+            start <= end <= response.call_microseconds for start, end in zip(times[::2], times[1::2], strict=True)
+        )
+    assert response.chunks[0].start_microseconds <= response.pushed[0].start_microseconds
+    assert len(response.chunks) > 1
 
 
 async def test_a_call_of_a_traced_request_is_a_span_with_its_push_below_it(make_rig):

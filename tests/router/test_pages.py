@@ -81,21 +81,27 @@ async def test_a_requests_page_has_the_agreed_fields_and_times_from_its_arrival(
 
 
 async def test_the_text_of_tokens_is_there_only_where_text_may_be_logged(http):
+    http.cluster.decode.accepted_drafts_per_step, http.cluster.decode.rejected_draft_token_ids = 0, (104, 105)
     await serve(http, text="a secret prompt", max_tokens=3)
+    (timeline,) = http.cluster.services.timelines
+    assert not any(step.token_ids or step.rejected_token_ids for step in timeline.steps), "nor is it kept"
     for path in ("/api/requests", "/api/requests/1", "/api/cluster"):
         body = (await http.ask(path)).body.decode()
         assert "secret" not in body
         assert '"tokens"' not in body
+        assert '"rejected"' not in body
 
 
 async def test_the_text_of_tokens_is_shown_where_text_may_be_logged(cluster):
     cluster.shows_text = True
     await cluster.start()
     http = Http(cluster)
+    cluster.decode.accepted_drafts_per_step, cluster.decode.rejected_draft_token_ids = 0, (104, 105)
     cluster.decode.script = cluster.says("hé!")
     await serve(http, max_tokens=8)
     steps = (await http.json("/api/requests/1"))["steps"]
     assert [step["tokens"] for step in steps] == [["h"], ["\ufffd"], ["\ufffd"], ["!"], ["<|endoftext|>"]]
+    assert steps[0]["rejected"] == ["h", "i"]
 
 
 async def test_the_clusters_page_is_there_before_a_node_serves_and_says_what_each_node_does(http):

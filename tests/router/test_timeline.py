@@ -8,7 +8,7 @@ import pytest
 
 from outrider.errors import PeerLostError
 from outrider.session import SampleTokens, SpeculationCounts
-from outrider.v1 import router_pb2
+from outrider.v1 import prefill_pb2, router_pb2
 from router.timeline import MAX_REQUEST_MOVES, MAX_REQUEST_SPANS, MAX_REQUEST_STEPS, SpanKind, Timelines
 from tests.router.conftest import eventually
 
@@ -109,6 +109,29 @@ async def test_a_request_is_recorded_from_its_arrival_to_its_end(serving):
     assert [step.position - steps[0].position for step in steps] == [0, 3, 6]
     assert [(step.num_tokens, step.num_accepted) for step in steps] == [(3, 2)] * 3
     assert timeline.first_token_at == steps[0].at <= steps[1].at <= steps[2].at <= timeline.ended_at
+
+
+async def test_chunks_and_frames_of_a_prefill_node_are_placed_within_the_routers_call(cluster):
+    chunks = [
+        prefill_pb2.ComputedChunk(start_microseconds=1_000, end_microseconds=2_000, num_tokens=5),
+        prefill_pb2.ComputedChunk(start_microseconds=2_000, end_microseconds=2**63, num_tokens=2),
+    ]
+    pushed = [prefill_pb2.PushedKv(start_microseconds=1_500, end_microseconds=1_400, kv_bytes=64)]
+    cluster.prefill.prefill_seconds = 0.02
+    cluster.prefill.times = prefill_pb2.PrefillResponse(call_microseconds=10_000, chunks=chunks, pushed=pushed)
+    await cluster.serve()
+    await cluster.generate()
+    (timeline,) = cluster.services.timelines
+    (call,) = [span for span in timeline.spans if span.kind == "prefill"]
+    first, second = [span for span in timeline.spans if span.kind == "prefill_chunk"]
+    (frame,) = [span for span in timeline.spans if span.kind == "kv_frame"]
+    offset = (call.end - call.start - 0.01) / 2
+    assert offset > 0.004
+    assert first.start - call.start == pytest.approx(offset + 0.001, abs=1e-3)
+    assert first.end - first.start == pytest.approx(0.001)
+    assert (first.num_tokens, first.node, first.attempt) == (5, "prefill-0", 0)
+    assert (second.end, frame.end) == (pytest.approx(call.end, abs=1e-3), frame.start), "a node may say anything"
+    assert (frame.num_bytes, frame.num_tokens, second.num_tokens) == (64, None, 2)
 
 
 async def test_a_request_that_moves_says_when_why_and_where_it_went_on(node_pair):

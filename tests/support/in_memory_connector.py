@@ -51,6 +51,8 @@ class InMemorySender:
         self._inbox = inbox
         self.max_frame_bytes = max_frame_bytes
         self.payload_bytes = 0
+        self.num_frames = 0
+        self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
         self._sent: dict[Region, int] = {}
         self._lock = threading.Lock()
         self._ended: OutriderError | None = None
@@ -66,6 +68,8 @@ class InMemorySender:
             self._raise_if_ended()
         self._sent[region] = header.checksum
         self.payload_bytes += len(view)
+        self.num_frames += 1
+        self._tell_acknowledged(self.num_frames)
 
     def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
         for region in regions:
@@ -94,6 +98,9 @@ class InMemorySender:
                 self._tell_end = tell
                 return
         tell()
+
+    def when_acknowledged(self, tell: Callable[[int], None]) -> None:
+        self._tell_acknowledged = tell
 
     def interrupt(self) -> None:
         self._end(AbortedError("the transfer was cancelled"))

@@ -127,6 +127,7 @@ def test_commands_survive_the_wire(command):
                 num_wanting_steps=1,
                 num_hit_steps=1,
             ),
+            rejected_draft_token_ids=(9, 2**32 - 1),
         ),
         SampleDone(sequence_group_id=ID, sample=1, reason=FinishReason.STOP, stop_token_id=0),
         SampleDone(sequence_group_id=ID, sample=1, reason=FinishReason.LENGTH),

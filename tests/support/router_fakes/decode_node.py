@@ -97,6 +97,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         self.held_prefix_length = 0
         self.answers_opens = True
         self.gives_up_opens = False  # takes each group and gives it up at once
+        self.rejected_draft_token_ids: tuple[int, ...] = ()  # of each step
         self.accepted_drafts_per_step: int | None = None  # None: nothing is drafted
         self.opened: list[OpenSequenceGroup] = []  # every Open, in order
         self.retargeted: list[RetargetSequenceGroup] = []
@@ -350,6 +351,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
                     token_ids=tuple(token_ids),
                     logprobs=self._logprobs(opened, token_ids),
                     speculation=self._speculation(),
+                    rejected_draft_token_ids=self.rejected_draft_token_ids,
                 )
             )
         if end is not None:

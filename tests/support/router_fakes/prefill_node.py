@@ -24,6 +24,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         self.most_logprobs: int | None = None  # None: of all tokens that were asked for
         self.repeats_logprobs = 1  # so often they are sent
         self.answer_gate: asyncio.Event | None = None  # what was pushed is answered when it is set
+        self.times = prefill_pb2.PrefillResponse()  # what it says of when the parts of a call were in work
         self.fails_with: grpc.StatusCode | None = None
         self.pushes = True  # False: answers without having pushed anything
         self.requests: list[prefill_pb2.PrefillRequest] = []
@@ -69,7 +70,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
             self.num_active -= 1
             self.num_outstanding_tokens -= num_outstanding
         num_cached = min(self.num_cached_tokens, num_tokens)
-        return prefill_pb2.PrefillResponse(
+        response = prefill_pb2.PrefillResponse(
             num_cached_tokens=num_cached,
             num_computed_tokens=num_tokens - num_cached,
             compute_microseconds=round(self.prefill_seconds * 1e6) + 1000,
@@ -79,6 +80,8 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
             exposed_microseconds=500,
             prompt_logprobs=self._logprobs(request),
         )
+        response.MergeFrom(self.times)
+        return response
 
     def _logprobs(self, request: prefill_pb2.PrefillRequest) -> bytes:
         wanted = request.scored_token_ids[: self.most_logprobs]
