@@ -22,9 +22,12 @@ export function lanesOf(record, samples) {
     lanes.push({ key: "prefill", title: "prefill", note: node, height: SPAN_HEIGHT, spans: shown, steps: [] });
   }
 
+  // Frames are told by the node that sends them; they lie in the lane of the node that their attempt's transfer reached.
   const transfer = spans.filter((span) => ["kv_frame", "kv_transfer"].includes(span.kind));
-  for (const node of named(transfer)) {
-    const own = transfer.filter((span) => span.node === node);
+  const receivers = new Map(transfer.filter((span) => span.kind === "kv_transfer").map((span) => [span.attempt, span.node]));
+  const receiver = (span) => receivers.get(span.attempt) ?? span.node;
+  for (const node of new Set(transfer.map(receiver))) {
+    const own = transfer.filter((span) => receiver(span) === node);
     const packed = stacked(own.filter((span) => span.kind === "kv_frame"));
     const rows = Math.max(1, ...packed.map((span) => span.row + 1));
     const whole = own.filter((span) => span.kind === "kv_transfer").map((span) => ({ ...plain(span), isFaint: packed.length > 0 }));

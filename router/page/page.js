@@ -64,7 +64,8 @@ async function poll() {
 function again(asked) {
   if (asked !== turn) return;
   clearTimeout(timer);
-  timer = setTimeout(poll, EVERY_MILLISECONDS);
+  if (document.hidden) document.addEventListener("visibilitychange", poll, { once: true }); // nobody looks
+  else timer = setTimeout(poll, EVERY_MILLISECONDS);
 }
 
 function entitle(title) {

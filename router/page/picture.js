@@ -202,7 +202,8 @@ const NAMES = { encode: "encoding the prompt", queue: "queue", open: "opening a 
 
 export function describeSpan(span) {
   const long = span.end === null ? "not ended" : seconds(span.end - span.start);
-  const parts = [`${NAMES[span.kind] ?? span.kind}${span.node ? ` on ${span.node}` : ""}`, `at ${seconds(span.start)}, ${long}`];
+  const place = { kv_frame: "from", kv_transfer: "to" }[span.kind] ?? "on";
+  const parts = [`${NAMES[span.kind] ?? span.kind}${span.node ? ` ${place} ${span.node}` : ""}`, `at ${seconds(span.start)}, ${long}`];
   if (span.num_tokens !== null && span.num_tokens !== undefined) parts.push(plural(span.num_tokens, "token"));
   if (span.bytes !== null && span.bytes !== undefined) {
     const rate = span.end > span.start ? `, ${bytes(span.bytes / (span.end - span.start))}/s` : "";

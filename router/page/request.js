@@ -177,7 +177,9 @@ export function requestView(content, serial) {
   });
   parts.svg.addEventListener("pointerdown", (event) => {
     const [x] = whereIs(event);
-    if (!picture || event.button !== 0 || event.pointerType === "touch" || x < picture.plot.left) return;
+    if (!picture || event.button !== 0) return;
+    if (event.pointerType === "touch") point(event); // a finger scrolls the page
+    if (event.pointerType === "touch" || x < picture.plot.left) return;
     parts.svg.setPointerCapture(event.pointerId);
     drag = { from: x, to: x, box: drawn("rect", { class: "drag", x, y: 0, width: 0, height: picture.bottom }) };
     parts.svg.append(drag.box);
@@ -241,7 +243,7 @@ function skeleton(serial) {
     moves: element("section", { class: "moves" }),
     svg: drawn("svg", { class: "timeline", tabindex: 0, role: "img", "aria-label": `Timeline of request ${serial}` }),
     strip: element("div", { class: "strips" }),
-    details: element("p", { class: "details" }, HINT),
+    details: element("p", { class: "details", "aria-live": "polite" }, HINT),
     samples: element("select", { "aria-label": "Samples" }),
     closer: button("+", "Zoom in"),
     farther: button("−", "Zoom out"),

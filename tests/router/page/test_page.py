@@ -156,6 +156,10 @@ def test_the_timeline_of_a_request_that_moved(look):
         const [x, y] = [left + bar.x + bar.width * 0.1, top + bar.y + 5];
         find(".timeline").dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: y }));
         note("pointed at", find(".details").textContent);
+        const frame = find("[data-lane=kv] path:not(.faint)").getBBox();
+        const centre = { clientX: left + frame.x + 3, clientY: top + frame.y + 5 };
+        find(".timeline").dispatchEvent(new PointerEvent("pointermove", centre));
+        note("a frame", find(".details").textContent);
     """
     page, stand_in = look("#/requests/17", {"/api/requests/17": record}, user=zooming)
     assert noted(page) == {
@@ -167,6 +171,7 @@ def test_the_timeline_of_a_request_that_moved(look):
         "outlined": [1, "0"],
         "last step": "step on decode-1",
         "closer": ["2.65 s", 18],  # the second node's steps only
+        "a frame": "KV frame from prefill-0 · at 2.05 s, 70 ms · 2.9 MB, 42.1 MB/s",
         "pointed at": "prefill chunk on prefill-0 · at 1.90 s, 0.20 s · 128 tokens",
     }
     assert page.one("p", "sentence").text == (
