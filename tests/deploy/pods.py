@@ -30,6 +30,7 @@ from tests.deploy.chart import Manifests, Object, component_of, container_of
 
 NAMES = Path(__file__).with_name("names")
 READY_SECONDS = 120.0
+MAX_PODS = 40
 PROGRAMS = {"python": sys.executable, "outrider": str(Path(sys.executable).with_name("outrider"))}
 
 
@@ -205,7 +206,8 @@ class Machine:
         self.pods: list[Pod] = []
         self.ends: list[tuple[str, End]] = []
         self._lock = threading.Lock()
-        self._net = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
+        net = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
+        self.addresses = [f"{net}.{number}" for number in range(1, MAX_PODS + 1)]  # of one pod after the other
         self._num_addresses = 0
         (config,) = manifests.of_kind("ConfigMap")
         settings = directory / "settings"
@@ -246,7 +248,7 @@ class Machine:
 
     def next_address(self) -> str:
         self._num_addresses += 1
-        return f"{self._net}.{self._num_addresses}"
+        return self.addresses[self._num_addresses - 1]
 
     def of(self, component: str) -> list[Pod]:
         return [pod for pod in self.pods if pod.component == component]

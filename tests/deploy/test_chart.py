@@ -88,6 +88,20 @@ def test_every_role_can_read_its_settings_and_finds_the_others(manifests, load):
             assert int(port) in ports[name]
 
 
+def test_what_fetches_the_model_can_read_the_settings_of_its_pod(manifests, tmp_path):
+    (config,) = manifests.of_kind("ConfigMap")
+    for component, workload in manifests.workloads().items():
+        for container in workload["spec"]["template"]["spec"].get("initContainers", []):
+            assert component in NODES
+            assert container["command"] == ["outrider", "fetch"]
+            (path,) = (item["value"] for item in container["env"] if item["name"] == "OUTRIDER_CONFIG")
+            file = tmp_path / path.rpartition("/")[2]
+            file.write_text(config["data"][file.name], encoding="utf-8")
+            sections = load_config(sections_of(None), file=file, environ={}).sections
+            assert sections["model"].id == yaml.safe_load(config["data"][file.name])["model"]["id"]
+            assert component != "draft-node" or sections["draft_node"].proposer != "ngram"
+
+
 def test_a_service_has_the_pods_of_one_role_and_their_ports(manifests):
     workloads = manifests.workloads()
     for service in manifests.of_kind("Service"):
@@ -113,6 +127,7 @@ def test_a_pod_is_killed_only_after_its_drain(manifests, load):
 
 def test_probes_ask_for_the_health_that_they_are_for(rendered):
     for component, workload in rendered["default"].workloads().items():
+        assert "initContainers" in workload["spec"]["template"]["spec"] or component not in NODES[:2]
         asked = {name: container_of(workload)[name]["grpc"] for name in PROBES}
         startup = LIVENESS if component == "router" else ""  # a router waits for its nodes
         assert [asked[name]["service"] for name in PROBES] == [startup, "", LIVENESS]
@@ -249,6 +264,10 @@ def test_every_value_is_described_and_has_a_default():
         ({"store": {"url": "valkey://user:password@host"}}, "store/url"),
         ({"settings": {"server": {"port": 1}}}, "settings.server.port is set by the chart"),
         ({"router": {"extraSettings": {"router": {"store": "x"}}}}, "router.extraSettings.router.store is set by the"),
+        (
+            {"router": {"extraEnv": [{"name": "OUTRIDER_SERVER__DRAIN_SECONDS", "value": "600"}]}},
+            "OUTRIDER_SERVER__DRAIN_SECONDS in router.extraEnv is set by the chart",
+        ),
         ({"openai": {"enabled": True}, "tls": {"enabled": True, "secretName": "x"}}, "openai.enabled: the gateway"),
         ({"tls": {"enabled": True}}, "tls.secretName is empty"),
         ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "tls.certManager.issuerRef.name is empty"),

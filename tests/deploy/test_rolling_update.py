@@ -11,6 +11,7 @@ import pytest
 from outrider.client import Client
 from tests.deploy.chart import Manifests
 from tests.deploy.load import ANSWER_SECONDS, Load, ask_chat
+from tests.deploy.mounted_secrets import Certificates, MountedSecret, token_line
 from tests.deploy.pods import End, Machine
 from tests.faults.requests import Request
 from tests.support.loop_thread import LoopThread
@@ -66,56 +67,114 @@ def ask_tokens(client, **sampling):
         return stream.token_ids(), stream.text()
 
 
-def values_of(model, *, store, openai):
+# ---------------------------------------------------------------- whole clusters
+
+NUM_LONG = 1500
+"""Tokens of a prompt that is computed for a while."""
+
+
+def settings_of(model):
     return {
-        "settings": {"model": {"id": str(model), "num_threads": 1}, "kv_cache": {"memory": "24MiB"}},
-        "store": {"url": store},
-        "router": {
-            "preStopSeconds": 1,
-            "extraSettings": {"router": {"liveness_timeout_seconds": PATIENCE, "store_timeout_seconds": 30}},
-        },
-        "decode_node": {
-            "replicas": 1,
-            "extraSettings": {"decode_node": {"session_timeout_seconds": PATIENCE, "draft_rows": "all"}},
-        },
-        "openai": {"enabled": openai, "preStopSeconds": 1},
+        "model": {"id": str(model), "num_threads": 1},
+        "kv_cache": {"memory": "24MiB", "prefix_cache": False},  # every prompt is computed
     }
+
+
+PATIENT = {
+    "router": {
+        "preStopSeconds": 1,
+        "extraSettings": {"router": {"liveness_timeout_seconds": PATIENCE, "store_timeout_seconds": 30}},
+    },
+    "decode_node": {
+        "replicas": 1,
+        "extraSettings": {"decode_node": {"session_timeout_seconds": PATIENCE, "draft_rows": "all"}},
+    },
+}
+
+
+@pytest.fixture
+def one_thread_each(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def start(machine):
+    """Nodes and routers, which are ready; the routers' addresses."""
+    for component in ("prefill-node", "decode-node", "draft-node"):
+        machine.start(component)
+    routers = machine.start("router")
+    for pod in machine.pods:
+        pod.wait_ready()
+    return [f"{pod.address}:50051" for pod in routers]
+
+
+def questions_of(client):
+    long = {"num_prompt_tokens": NUM_LONG, "max_tokens": 50}
+    return {(kind, number): partial(ask, client, kind, number) for kind, number in REQUESTS} | {
+        "long prompt": partial(ask, client, "greedy", 3, **long)
+    }
+
+
+def ask(client, kind, number, **options):
+    return Request(client, kind, number, **options).join(timeout_seconds=ANSWER_SECONDS)
+
+
+def assert_nobody_noticed(machine, load):
+    assert load.faults == []
+    assert [(name, end) for name, end in machine.ends if end.status != 0 or end.was_killed] == []
+    assert {name for name, _ in machine.ends} == machine.manifests.workloads().keys()
+    assert sum(pod.num_restarts_due for pod in machine.pods) == 0
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("has_store", [True, False])
-def test_a_rolling_update_of_every_role_under_load_loses_nothing(tiny_model, tmp_path, monkeypatch, has_store):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_rolling_update_of_every_role_under_load_loses_nothing(tiny_model, tmp_path, one_thread_each, has_store):
     with StoreServer(tmp_path) as store:
-        manifests = Manifests(values_of(tiny_model, store=store.url if has_store else "", openai=True))
-        with Machine(manifests, tmp_path, pace=PACE) as machine:
-            for component in ("prefill-node", "decode-node", "draft-node"):
-                machine.start(component)
-            addresses = [f"{pod.address}:50051" for pod in machine.start("router")]
+        url, openai = store.url if has_store else "", {"enabled": True, "preStopSeconds": 1}
+        values = {"settings": settings_of(tiny_model), "store": {"url": url}, "openai": openai, **PATIENT}
+        with Machine(Manifests(values), tmp_path, pace=PACE) as machine:
+            addresses = start(machine)
             # The gateway looks names up by itself, and not in our file.
             machine.overrides["openai"] = {"OUTRIDER_GATEWAY__ROUTER_TARGETS": ",".join(addresses)}
-            machine.start("openai")
-            for pod in machine.pods:
+            for pod in machine.start("openai"):
                 pod.wait_ready()
             with Client(addresses) as client:
-                load = Load(
-                    {(kind, number): partial(ask, client, kind, number) for kind, number in REQUESTS}
-                    | {("chat", seed): partial(chat, machine, client.model().name, seed) for seed in (1, 2)}
-                )
+                model = client.model().name
+                chats = {("chat", seed): partial(chat, machine, model, seed) for seed in (1, 2)}
+                load = Load(questions_of(client) | chats)
                 with load.running():
                     for component in ("draft-node", "prefill-node", "decode-node", "router", "openai"):
                         machine.roll(component)
                         load.wait_for_more()
-        assert load.faults == []
-        assert [(name, end) for name, end in machine.ends if end.status != 0 or end.was_killed] == []
-        assert {name for name, _ in machine.ends} == manifests.workloads().keys()
-        assert sum(pod.num_restarts_due for pod in machine.pods) == 0
-
-
-def ask(client, kind, number):
-    return Request(client, kind, number).join(timeout_seconds=ANSWER_SECONDS)
+            assert_nobody_noticed(machine, load)
 
 
 def chat(machine, model, seed):
     return ask_chat(random.choice(machine.ready_addresses("openai")), model, seed=seed, max_tokens=300)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_with_tls_and_tokens_too_and_certificates_that_are_renewed_meanwhile(tiny_model, tmp_path, one_thread_each):
+    token = "a-token-of-a-test"
+    values = {
+        "settings": settings_of(tiny_model),
+        "tls": {"enabled": True, "secretName": "certificates"},
+        "tokens": {"secretName": "tokens"},
+        **PATIENT,
+    }
+    tokens = MountedSecret(tmp_path / "tokens")
+    tokens.set({"tokens": token_line("alice", token)})
+    mounts = {"/run/tls": tmp_path / "tls", "/run/tokens": tokens.folder}
+    with Machine(Manifests(values), tmp_path, pace=PACE, mounts=mounts) as machine:
+        certificates = Certificates(tmp_path / "tls", machine.addresses)
+        addresses = start(machine)
+        with Client(addresses, tls=certificates.client_tls, token=token) as client:
+            load = Load(questions_of(client))
+            with load.running():
+                for component in ("draft-node", "prefill-node", "decode-node", "router"):
+                    certificates.renew()
+                    machine.roll(component)
+                    load.wait_for_more()
+        assert_nobody_noticed(machine, load)
+        assert not any("renewed TLS files are not taken" in pod.log() for pod in machine.pods)

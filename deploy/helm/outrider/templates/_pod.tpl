@@ -207,11 +207,11 @@ spec:
         {{- end }}
         - {name: metrics, containerPort: 9464}
       {{- if eq $role "openai" }}
-      startupProbe:
-        httpGet: {path: /readiness, port: http}
+      startupProbe: # it waits for routers
+        httpGet: {path: /liveness, port: http}
         periodSeconds: 2
         timeoutSeconds: 5
-        failureThreshold: 300
+        failureThreshold: 60
       readinessProbe:
         httpGet: {path: /readiness, port: http}
         periodSeconds: 5
@@ -223,22 +223,23 @@ spec:
         timeoutSeconds: 5
         failureThreshold: 6
       {{- else }}
+      {{- $tls := $root.Values.tls.enabled }} {{- /* A command costs a third of a second of a processor. */}}
       startupProbe:
         {{- /* A router waits for its nodes, however long they load: to restart it would not help. */}}
         {{- include "outrider.probe" (dict "root" $root "service" (ternary "liveness" "" (eq $role "router"))) | trim | nindent 8 }}
         periodSeconds: 5
-        timeoutSeconds: 5
+        timeoutSeconds: {{ ternary 10 5 $tls }}
         failureThreshold: {{ div (int (default 120 $values.startupSeconds)) 5 }}
       readinessProbe:
         {{- include "outrider.probe" (dict "root" $root "service" "") | trim | nindent 8 }}
-        periodSeconds: 5
-        timeoutSeconds: 5
+        periodSeconds: {{ ternary 15 5 $tls }}
+        timeoutSeconds: {{ ternary 10 5 $tls }}
         failureThreshold: 2
       livenessProbe:
         {{- include "outrider.probe" (dict "root" $root "service" "liveness") | trim | nindent 8 }}
-        periodSeconds: 10
-        timeoutSeconds: 5
-        failureThreshold: 6
+        periodSeconds: {{ ternary 30 10 $tls }}
+        timeoutSeconds: {{ ternary 10 5 $tls }}
+        failureThreshold: {{ ternary 2 6 $tls }}
       {{- end }}
       {{- if $values.preStopSeconds }}
       lifecycle:

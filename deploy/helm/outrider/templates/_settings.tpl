@@ -28,6 +28,19 @@
 {{- end -}}
 {{- end }}
 
+{{/* The same, as variables: their prefixes. */}}
+{{- define "outrider.refuseOwnVariables" -}}
+{{- $role := .role -}}
+{{- range $variable := .variables -}}
+{{- range $key := include "outrider.ownSettings" $ | fromYamlArray -}}
+{{- $name := printf "OUTRIDER_%s" ($key | upper | replace "." "__") -}}
+{{- if or (eq $variable.name $name) (hasPrefix (printf "%s__" $name) $variable.name) (eq $variable.name "OUTRIDER_CONFIG") -}}
+{{- fail (printf "%s in %s.extraEnv is set by the chart: see drainSeconds, store, tokens, tls and service in its values" $variable.name $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "outrider.target" -}}
 {{ include "outrider.headlessName" . }}:50051
 {{- end }}
@@ -39,6 +52,7 @@
 {{- $values := index $root.Values $role -}}
 {{- include "outrider.refuseOwnSettings" (dict "settings" $root.Values.settings "where" "settings") -}}
 {{- include "outrider.refuseOwnSettings" (dict "settings" $values.extraSettings "where" (printf "%s.extraSettings" $role)) -}}
+{{- include "outrider.refuseOwnVariables" (dict "variables" $values.extraEnv "role" $role) -}}
 {{- $server := dict "host" "0.0.0.0" "port" (ternary 8000 50051 (eq $role "openai")) "metrics_port" 9464 "drain_seconds" (int $values.drainSeconds) -}}
 {{- $settings := dict "server" $server -}}
 {{- $drafts := list -}}
@@ -70,7 +84,8 @@
 {{- end -}}
 {{- with $values.gpu -}}
 {{- if gt (int .count) 0 -}}
-{{- $_ := set $settings "model" (dict "device" "cuda" "tensor_parallel_size" (int .count)) -}}
+{{- $_ := set $settings "model" (dict "device" "cuda") -}}
+{{- if ne $role "draft_node" -}}{{- $_ := set $settings.model "tensor_parallel_size" (int .count) -}}{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml (mustMergeOverwrite $settings (deepCopy $root.Values.settings) (deepCopy $values.extraSettings)) -}}
