@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
     from outrider.cli.top_view import ClusterView
 
 DEFAULT_INTERVAL_SECONDS = 1.0
-LEAST_INTERVAL_SECONDS, MOST_INTERVAL_SECONDS = 0.1, 3600.0
+LEAST_INTERVAL_SECONDS, MOST_INTERVAL_SECONDS = 0.1, 60.0
 PATIENCE_SECONDS = 5.0
 """How long after it was due a report is waited for, before the next router is asked."""
 RETRY_SECONDS = 1.0
+STDERR = 2
 TERMINATED = 128 + signal.SIGTERM
 WIDTH_OF_TEXT = 160
 """At most, where the output is not a terminal."""
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_INTERVAL_SECONDS,
         metavar="SECONDS",
-        help=f"between reports, at least {LEAST_INTERVAL_SECONDS:g}; default %(default)g",
+        help=f"between reports, {LEAST_INTERVAL_SECONDS:g} to {MOST_INTERVAL_SECONDS:g}; default %(default)g",
     )
     parser.add_argument("--once", action="store_true", help="print one report as text, for scripts and logs")
     add_target_argument(parser)
@@ -171,6 +173,19 @@ async def _print(cluster: WatchedCluster, console: Console) -> None:
     console.print(cluster.view(), soft_wrap=not console.is_terminal)
 
 
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """The C core of gRPC writes there, across what is drawn. What is raised meanwhile is said afterwards."""
+    kept, nowhere = os.dup(STDERR), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDERR)
+    try:
+        yield
+    finally:
+        os.dup2(kept, STDERR)
+        os.close(kept)
+        os.close(nowhere)
+
+
 async def _show(cluster: WatchedCluster, console: Console) -> None:
     """Until it is cancelled. The terminal is as it was afterwards."""
     from rich.live import Live
@@ -182,7 +197,7 @@ async def _show(cluster: WatchedCluster, console: Console) -> None:
     following = asyncio.create_task(cluster.follow())
     following.add_done_callback(lambda _: cluster.changed.set())
     try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
+        with _without_stderr(), Live(console=console, screen=True, auto_refresh=False) as live:
             while not following.done():
                 cluster.changed.clear()
                 live.update(cluster.view(), refresh=True)

@@ -32,8 +32,8 @@ class Trail:
         if self._points and self._points[-1].bucket == bucket:
             self._points.pop()
         self._points.append(_Point(bucket, at, value))
-        while self._points[0].bucket <= bucket - self._num_buckets:
-            self._points.popleft()
+        while len(self._points) > 2 and self._points[0].bucket <= bucket - self._num_buckets:
+            self._points.popleft()  # two stay, however far reports are apart: a rise is between two
 
     def add_count(self, at: float, count: float) -> None:
         """Of a counter: one that has fallen has begun anew."""
@@ -62,7 +62,8 @@ class Trail:
         first = self._points[-1].bucket - self._num_buckets + 1
         values: list[float | None] = [None] * self._num_buckets
         for point in self._points:
-            values[point.bucket - first] = point.value
+            if point.bucket >= first:
+                values[point.bucket - first] = point.value
         return values
 
 

@@ -6,7 +6,7 @@ escaped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -21,8 +21,6 @@ MAX_WORDS = 300
 """Characters that are shown of what others say."""
 MAX_PROBLEMS = 6
 LEAST_NAME, MOST_NAME = 12, 32
-LEAST_ROWS = 2
-"""Nodes of a role that are shown however low the terminal is."""
 FULL_KV = 0.9
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR_CELLS = 8
@@ -51,7 +49,7 @@ class Source:
 
 
 class ClusterView:
-    """A renderable of any width. Where a height is given, nodes for which there is no place are only counted."""
+    """A renderable of any width: a narrow one has fewer columns."""
 
     def __init__(self, history: History, source: Source) -> None:
         self._history = history
@@ -61,7 +59,7 @@ class ClusterView:
         yield from self._head()
         status = self._history.status
         if status is not None:
-            for line in self._figures(status, options.max_width, options.height):
+            for line in self._figures(status, options.max_width):
                 if self._source.error:
                     line.stylize("dim")
                 yield line
@@ -82,30 +80,24 @@ class ClusterView:
         elif not has_figures:
             yield Text("connecting …")
 
-    def _figures(self, status: ClusterStatus, width: int, height: int | None) -> Iterator[Text]:
-        above = [_requests(status), _totals(status), self._moves(status), *_problems(status.nodes)]
-        yield from above
+    def _figures(self, status: ClusterStatus, width: int) -> Iterator[Text]:
+        yield _requests(status)
+        yield _totals(status)
+        yield self._moves(status)
+        yield from _problems(status.nodes)
         name_width, columns = _fitting(width, status.nodes)
-        roles = {role: [node for node in status.nodes if node.role is role] for role in (*NodeRole, None)}
-        roles = {role: nodes for role, nodes in roles.items() if nodes}
-        num_free = None
-        if height is not None:
-            num_lines = sum(-(-cell_len(line.plain) // width) for line in (*above, *self._head()))
-            num_free = height - num_lines - 2 * len(roles)  # a line of titles for each, and one for what is left out
-        for role, nodes in roles.items():
-            share = len(nodes) if num_free is None else max(num_free * len(nodes) // len(status.nodes), LEAST_ROWS)
-            name = "other" if role is None else role.name.lower()
-            yield _row(
-                f"{name.upper()} ({len(nodes)})", name_width, columns, [(each.title, "") for each in columns], "bold"
-            )
-            trails = {node.name: self._history.of(node.name) for node in nodes}
-            peak = max(_finite(rate) for trail in trails.values() for rate in trail.tokens_per_second.by_bucket())
-            shown = nodes if share >= len(nodes) else sorted(nodes, key=lambda node: _standing(node) == "serving")
-            for node in shown[:share]:
-                cells = [column.cell(node, trails[node.name], peak) for column in columns]
+        for role in (*NodeRole, None):
+            nodes = [node for node in status.nodes if node.role is role]
+            if not nodes:
+                continue
+            name = f"{'OTHER' if role is None else role.name} ({len(nodes)})"
+            yield _row(name, name_width, columns, [(each.title, "") for each in columns], "bold")
+            trails = [self._history.of(node.name) for node in nodes]
+            peak = max(_finite(rate) for trail in trails for rate in trail.tokens_per_second.by_bucket())
+            for node, trail in zip(nodes, trails, strict=True):
+                is_shown = node.state in _REPORTING  # zeros of a node that does not report would look like figures
+                cells = [each.cell(node, trail, peak) if is_shown or each.is_left else ("", "") for each in columns]
                 yield _row(escaped(node.name), name_width, columns, cells, _STYLES.get(_standing(node), ""))
-            if share < len(nodes):
-                yield Text(f"… and {len(nodes) - share} more")
 
     def _moves(self, status: ClusterStatus) -> Text:
         line = Text(f"{status.num_moves:,} moves since the router's start")
@@ -155,15 +147,11 @@ class _Column:
     width: int
     rank: int  # of a narrow terminal's columns those of a high rank are left out
     cell: Callable[[NodeStatus, NodeTrail, float], _Cell]  # of the role's highest rate of the last minute
-    is_left: bool = False
-
-    @property
-    def is_extra(self) -> bool:
-        """Less wanted than the whole name of every node."""
-        return self.rank >= FIRST_EXTRA
+    is_left: bool = False  # words and pictures; numbers stand to the right
 
 
 FIRST_EXTRA = 9
+"""The rank from which a column is less wanted than the whole names."""
 
 
 def _state(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
@@ -220,33 +208,28 @@ def _steps(_node: NodeStatus, trail: NodeTrail, _peak: float) -> _Cell:
     return ("–" if rate is None else _short(rate)), ""
 
 
-def _of_reporting(cell: Callable[[NodeStatus, NodeTrail, float], _Cell]) -> Callable[..., _Cell]:
-    """Nothing of a node that does not report: zeros would look like figures."""
-    return lambda node, trail, peak: cell(node, trail, peak) if node.state in _REPORTING else ("", "")
-
-
 _COLUMNS = (
     _Column("STATE", 11, 1, _state, is_left=True),
-    _Column("RUN/WAIT", 9, 2, _of_reporting(_batch)),
-    _Column("KV", 4, 4, _of_reporting(_kv)),
-    _Column("", BAR_CELLS, 10, _of_reporting(_kv_bar), is_left=True),
-    _Column("TOK/S", 6, 3, _of_reporting(_rate)),
+    _Column("RUN/WAIT", 9, 2, _batch),
+    _Column("KV", 4, 4, _kv),
+    _Column("", BAR_CELLS, 10, _kv_bar, is_left=True),
+    _Column("TOK/S", 6, 3, _rate),
     _Column("LAST MINUTE", 12, 9, _sparkline, is_left=True),
-    _Column("ACCEPT", 6, 5, _of_reporting(_acceptance)),
-    _Column("HITS", 4, 7, _of_reporting(_hits)),
-    _Column("KV MB/S", 7, 8, _of_reporting(_transfers)),
-    _Column("STEPS/S", 7, 6, _of_reporting(_steps)),
+    _Column("ACCEPT", 6, 5, _acceptance),
+    _Column("HITS", 4, 7, _hits),
+    _Column("KV MB/S", 7, 8, _transfers),
+    _Column("STEPS/S", 7, 6, _steps),
 )
 
 
-def _fitting(width: int, nodes: Iterable[NodeStatus]) -> tuple[int, list[_Column]]:
+def _fitting(width: int, nodes: Sequence[NodeStatus]) -> tuple[int, list[_Column]]:
     """(the width of names, the columns for which there is room)."""
     longest = max((cell_len(escaped(node.name)) for node in nodes), default=0)
     name_width = min(max(longest, LEAST_NAME), MOST_NAME)
     room = width - LEAST_NAME
     chosen: set[str] = set()
     for column in sorted(_COLUMNS, key=lambda column: column.rank):
-        if column.width + 1 <= room - (name_width - LEAST_NAME if column.is_extra else 0):
+        if column.width + 1 <= room - (name_width - LEAST_NAME if column.rank >= FIRST_EXTRA else 0):
             chosen.add(column.title)
             room -= column.width + 1
     return min(name_width, LEAST_NAME + room), [column for column in _COLUMNS if column.title in chosen]
