@@ -283,7 +283,7 @@ class Attempt:
     async def _wait_for_grant(self, command: str) -> Granted | None:
         """For the transfer at hand. None: the KV was ready, of a transfer that had been given up."""
         deadline = asyncio.get_running_loop().time() + self._work.services.config.open_timeout_seconds
-        asked = self._figures.ask(command)
+        asked = self._figures.ask("" if self._prefill is None else "for another transfer")
         while True:
             match await self._next_event(deadline):
                 case None:

@@ -70,9 +70,9 @@ class AttemptFigures:
         """Of the next call to a prefill node."""
         return prefill_place(self.timeline, self.index, self.num_prefills).traceparent
 
-    def ask(self, command: str) -> Span:
+    def ask(self, detail: str) -> Span:
         """The decode node is asked for room; the span is closed with its answer, or with the attempt."""
-        return self._begin(SpanKind.OPEN, self.decode, command)
+        return self._begin(SpanKind.OPEN, self.decode, detail)
 
     def take_grant(self, granted: Granted) -> None:
         self.num_tokens_to_compute = granted.num_tokens_to_compute

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.errors import OutriderError
+from outrider.errors import InvalidRequestError, OutriderError
 from outrider.node_stamp import NodeStamp
 from outrider.service.telemetry.tracing import NO_TRACE, Attributes, TraceContext
 from outrider.session import SampleTokens
@@ -161,7 +161,7 @@ class Timeline:
             self.num_dropped_steps += 1
             return
         counts = tokens.speculation
-        step = Step(
+        step = (
             tokens.sample,
             attempt,
             at,
@@ -175,7 +175,7 @@ class Timeline:
             tokens.token_ids if self.keeps_tokens else (),
             tokens.rejected_draft_token_ids[:MAX_REJECTED] if self.keeps_tokens else (),
         )
-        self.steps.append(step)
+        self.steps.append(tuple.__new__(Step, step))  # half the time of Step(…)
 
     def add_move(self, cause: str, *, node: str, error: str) -> None:
         self.num_moves += 1
@@ -188,6 +188,8 @@ class Timeline:
             self.ended_at = time.monotonic()
         if error is not None:
             self.outcome, self.error = RequestState.FAILED, error.message
+            if isinstance(error, InvalidRequestError) and not self.keeps_tokens:  # whose message may quote the request
+                self.error = f"{error.reason}: {error.field}"
         elif self.outcome is None:
             self.outcome = RequestState.ABORTED
         for span in self.spans:

@@ -57,7 +57,7 @@ def describe(outcome: Outcome | None) -> str:
         case Lost(error, cause):
             return f"{cause}: {error.message}"
         case Fatal(error):
-            return error.message
+            return error.reason  # its message is the request's
         case None:
             return "given up"
 

@@ -180,10 +180,15 @@ async def test_a_request_that_fails_says_why(cluster):
     assert all(detail.startswith("group_failed: ") for detail in spans)
 
 
-async def test_a_request_that_was_refused_before_it_began_is_there_too(serving):
-    failure = await serving.fail(chat={"messages": [{"role": "nobody", "content": "?"}]})
-    (timeline,) = serving.services.timelines
-    assert (timeline.state, timeline.error) == ("failed", failure.message)
+@pytest.mark.parametrize("shows_text", [False, True])
+async def test_a_request_that_was_refused_before_it_began_is_there_too_and_is_not_quoted(cluster, shows_text):
+    cluster.shows_text = shows_text
+    await cluster.serve()
+    failure = await cluster.fail(regex="secret(")
+    assert "secret" in failure.message
+    (timeline,) = cluster.services.timelines
+    assert timeline.state == "failed"
+    assert timeline.error == (failure.message if shows_text else f"{failure.reason}: {failure.field}")
     assert [span.kind for span in timeline.spans] == ["encode"]
 
 
