@@ -30,6 +30,13 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 STYLE = {"wrap": 120, "number": True, "plugin": {"tables": {"compact_tables": True}}}
 """As in .mdformat.toml."""
 
+KINDS = {  # of values without limits, as they are written in YAML
+    "bool": "true or false",
+    "pathlib.Path | None": "path or null",
+    "str": "text",
+    "tuple[int, ...]": "list of numbers",
+    "tuple[str, ...]": "list of texts",
+}
 SETTINGS_HEAD = """# Settings
 
 How settings are given: [operations](operations.md#settings). A process reads the sections that concern it and ignores
@@ -61,7 +68,12 @@ def settings_page() -> Iterator[str]:
         yield from table(
             ("key", "default", "allowed", "meaning"),
             (
-                (f"`{info.key}`", f"`{format_value(info.default)}`", str(info.limits) or info.type_name, info.help)
+                (
+                    f"`{info.key}`",
+                    f"`{format_value(info.default)}`",
+                    str(info.limits) or KINDS.get(info.type_name, info.type_name),
+                    info.help,
+                )
                 for info in infos
             ),
         )

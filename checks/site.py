@@ -125,7 +125,7 @@ def _make_file(path: str, uri: str, config: MkDocsConfig) -> File | None:
             f"- [{document.read_text(encoding='utf-8').partition(chr(10))[0].lstrip('# ')}]({document.name})"
             for document in documents
         ]
-        content = "\n".join([f"# {path.removesuffix('/README.md')}", "", *links, ""])
+        content = "\n".join([f"# Documents in {path.removesuffix('/README.md')}", "", *links, ""])
     else:
         return None
     return File.generated(config, uri, content=content, inclusion=InclusionLevel.NOT_IN_NAV)
