@@ -23,7 +23,8 @@ import tomllib
 
 project = tomllib.loads(pathlib.Path("/pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-wanted = [*project["dependencies"], *extras["router"], *extras["node"], *extras["store"], *extras["openai"]]
+names = ("router", "node", "store", "openai", "otel")
+wanted = [*project["dependencies"], *(requirement for name in names for requirement in extras[name])]
 wanted.remove("outrider[router]")
 pins = pathlib.Path("/constraints.txt").read_text().splitlines()
 torch = [line for line in pins if line.startswith("torch==")]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from outrider.prefill import PrefillCall, PrefillFigures
-from outrider.service.telemetry.tracing import Span, TraceContext, Tracer
+from outrider.service.telemetry.tracing import Span, SpanEvent, TraceContext, Tracer
 
 
 @dataclass(slots=True)
@@ -33,10 +33,11 @@ def traced(tracer: Tracer, call: PrefillCall, parent: TraceContext) -> Iterator[
         raise
     finally:
         ended_at, figures = time.monotonic(), outcome.figures or PrefillFigures()
+        first_push = figures.pushed[0].start_seconds if figures.pushed else ended_at - started_at
         push = Span(
             name="kv_push",
             context=context.child("kv_push"),
-            started_at=max(ended_at - figures.transfer_seconds, started_at),
+            started_at=started_at + first_push,
             ended_at=ended_at,
             kind="client",
             attributes={
@@ -60,6 +61,10 @@ def traced(tracer: Tracer, call: PrefillCall, parent: TraceContext) -> Iterator[
                 "outrider.num_read_tokens": figures.num_read_tokens,
                 "outrider.compute_seconds": figures.compute_seconds,
             },
+            events=[
+                SpanEvent("chunk", started_at + chunk.end_seconds, {"outrider.num_tokens": chunk.num_tokens})
+                for chunk in figures.chunks
+            ],
             error=error,
         )
         for span in (whole,) if error else (push, whole):

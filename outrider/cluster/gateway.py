@@ -15,7 +15,7 @@ import threading
 import time
 
 from outrider.cluster.config import GatewayConfig
-from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gateway_arguments, require_gateway
+from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gateway_arguments, may_trace, require_gateway
 from outrider.config import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.parent_death import die_with_parent
@@ -55,6 +55,8 @@ def main() -> int:
     warn_if_exposed(
         server.host, what="the OpenAI API", is_protected=False, fix="put a proxy that asks for credentials before it"
     )
+    if telemetry.otlp_endpoint and not may_trace(telemetry):
+        _log.warning("the gateway does not trace: it sends traces to http:// only", key="telemetry.otlp_endpoint")
     os.environ.update(ENVIRONMENT)
     threading.Thread(target=_announce, args=(ports, server.drain_seconds), daemon=True).start()
     from smg.launch_router import launch_router, parse_router_args

@@ -37,6 +37,11 @@ def require_gateway() -> None:
         )
 
 
+def may_trace(telemetry: TelemetryConfig) -> bool:
+    """The gateway's exporter is built without TLS: with https:// it would not start."""
+    return telemetry.otlp_endpoint.startswith("http://")
+
+
 def gateway_arguments(
     config: GatewayConfig, telemetry: TelemetryConfig, ports: GatewayPorts, drain_seconds: float
 ) -> list[str]:
@@ -63,5 +68,9 @@ def gateway_arguments(
         flags += ["--tool-call-parser", config.tool_call_parser]
     if config.reasoning_parser:
         flags += ["--reasoning-parser", config.reasoning_parser]
-    flags += ["--log-level", "info" if telemetry.log_level == "debug" else "warn"]  # info: two lines a request
+    traces = telemetry.otlp_endpoint if may_trace(telemetry) else ""
+    if traces:
+        flags += ["--enable-trace", "--otlp-traces-endpoint", traces]
+    is_verbose = telemetry.log_level == "debug" or bool(traces)  # below "info" it makes no spans
+    flags += ["--log-level", "info" if is_verbose else "warn"]  # info: two lines a request
     return flags if telemetry.log_format == "text" else [*flags, "--log-json"]

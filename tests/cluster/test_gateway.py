@@ -25,11 +25,14 @@ import pytest
 
 from outrider.cli.main import main
 from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervision
+from outrider.cluster.config import GatewayConfig
 from outrider.cluster.gateway import served_model
-from outrider.cluster.gateway_arguments import GatewayPorts
+from outrider.cluster.gateway_arguments import GatewayPorts, gateway_arguments
 from outrider.cluster.plan import GATEWAY
+from outrider.service.config import TelemetryConfig
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.traces import CALLER_ID, TRACE_ID, TRACEPARENT, Collector
 
 ROLE_PROCESS = Path(__file__).with_name("role_process.py")
 WAIT_SECONDS = 60.0
@@ -188,6 +191,41 @@ def test_a_tokenizer_that_is_not_here_comes_from_the_router_and_no_hub_is_asked(
             assert "hello there" in ask(cluster)[1]["choices"][0]["message"]["content"]
         hub.shutdown(socket.SHUT_RDWR)
     assert asked == []
+
+
+@pytest.mark.full
+def test_the_gateway_continues_its_clients_trace(tokenizer_folder, tmp_path):
+    with Collector() as collector:
+        environ = {"OUTRIDER_TELEMETRY__OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
+        with make_cluster(tmp_path, tokenizer_folder, **environ) as cluster:
+            body = json.dumps({"model": "echo", "messages": HELLO}).encode()
+            headers = {"Content-Type": "application/json", "traceparent": TRACEPARENT}
+            request = urllib.request.Request(f"{cluster.openai_url}/chat/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
+                assert answer.status == 200
+
+            def of_trace(spans):
+                return {span.name: span for span in spans if span.trace_id == TRACE_ID}
+
+            found = of_trace(collector.wait_for(lambda spans: {"http_request", "grpc_execute"} <= set(of_trace(spans))))
+            assert found["http_request"].parent_id == CALLER_ID
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "flags"),
+    [
+        ("http://c:4317", ["--enable-trace", "--otlp-traces-endpoint", "http://c:4317", "--log-level", "info"]),
+        ("https://c:4317", ["--log-level", "warn"]),
+        ("", ["--log-level", "warn"]),
+    ],
+)
+def test_the_gateway_traces_where_it_can(endpoint, flags):
+    """With https:// it would not start, and below the level info it makes no spans."""
+    ports = GatewayPorts(host="127.0.0.1", port=1, metrics_host="127.0.0.1", metrics_port=2)
+    telemetry = TelemetryConfig(otlp_endpoint=endpoint, log_format="text")
+    arguments = gateway_arguments(GatewayConfig(router_targets=("r:1",)), telemetry, ports, 6.0)
+    assert arguments[-len(flags) :] == flags
+    assert ("--enable-trace" in arguments) is ("--enable-trace" in flags)
 
 
 SUPERVISOR = """

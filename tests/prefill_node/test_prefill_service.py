@@ -162,6 +162,8 @@ async def test_a_call_of_a_traced_request_is_a_span_with_its_push_below_it(make_
         push, whole = tracer.spans
         assert (whole.name, whole.kind, whole.context.parent_id, whole.error) == ("prefill", "server", CALLER_ID, "")
         assert whole.attributes["outrider.num_computed_tokens"] == response.num_computed_tokens == 30
+        assert sum(event.attributes["outrider.num_tokens"] for event in whole.events) == 30
+        assert all(whole.started_at <= event.at <= whole.ended_at for event in whole.events)
         assert (push.name, push.kind, push.context.parent_id) == ("kv_push", "client", whole.context.span_id)
         assert push.attributes["outrider.kv_bytes"] == response.kv_bytes
         assert whole.started_at <= push.started_at <= push.ended_at == whole.ended_at
