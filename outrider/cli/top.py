@@ -16,7 +16,7 @@ from outrider.cli.connection import add_connection_arguments, add_target_argumen
 from outrider.cli.top_history import History
 from outrider.client import AsyncClient
 from outrider.client.targets import Targets
-from outrider.errors import AbortedError, CapacityError, ConfigError, InvalidRequestError, PeerLostError
+from outrider.errors import AbortedError, CapacityError, ConfigError, InternalError, InvalidRequestError, PeerLostError
 from outrider.node import Model
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ WIDTH_OF_TEXT = 160
 LATE_SECONDS = 1.5
 """How long after it was due the figures before it are called old."""
 
-AWAY = (PeerLostError, CapacityError, AbortedError)
-"""What may be over soon: no router there, too many watches, no answer in time."""
+AWAY = (PeerLostError, CapacityError, AbortedError, InternalError)
+"""What may be over soon: no router there, too many watches, no answer in time, a connection that breaks oddly."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
