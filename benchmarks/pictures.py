@@ -27,8 +27,8 @@ from outrider.cluster import Cluster, ClusterConfig, Launch
 from tests.support.chromium import screenshot
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
-BEFORE_TOKENS = 32
-MAX_TOKENS = 120
+BEFORE_TOKENS = 24
+MAX_TOKENS = 100
 WIDTH = 1280
 HEIGHTS = {"page-cluster.png": 560, "page-request.png": 1040}
 NUM_COMPANY = 3

@@ -123,7 +123,9 @@ export function sentence(record, times = breakdown(record)) {
 }
 
 function phrase(part, time, record) {
-  const chunks = record.spans.filter((span) => span.kind === "prefill_chunk").length;
+  const moves = moveCosts(record); // chunks within them are their cost
+  const isKept = (span) => !moves.some((move) => move.from <= span.start && span.start < move.to);
+  const chunks = record.spans.filter((span) => span.kind === "prefill_chunk" && isKept(span)).length;
   const steps = record.steps.length + (record.num_dropped_steps ?? 0);
   const words = {
     queue: "in the queue",

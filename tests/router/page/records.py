@@ -113,6 +113,7 @@ def moved_request(serial: int = 17) -> dict[str, Any]:
         span("decode", 2.27, 2.6, "decode-0"),
         span("queue", 2.6, 2.62, attempt=1),
         span("prefill", 2.62, 2.8, "prefill-0", attempt=1, num_tokens=254),
+        span("prefill_chunk", 2.7, 2.8, "prefill-0", attempt=1, num_tokens=254),
         span("decode", 2.85, 3.02, "decode-1", attempt=1),
     ]
     accepted = [2, 2, 1, 3]
