@@ -34,7 +34,10 @@ SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")
 """Their tests ask one cluster, which is started once: of several workers, one runs them all."""
 OWN_CLUSTERS = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_soak.py")
 """But these start others."""
-REAL_CLUSTER = ("tests/e2e/test_constraints.py", "tests/e2e/test_openai.py", "tests/e2e/test_real_model.py")
+REAL_CLUSTER = (
+    *("tests/e2e/test_constraints.py", "tests/e2e/test_openai.py", "tests/e2e/test_real_model.py"),
+    "tests/e2e/test_replay.py",
+)
 """And these share one with the default model."""
 
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,10 +40,17 @@ def is_full(request):
 class RunningCluster:
     """A cluster, a client of it, and what tests ask of both."""
 
-    def __init__(self, cluster: Cluster, points: FaultPoints | None = None, collector: Collector | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        points: FaultPoints | None = None,
+        collector: Collector | None = None,
+        receipts: Path | None = None,
+    ) -> None:
         self.cluster = cluster
         self.points = points
         self.collector = collector  # of traces, which only callers begin
+        self.receipts = receipts  # where its router keeps them
         self.router_address = cluster.router_address
         self.client = Client(self.router_address)
 
@@ -160,11 +168,13 @@ def cluster(running):
 
 
 @pytest.fixture(scope="session")
-def real(start_cluster):
-    """Four processes with the default model, and the OpenAI gateway before them."""
-    with start_cluster(ClusterConfig(port=0, openai_port=0), model=DEFAULT_MODEL_ID) as cluster:
+def real(start_cluster, tmp_path_factory):
+    """Four processes with the default model, and the OpenAI gateway before them. The router keeps receipts."""
+    receipts = tmp_path_factory.mktemp("receipts")
+    kept = f"router.receipts={receipts}"
+    with start_cluster(ClusterConfig(port=0, openai_port=0), kept, model=DEFAULT_MODEL_ID) as cluster:
         cluster.wait_serving(START_SECONDS)
-        yield RunningCluster(cluster)
+        yield RunningCluster(cluster, receipts=receipts)
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
 
 
