@@ -80,7 +80,7 @@ class Receipt:
         if not isinstance(value, dict) or "receipt" not in value:
             raise ValueError("it is not a JSON object with the field receipt")
         if value["receipt"] != FORMAT:
-            raise ValueError(f"receipt is {str(value['receipt'])[:20]}; this version reads {FORMAT}")
+            raise ValueError(f"receipt is {value['receipt']!r:.20}; this version reads {FORMAT}")
         receipt: Receipt = _decode(value, cls, "")
         if receipt.end not in (WHOLE, ABORTED, FAILED):
             raise ValueError(f"end is {receipt.end[:20]!r}, not {WHOLE}, {ABORTED} or {FAILED}")

@@ -10,6 +10,7 @@ from typing import TypeVar
 from outrider.answer import AnswerEvent
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.service.telemetry.logging import get_logger
+from outrider.v1 import router_pb2
 from router.answer import Answer
 from router.answer_budget import AnswerAccount
 from router.request_figures import RequestFigures, Trailers
@@ -63,10 +64,10 @@ class LiveRequest:
         """Nothing is computed and nobody reads: the answer only waits for its client to come back."""
         return self.is_closed or (self.answer.has_ended and not self.answer.has_reader)
 
-    def start(self, account: AnswerAccount, flow: RequestFlow) -> None:
+    def start(self, account: AnswerAccount, flow: RequestFlow, proto: router_pb2.GenerateRequest) -> None:
         """Starts to compute. The account is closed with the request."""
         self._account, self._flow = account, flow
-        self._task = asyncio.create_task(flow.run(), name=f"request {self.key}")
+        self._task = asyncio.create_task(flow.run(proto), name=f"request {self.key}")
         self._task.add_done_callback(self._take_end)
 
     def trailers(self) -> Trailers:

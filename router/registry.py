@@ -253,7 +253,6 @@ class RequestRegistry:
             on_end=lambda error: services.timelines.end(timeline, error),
         )
         work = Work(
-            proto=proto,
             answer=answer,
             figures=figures,
             account=services.answers.open(request, live),
@@ -262,7 +261,7 @@ class RequestRegistry:
             services=services,
         )
         self._by_key[key] = live
-        live.start(work.account, RequestFlow(work, client=caller.share, was_admitted=stored is not None))
+        live.start(work.account, RequestFlow(work, client=caller.share, was_admitted=stored is not None), proto)
         self._take_change(live)
         return live
 

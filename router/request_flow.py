@@ -18,6 +18,7 @@ import asyncio
 from outrider.errors import InternalError, InvalidRequestError, OutriderError
 from outrider.faults import fault_point
 from outrider.session import Rejected, RejectReason
+from outrider.v1 import router_pb2
 from router.attempt import Attempt
 from router.placement import Demand, Place
 from router.request_queue import QueuedRequest
@@ -52,8 +53,11 @@ class RequestFlow:
         self._retry: asyncio.TimerHandle | None = None
         self._change = asyncio.Event()
 
-    async def run(self) -> None:
-        """Until the answer has ended, with a summary or a failure. Never raises OutriderErrors."""
+    async def run(self, proto: router_pb2.GenerateRequest) -> None:
+        """Until the answer has ended, with a summary or a failure. Never raises OutriderErrors.
+
+        `proto`: the request as it was sent, for the receipt. Here, so that it is freed with the work.
+        """
         answer = self._answer
         try:
             while not (answer.is_complete or answer.has_ended):
@@ -69,7 +73,7 @@ class RequestFlow:
             self._free()
             work = self._work
             work.figures.close(answer.failure)
-            self._services.receipts.keep(work.proto, answer, work.figures, work.served.info)
+            self._services.receipts.keep(proto, answer, work.figures, work.served.info)
 
     def abort(self) -> bool:
         """Ends the unfinished samples, and stops the request everywhere. False: it had ended."""

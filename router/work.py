@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from outrider.errors import OutriderError, PeerLostError
 from outrider.session import Rejected
-from outrider.v1 import router_pb2
 from router.answer import Answer
 from router.answer_budget import AnswerAccount
 from router.losses import Losses
@@ -74,7 +73,6 @@ class OutcomeError(Exception):
 class Work:
     """What all attempts at one request share."""
 
-    proto: router_pb2.GenerateRequest  # as the client sent it, for the receipt
     answer: Answer
     figures: RequestFigures
     account: AnswerAccount

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from outrider.cli.config import sections_of
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
@@ -51,15 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 results[_replay(client, receipt)] += 1
             except (MismatchError, InvalidRequestError) as error:  # the next one may do
-                sys.stdout.write(f"{receipt.request_id}: error: {error}\n")
+                _say(f"{receipt.request_id}: error: {error}")
                 results[DIFFERENT] += 1
             sys.stdout.flush()
     if not results:
         raise NotFoundError(f"{path} has no receipt")
     if path.is_file():
-        sys.stdout.write(
+        _say(
             f"replay: receipts={results.total()} identical={results[IDENTICAL]} different={results[DIFFERENT]} "
-            f"not_replayable={results[NOT_REPLAYABLE]}\n"
+            f"not_replayable={results[NOT_REPLAYABLE]}"
         )
     return next(status for status in (DIFFERENT, NOT_REPLAYABLE, IDENTICAL) if results[status])
 
@@ -68,25 +69,30 @@ def _replay(client: Client, receipt: Receipt) -> int:
     """Returns the exit status. Raises: OutriderErrors."""
     name = receipt.request_id
     if reason := why_not_replayable(receipt):
-        sys.stdout.write(f"{name}: cannot be replayed: {reason}\n")
+        _say(f"{name}: cannot be replayed: {reason}")
         return NOT_REPLAYABLE
     check_model(receipt, client.model())
     if inexact := sorted({node.numerics for node in receipt.nodes if not node.numerics.startswith("exact (")}):
-        sys.stderr.write(
-            f"outrider replay: {name}: a difference is to be expected, as the numerics were {' and '.join(inexact)}\n"
-        )
+        expected = f"a difference is to be expected, as the numerics were {' and '.join(inexact)}"
+        _say(f"outrider replay: {name}: {expected}", sys.stderr)
     result = replay(client, receipt, on_tokens=_progress_of(receipt))
     counts = f"{result.num_tokens} tokens, {result.num_samples} samples"
     cut = {ABORTED: " of an answer that was aborted", FAILED: f" of an answer that failed ({receipt.error})"}
     if not result.differences:
-        sys.stdout.write(f"{name}: identical: {counts}{cut.get(receipt.end, '')}\n")
+        _say(f"{name}: identical: {counts}{cut.get(receipt.end, '')}")
         return IDENTICAL
-    sys.stdout.write(f"{name}: different in {len(result.differences)} of {result.num_samples} samples\n")
+    _say(f"{name}: different in {len(result.differences)} of {result.num_samples} samples")
     for difference in result.differences:
-        sys.stdout.write(f"  {_describe(client, difference)}\n")
+        _say(f"  {_describe(client, difference)}")
     for line in _node_lines(receipt, result.nodes):
-        sys.stdout.write(f"  {line}\n")
+        _say(f"  {line}")
     return DIFFERENT
+
+
+def _say(text: str, file: TextIO | None = None) -> None:
+    """A line on standard output, or in `file`. What receipts and nodes say is not for a terminal to obey."""
+    shown = "".join(character if character.isprintable() else "?" for character in text)
+    (file or sys.stdout).write(f"{shown}\n")
 
 
 def _describe(client: Client, found: Difference) -> str:

@@ -9,7 +9,6 @@ import pytest
 
 from outrider.cli.main import main
 from outrider.client import Client
-from outrider.receipt_files import read_receipts
 from tests.router.threaded_router import ThreadedRouter
 from tests.support.router_fakes import letters
 
@@ -218,6 +217,18 @@ def test_a_difference_is_expected_of_inexact_numerics_and_what_changed_is_named(
     assert "version then: decode 0.1, prefill fake; now: decode fake, prefill fake" in out
 
 
+def test_what_a_receipt_says_is_not_for_a_terminal_to_obey(replay, answered):
+    def change(fields):
+        tampered(0, 33)(fields)
+        fields["request_id"] = "\x1b[2J"
+        fields["nodes"][0].update(version="\x9b1m", numerics="\x1b[31m")
+
+    status, out, err = replay(answered("escape", change=change)[0])
+    assert status == 1
+    assert "?[2J: different" in out
+    assert not {"\x1b", "\x9b"} & set(out + err)
+
+
 def test_every_receipt_of_a_file_is_replayed_and_counted(replay, answered, folder, tmp_path):
     paths = [answered("one"), answered("two", change=tampered(1, 33))]
     path = tmp_path / "several.jsonl"
@@ -273,6 +284,9 @@ def test_the_receipt_in_a_store_is_found(replay, answered, store_server, folder)
     assert "s3cret" not in err
 
 
-def test_receipts_of_a_router_can_be_read(answered, folder):
-    answered("readable")
-    assert "readable" in [each.request_id for path in folder.glob("*") for each in read_receipts(path)]
+def test_a_file_that_the_replays_own_receipts_are_added_to_is_read_as_it_was(replay, answered, folder):
+    answered("growing")
+    (path,) = folder.iterdir()
+    num_lines = len(path.read_bytes().splitlines())
+    out = replay(path)[1]
+    assert f"replay: receipts={num_lines} " in out

@@ -23,7 +23,9 @@ from router.config import RouterConfig
 from router.receipts import directory, keeper
 from router.receipts.base import ReceiptLine
 from router.receipts.directory import DirectoryReceipts
+from router.receipts.factory import make_sink
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
+from tests.support.receipts import receipt
 
 SEGMENT_BYTES = 1 << 16
 MAX_BYTES = 16 * SEGMENT_BYTES
@@ -141,6 +143,7 @@ async def test_a_moved_answer_names_every_node_in_the_order_of_its_use(node_pair
 
 
 async def test_the_router_that_finishes_an_answer_keeps_it_whole_and_the_one_before_it_nothing(router_pair, folder):
+    router_pair.num_tokens = 60
     await router_pair.serve(receipts=str(folder))
     call, _, deltas = await router_pair.begin()
     next_position = deltas[-1].start_position + len(deltas[-1].token_ids)
@@ -261,6 +264,16 @@ def test_a_directory_that_cannot_be_written_to_is_named_at_the_start(tmp_path):
         make_directory(tmp_path / "file" / "kept")
 
 
+async def test_a_store_is_that_of_the_router_with_its_password(store_server):
+    config = RouterConfig(store=store_server.url, receipts="store", store_timeout_seconds=PATIENCE_SECONDS)
+    sink = make_sink(config, incarnation=b"me", environ={"OUTRIDER_STORE_PASSWORD": "s3cret"})
+    assert sink.name == f"{store_server.url}/0"
+    (reason,) = await sink.write([receipt_line("a")])  # the server has no password
+    assert "AUTH" in reason
+    assert "s3cret" not in reason
+    await sink.close()
+
+
 def test_a_store_that_is_none_is_named():
     with pytest.raises(ConfigError, match=r"router\.receipts=store.*needs store=valkey://"):
         load_config({"router": RouterConfig}, file=None, environ={}, overrides=["router.receipts=store"])
@@ -270,15 +283,11 @@ def test_a_store_that_is_none_is_named():
 
 
 @pytest.fixture
-async def line(cluster, folder):
-    """A real one."""
-    await cluster.serve(receipts=str(folder))
-    await cluster.generate(request_id="r-1")
-    await kept(cluster, folder)
-    return lines_of(folder)[0] + b"\n"
+def line():
+    return receipt("r-1").to_line()
 
 
-async def test_a_torn_last_line_is_passed_over_and_any_other_that_is_damaged_is_named(line, tmp_path):
+def test_a_torn_last_line_is_passed_over_and_any_other_that_is_damaged_is_named(line, tmp_path):
     path = tmp_path / "receipts-00-000000.jsonl"
     path.write_bytes(line + line[:-9])
     assert len(list(read_receipts(path))) == 1
@@ -290,7 +299,7 @@ async def test_a_torn_last_line_is_passed_over_and_any_other_that_is_damaged_is_
         find_receipt(tmp_path, "r-1")
 
 
-async def test_the_newest_receipt_of_an_id_is_found(line, tmp_path):
+def test_the_newest_receipt_of_an_id_is_found(line, tmp_path):
     older, newer = (line.replace(b'"ended_at":"2', b'"ended_at":"%d' % era) for era in (1, 3))
     (tmp_path / "receipts-00-000000.jsonl").write_bytes(newer + line)
     (tmp_path / "receipts-00-000001.jsonl").write_bytes(older)
@@ -313,13 +322,13 @@ async def test_the_newest_receipt_of_an_id_is_found(line, tmp_path):
         (lambda receipt: {**receipt, "request": []}, "request is not of the type"),
     ],
 )  # fmt: skip
-async def test_a_hostile_line_is_refused_by_what_is_wrong_with_it(line, change, message):
+def test_a_hostile_line_is_refused_by_what_is_wrong_with_it(line, change, message):
     changed = change(json.loads(line))
     with pytest.raises(ValueError, match=message):
         Receipt.from_line(changed if isinstance(changed, bytes) else json.dumps(changed).encode())
 
 
-async def test_a_line_that_has_no_end_is_not_read_whole(line, tmp_path, monkeypatch):
+def test_a_line_that_has_no_end_is_not_read_whole(line, tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.receipt_files.MAX_LINE_BYTES", 100)
     path = tmp_path / "receipts.jsonl"
     path.write_bytes(line)
