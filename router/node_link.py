@@ -76,6 +76,7 @@ class NodeLink:
         self.role = role
         self.address = address
         self.info: NodeInfo | None = None
+        self.stamp = NodeStamp("", "", "", "")  # what requests say of it, once it has been identified
         self.report: NodeReport | None = None
         self.state = NodeState.STARTING
         self.refusal = ""  # why the node is not used; empty when it may be
@@ -106,12 +107,6 @@ class NodeLink:
     def numerics(self) -> str:
         """How it computes; empty before it has said so."""
         return self.info.model.numerics if self.info is not None and self.info.model is not None else ""
-
-    @property
-    def stamp(self) -> NodeStamp:
-        """What a request says of it when it has worked on the request."""
-        version = self.info.version if self.info is not None else ""
-        return NodeStamp(self.name, self.role.name.lower(), version, self.numerics)
 
     @property
     def is_serving(self) -> bool:
@@ -180,6 +175,7 @@ class NodeLink:
             )
         negotiate(SUPPORTED_VERSIONS, info.protocol_versions, us="this router", them=info.name)
         self.info = info
+        self.stamp = NodeStamp(self.name, self.role.name.lower(), info.version, self.numerics)
         self.last_error = ""
         if info.state is not NodeState.SERVING:
             if self.state is not NodeState.LOST:
