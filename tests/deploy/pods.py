@@ -1,9 +1,9 @@
 """Pods of a rendered chart as processes of this machine, started, probed and ended as Kubernetes does it.
 
-What is as rendered: the command, the variables, the settings file, the ports, the probes with their names and
-thresholds, the preStop command, the grace period, names of pods and Services, and which Service has which pod. What
-stands in: an address of loopback for each pod (by `server.host`), names/sitecustomize.py for DNS, the paths of
-mounted files, and `pace`, by which the periods of probes and minReadySeconds are shortened.
+What is as rendered: the commands, init containers' too, the variables, the settings file, the ports, the probes with
+their names and thresholds, the preStop command, the grace period, names of pods and Services, and which Service has
+which pod. What stands in: an address of loopback for each pod (by `server.host`), names/sitecustomize.py for DNS, the
+paths of mounted files, and `pace`, by which the periods of probes and minReadySeconds are shortened.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class Pod:
         self._machine = machine
         self._spec = workload["spec"]["template"]["spec"]
         self._container = container_of(workload)
+        for container in self._spec.get("initContainers", []):
+            environ = self._environ(container)
+            subprocess.run(self._command(container["command"]), env=environ, check=True, timeout=READY_SECONDS)
         self._log = (machine.directory / f"{name}-{random.randrange(1 << 32):x}.log").open("wb+")
         self.process = subprocess.Popen(
             self._command(self._container["command"]), env=self._environ(), stdout=self._log, stderr=self._log
@@ -95,10 +98,10 @@ class Pod:
     def _command(self, words: list[str]) -> list[str]:
         return [PROGRAMS.get(words[0], words[0]), *words[1:]]
 
-    def _environ(self) -> dict[str, str]:
+    def _environ(self, container: Object | None = None) -> dict[str, str]:
         mounts = self._machine.mounts
         environ = {**os.environ, "PYTHONPATH": str(NAMES), "NAMES_FILE": str(self._machine.names_file)}
-        for variable in self._container["env"]:
+        for variable in (container or self._container)["env"]:
             value = variable.get("value")
             if value is None:
                 value = self._machine.value_from(variable["valueFrom"], self)

@@ -199,6 +199,11 @@ def test_nodes_are_reached_by_those_that_call_them_only(rendered):
         component = component_of(policy)
         named = {item["name"] for item in container_of(manifests.workloads()[component])["ports"]}
         assert {item["port"] for item in calls["ports"]} == named - {"metrics"}
+        if component == "router":
+            assert calls["from"][:1] == SETS["secured"]["networkPolicy"]["clientsFrom"]
+            (pod,) = manifests.of_kind("Pod")  # of `helm test`
+            labels = pod["metadata"]["labels"]
+            assert any(peer["podSelector"]["matchLabels"].items() <= labels.items() for peer in calls["from"][1:])
         if component in NODES:
             selectors = [peer["podSelector"]["matchLabels"] for peer in calls["from"]]
             callers[component] = {selector["app.kubernetes.io/component"] for selector in selectors}
@@ -264,6 +269,7 @@ def test_every_value_is_described_and_has_a_default():
         ({"store": {"url": "valkey://user:password@host"}}, "store/url"),
         ({"settings": {"server": {"port": 1}}}, "settings.server.port is set by the chart"),
         ({"router": {"extraSettings": {"router": {"store": "x"}}}}, "router.extraSettings.router.store is set by the"),
+        ({"router": {"extraSettings": {"router": {"tls": {"certificate": "x"}}}}}, "router.tls is set by the chart"),
         (
             {"router": {"extraEnv": [{"name": "OUTRIDER_SERVER__DRAIN_SECONDS", "value": "600"}]}},
             "OUTRIDER_SERVER__DRAIN_SECONDS in router.extraEnv is set by the chart",

@@ -47,7 +47,7 @@ def test_a_router_is_replaced_under_load(fake_nodes, tmp_path):
             pod.wait_ready()
         with contextlib.ExitStack() as stack:
             questions = {}
-            for max_tokens in (20, 25, 100):  # 0.4, 0.5 and 2 s
+            for max_tokens in (20, 75):  # 0.4 and 1.5 s
                 client = stack.enter_context(Client([f"{pod.address}:50051" for pod in reversed(routers)]))
                 questions[max_tokens] = partial(ask_tokens, client, seed=7, max_tokens=max_tokens)
             load = Load(questions)

@@ -14,6 +14,7 @@
 - decode_node.draft_targets
 - gateway.router_targets
 - security.tls
+- router.tls
 {{- end }}
 
 {{- define "outrider.refuseOwnSettings" -}}
