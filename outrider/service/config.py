@@ -26,7 +26,10 @@ class ServerConfig:
     )
     name: str = setting("", help="Unique in the cluster; empty: role and address for others.")
     metrics_port: int | None = setting(
-        None, at_least=0, at_most=65535, help="Prometheus over HTTP on this port; 0: the system chooses; null: off."
+        None,
+        at_least=0,
+        at_most=65535,
+        help="Prometheus over HTTP on this port, and on a router its page; 0: the system chooses; null: off.",
     )
     drain_seconds: float = setting(
         6.0, at_least=0, at_most=86_400, help="How long running work may go on after SIGTERM; the end takes 3 s more."
