@@ -44,7 +44,8 @@ the others. The environment variable of `kv_cache.memory` is `OUTRIDER_KV_CACHE_
 COMMANDS_HEAD = """# Command line
 
 What each command does in practice: [operations](operations.md). Exit status: 0; 1 for an error, with one line on
-stderr; 2 for a wrong command line or setting; 130 for Ctrl-C."""
+stderr; 2 for a wrong command line or setting; 130 for Ctrl-C. `outrider replay` has one more:
+[replay](replay.md#replay)."""
 METRICS_HEAD = """# Metrics
 
 What each process exports on its `server.metrics_port`, in the text format of Prometheus. Names and labels are vLLM's
