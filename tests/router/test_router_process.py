@@ -24,6 +24,7 @@ from tests.router.conftest import refused
 from tests.support.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, check_health
 from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode
 from tests.support.store_server import STORE_PATIENCE
+from tests.support.traces import TRACEPARENT, Collector
 
 PATIENCE_OPTIONS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 NUM_CLIENTS = 16
@@ -98,6 +99,21 @@ class Stream:
 def read_page(address: str, path: str) -> bytes:
     with urllib.request.urlopen(f"http://{address}{path}", timeout=WAIT_SECONDS) as answer:
         return answer.read()
+
+
+@pytest.mark.full
+async def test_a_collector_that_never_answers_delays_no_answer_and_no_end(nodes, router):
+    with Collector() as collector:
+        collector.answers.clear()
+        process, stub = await router(f"telemetry.otlp_endpoint={collector.endpoint}", "server.drain_seconds=1")
+        for _ in range(3):
+            call = stub.Generate(request(8), metadata=(("traceparent", TRACEPARENT),), timeout=WAIT_SECONDS)
+            assert [message async for message in call][-1].HasField("summary")
+        status, log = await asyncio.to_thread(process.end)
+        assert status == 0
+        assert collector.num_calls > 0, "it tried"
+        assert collector.spans == []
+        assert not [line for line in log if "took too long" in line["event"]]
 
 
 async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
