@@ -23,9 +23,9 @@ class SegmentWriter:
     """
 
     def __init__(self, folder: Path, *, pattern: str, next_name: Callable[[], str], max_bytes: int) -> None:
-        """`pattern` finds the segments of all writers; `next_name` names ours. Raises: OSError where there is no folder
+        """`pattern` finds the segments of all writers; `next_name` names ours.
 
-        and none can be made.
+        Raises: OSError where the folder cannot be made.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
