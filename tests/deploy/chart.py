@@ -15,6 +15,15 @@ RELEASE, NAMESPACE = "outrider", "llm"
 Object = dict[str, Any]
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice: what others make of it is theirs to choose."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key is there twice: {keys}, {node.start_mark}"
+        return super().construct_mapping(node, deep)
+
+
 def value_sets() -> dict[str, dict[str, Any]]:
     """By name: those that the chart is tried with."""
     return {
@@ -22,10 +31,10 @@ def value_sets() -> dict[str, dict[str, Any]]:
     }
 
 
-def render_text(values: Mapping[str, Any]) -> str:
+def render_text(values: Mapping[str, Any], *, release: str = RELEASE, namespace: str = NAMESPACE) -> str:
     """Every object, in the order of files. Raises: helm_python.HelmError for values that the chart refuses."""
     with helm_python.Chart.load(CHART) as chart:
-        files = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+        files = chart.render(dict(values), name=release, namespace=namespace)
     texts = {name: text.strip() for name, text in files.items() if name.endswith(".yaml")}
     parts = [f"# {name}\n{text.removeprefix('---').strip()}\n" for name, text in sorted(texts.items()) if text]
     return "---\n" + "---\n".join(parts)
@@ -34,8 +43,9 @@ def render_text(values: Mapping[str, Any]) -> str:
 class Manifests:
     """What an install would send to Kubernetes."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.objects: list[Object] = [found for found in yaml.safe_load_all(render_text(values)) if found]
+    def __init__(self, values: Mapping[str, Any], *, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
+        text = render_text(values, release=release, namespace=namespace)
+        self.objects: list[Object] = [found for found in yaml.load_all(text, _Loader) if found]
 
     def of_kind(self, *kinds: str) -> list[Object]:
         return [found for found in self.objects if found["kind"] in kinds]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-import helm_python
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
@@ -167,6 +166,7 @@ def test_pods_may_as_little_as_they_can(manifests):
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 10001
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["securityContext"]["fsGroup"] == 10001  # to whom files of Secrets belong
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -257,30 +257,3 @@ def test_every_value_is_described_and_has_a_default():
 
     check(schema, defaults, "")
     assert schema["properties"].keys() == {*defaults, "global"}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"decode_nodes": {}}, "decode_nodes"),
-        ({"router": {"replica": 2}}, "replica"),
-        ({"router": {"replicas": "two"}}, "router/replicas"),
-        ({"cache": {"type": "nfs"}}, "cache/type"),
-        ({"store": {"url": "valkey://user:password@host"}}, "store/url"),
-        ({"settings": {"server": {"port": 1}}}, "settings.server.port is set by the chart"),
-        ({"router": {"extraSettings": {"router": {"store": "x"}}}}, "router.extraSettings.router.store is set by the"),
-        ({"router": {"extraSettings": {"router": {"tls": {"certificate": "x"}}}}}, "router.tls is set by the chart"),
-        (
-            {"router": {"extraEnv": [{"name": "OUTRIDER_SERVER__DRAIN_SECONDS", "value": "600"}]}},
-            "OUTRIDER_SERVER__DRAIN_SECONDS in router.extraEnv is set by the chart",
-        ),
-        ({"openai": {"enabled": True}, "tls": {"enabled": True, "secretName": "x"}}, "openai.enabled: the gateway"),
-        ({"tls": {"enabled": True}}, "tls.secretName is empty"),
-        ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "tls.certManager.issuerRef.name is empty"),
-        ({"tls": {"certManager": {"enabled": True}}}, "without tls.enabled"),
-        ({"tokens": {"secretName": "x"}}, "tokens.secretName without tls.enabled"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_name(values, message):
-    with pytest.raises(helm_python.HelmError, match=message):
-        Manifests(values)

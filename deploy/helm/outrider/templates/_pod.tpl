@@ -9,7 +9,7 @@ exec:
     - --authority=/run/tls/ca.crt
     - --certificate=/run/tls/tls.crt
     - --private-key=/run/tls/tls.key
-    - --server-name={{ include "outrider.peerName" .root }}
+    - {{ printf "--server-name=%s" (include "outrider.peerName" .root) | quote }}
     {{- with .service }}
     - --service={{ . }}
     {{- end }}
@@ -27,7 +27,8 @@ grpc:
 
 {{- define "outrider.image" -}}
 {{- $image := mergeOverwrite (deepCopy .root.Values.image) (index .root.Values .role).image -}}
-{{ $image.repository }}:{{ default .root.Chart.AppVersion $image.tag }}
+{{- $tag := default .root.Chart.AppVersion $image.tag -}}
+{{ $image.repository }}{{ ternary "@" ":" (hasPrefix "sha256:" $tag) }}{{ $tag }}
 {{- end }}
 
 {{- define "outrider.containerSecurity" -}}
@@ -35,6 +36,24 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities:
   drop: [ALL]
+{{- end }}
+
+{{- define "outrider.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001 # may read Secrets' files
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "outrider.pullSecrets" -}}
+{{- with .Values.image.pullSecrets -}}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . | quote }}
+  {{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "outrider.graceSeconds" -}}
@@ -58,42 +77,32 @@ capabilities:
 {{- $settings := include "outrider.settings" . | fromYaml -}}
 {{- $needsModel := include "outrider.needsModel" . -}}
 {{- $gpus := int (dig "gpu" "count" 0 $values) -}}
+{{- $given := list -}} {{- /* variables that are not ours to set */}}
+{{- range $values.extraEnv }}{{ $given = append $given .name }}{{ end -}}
 metadata:
   labels:
     {{- include "outrider.labels" . | nindent 4 }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- $annotations := dict }}
+  {{- if $root.Values.metrics.annotations }}
+  {{- $annotations = dict "prometheus.io/scrape" "true" "prometheus.io/port" "9464" }}
+  {{- end }}
+  {{- $hash := include "outrider.settings" . | sha256sum }} {{- /* other settings, other pods */}}
   annotations:
-    outrider/settings: {{ include "outrider.settings" . | sha256sum | quote }}
-    {{- if $root.Values.metrics.annotations }}
-    prometheus.io/scrape: "true"
-    prometheus.io/port: "9464"
-    {{- end }}
-    {{- with $values.podAnnotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- toYaml (mergeOverwrite $annotations (deepCopy $values.podAnnotations) (dict "outrider/settings" $hash)) | nindent 4 }}
 spec:
-  serviceAccountName: {{ include "outrider.serviceAccountName" $root }}
+  serviceAccountName: {{ include "outrider.serviceAccountName" $root | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false # its variables, such as OUTRIDER_ROUTER_PORT, look like settings
   shareProcessNamespace: true # a first process ignores SIGTERM until Python has installed its handler
   terminationGracePeriodSeconds: {{ include "outrider.graceSeconds" . }}
   securityContext:
-    runAsNonRoot: true
-    runAsUser: 10001
-    runAsGroup: 10001
-    fsGroup: 10001
-    fsGroupChangePolicy: OnRootMismatch
-    seccompProfile: {type: RuntimeDefault}
-  {{- with $root.Values.image.pullSecrets }}
-  imagePullSecrets:
-    {{- range . }}
-    - name: {{ . }}
-    {{- end }}
-  {{- end }}
+    {{- include "outrider.podSecurity" $root | nindent 4 }}
+  {{- include "outrider.pullSecrets" $root | nindent 2 }}
   {{- with $values.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- with $values.nodeSelector }}
   nodeSelector:
@@ -102,7 +111,7 @@ spec:
   {{- if or $values.tolerations (gt $gpus 0) }}
   tolerations:
     {{- if gt $gpus 0 }}
-    - {key: {{ $values.gpu.resource }}, operator: Exists, effect: NoSchedule}
+    - {key: {{ $values.gpu.resource | quote }}, operator: Exists, effect: NoSchedule}
     {{- end }}
     {{- with $values.tolerations }}
     {{- toYaml . | nindent 4 }}
@@ -141,7 +150,7 @@ spec:
   {{- if and $needsModel $root.Values.fetch.enabled }}
   initContainers:
     - name: fetch
-      image: {{ include "outrider.image" . }}
+      image: {{ include "outrider.image" . | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       command: [outrider, fetch]
       env:
@@ -150,7 +159,7 @@ spec:
         {{- if .name }}
         - name: HF_TOKEN
           valueFrom:
-            secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+            secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
         {{- end }}
         {{- end }}
         {{- with $root.Values.fetch.extraEnv }}
@@ -170,7 +179,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ $role | replace "_" "-" }}
-      image: {{ include "outrider.image" . }}
+      image: {{ include "outrider.image" . | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       {{- if eq $role "openai" }}
       command: [python, -m, outrider.cluster.gateway]
@@ -182,16 +191,18 @@ spec:
         - name: OUTRIDER_SERVER__NAME
           valueFrom:
             fieldRef: {fieldPath: metadata.name}
+        {{- if not (has "HF_HUB_OFFLINE" $given) }}
         - {name: HF_HUB_OFFLINE, value: "1"} # the model is in the cache
-        {{- if and (has $role (list "prefill_node" "decode_node" "draft_node")) (dig "limits" "cpu" "" $values.resources) (not (dig "model" "num_threads" "" $settings)) (eq $gpus 0) }}
+        {{- end }}
+        {{- if and (not (has "OUTRIDER_MODEL__NUM_THREADS" $given)) (has $role (list "prefill_node" "decode_node" "draft_node")) (dig "limits" "cpu" "" $values.resources) (not (dig "model" "num_threads" "" $settings)) (eq $gpus 0) }}
         - name: OUTRIDER_MODEL__NUM_THREADS # a thread that the limit stops would hold up the others
           valueFrom:
             resourceFieldRef: {resource: limits.cpu}
         {{- end }}
-        {{- if and (eq $role "router") $root.Values.store.passwordSecret.name }}
+        {{- if and (eq $role "router") $root.Values.store.passwordSecret.name (not (has "OUTRIDER_STORE_PASSWORD" $given)) }}
         - name: OUTRIDER_STORE_PASSWORD
           valueFrom:
-            secretKeyRef: {name: {{ $root.Values.store.passwordSecret.name }}, key: {{ $root.Values.store.passwordSecret.key }}}
+            secretKeyRef: {name: {{ $root.Values.store.passwordSecret.name | quote }}, key: {{ $root.Values.store.passwordSecret.key | quote }}}
         {{- end }}
         {{- with $values.extraEnv }}
         {{- toYaml . | nindent 8 }}
@@ -280,24 +291,24 @@ spec:
     - name: cache
       {{- if eq $root.Values.cache.type "persistentVolumeClaim" }}
       persistentVolumeClaim:
-        claimName: {{ default (printf "%s-cache" (include "outrider.fullname" $root)) $root.Values.cache.existingClaim }}
+        claimName: {{ default (printf "%s-cache" (include "outrider.fullname" $root)) $root.Values.cache.existingClaim | quote }}
       {{- else if eq $root.Values.cache.type "hostPath" }}
-      hostPath: {path: {{ $root.Values.cache.hostPath }}, type: DirectoryOrCreate}
+      hostPath: {path: {{ $root.Values.cache.hostPath | quote }}, type: DirectoryOrCreate}
       {{- else }}
       emptyDir: {sizeLimit: {{ $root.Values.cache.size }}}
       {{- end }}
     {{- end }}
     {{- if $root.Values.tls.enabled }}
     - name: tls
-      secret: {secretName: {{ include "outrider.tlsSecretName" $root }}, defaultMode: 0440}
+      secret: {secretName: {{ include "outrider.tlsSecretName" $root | quote }}, defaultMode: 0440}
     {{- end }}
     {{- if and (eq $role "router") $root.Values.tokens.secretName }}
     - name: tokens
       secret:
-        secretName: {{ $root.Values.tokens.secretName }}
+        secretName: {{ $root.Values.tokens.secretName | quote }}
         defaultMode: 0440
         items:
-          - {key: {{ $root.Values.tokens.key }}, path: tokens}
+          - {key: {{ $root.Values.tokens.key | quote }}, path: tokens}
     {{- end }}
     {{- if gt $gpus 1 }}
     - name: shm
