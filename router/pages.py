@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -82,23 +83,30 @@ class RouterPages:
         except TimeoutError:
             message = f"the router has not answered within {LOOP_SECONDS:g} s: its event loop is busy"
             return Page.message(HTTPStatus.SERVICE_UNAVAILABLE, message)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            return Page.message(HTTPStatus.SERVICE_UNAVAILABLE, "the router has stopped")
         return NOTHING_HERE
 
     def _on_loop(self, copy: Callable[[], T]) -> T:
-        """Raises: TimeoutError."""
+        """Raises: TimeoutError; RuntimeError when the loop is closed."""
+        future: Future[T] = Future()
 
-        async def run() -> T:
-            return copy()
+        def run() -> None:
+            if future.set_running_or_notify_cancel():  # else nobody waits any more
+                try:
+                    future.set_result(copy())
+                except Exception as error:  # noqa: BLE001 it is the caller's
+                    future.set_exception(error)
 
         if not self._turn.acquire(timeout=LOOP_SECONDS):
             raise TimeoutError
         try:
-            future = asyncio.run_coroutine_threadsafe(run(), self._loop)
-            try:
-                return future.result(LOOP_SECONDS)
-            finally:
-                future.cancel()
+            self._loop.call_soon_threadsafe(run)
+            return future.result(LOOP_SECONDS)
         finally:
+            future.cancel()
             self._turn.release()
 
     def _request(self, serial: str) -> Page:

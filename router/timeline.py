@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.errors import InvalidRequestError, OutriderError
+from outrider.errors import InternalError, InvalidRequestError, OutriderError
 from outrider.node_stamp import NodeStamp
 from outrider.service.telemetry.tracing import NO_TRACE, Attributes, TraceContext
 from outrider.session import SampleTokens
@@ -30,6 +30,8 @@ MAX_REJECTED = 256
 MAX_REQUEST_SPANS = 1_000
 MAX_REQUEST_MOVES = 100
 """Of a request with more of them than nodes usually make, the first are kept."""
+MAX_WORDS = 500
+"""Characters of one message: nodes may say anything."""
 
 
 class SpanKind(enum.StrEnum):
@@ -70,7 +72,7 @@ class Span:
         """Now. A second call does nothing."""
         if self.end is None:
             self.end = time.monotonic()
-            self.detail = detail or self.detail
+            self.detail = detail[:MAX_WORDS] or self.detail
 
 
 class Step(NamedTuple):
@@ -152,6 +154,7 @@ class Timeline:
 
     def add_span(self, span: Span) -> Span:
         if len(self.spans) < MAX_REQUEST_SPANS:
+            span.detail = span.detail[:MAX_WORDS]
             self.spans.append(span)
         return span
 
@@ -180,16 +183,19 @@ class Timeline:
     def add_move(self, cause: str, *, node: str, error: str) -> None:
         self.num_moves += 1
         if len(self.moves) < MAX_REQUEST_MOVES:
-            self.moves.append(Move(time.monotonic(), cause, node, error))
+            self.moves.append(Move(time.monotonic(), cause, node, error[:MAX_WORDS]))
 
     def end(self, error: OutriderError | None) -> None:
         """However the request ended; without an error and an outcome its client has left. Idempotent."""
         if self.ended_at is None:
             self.ended_at = time.monotonic()
         if error is not None:
-            self.outcome, self.error = RequestState.FAILED, error.message
-            if isinstance(error, InvalidRequestError) and not self.keeps_tokens:  # whose message may quote the request
-                self.error = f"{error.reason}: {error.field}"
+            self.outcome, self.error = RequestState.FAILED, error.message[:MAX_WORDS]
+            if not self.keeps_tokens:  # messages of these may quote the request
+                if isinstance(error, InvalidRequestError):
+                    self.error = f"{error.reason}: {error.field}"
+                elif isinstance(error, InternalError):
+                    self.error = f"{error.reason}: the router's log says more"
         elif self.outcome is None:
             self.outcome = RequestState.ABORTED
         for span in self.spans:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError, PeerLostError
-from outrider.session import Rejected
+from outrider.session import Rejected, RejectReason
 from router.answer import Answer
 from router.answer_budget import AnswerAccount
 from router.losses import Losses
@@ -51,6 +51,8 @@ def describe(outcome: Outcome | None) -> str:
     match outcome:
         case Completed():
             return ""
+        case Refused(Rejected(reason=RejectReason.INVALID as reason)):
+            return reason.name  # its message may quote the request
         case Refused(rejected):
             return f"{rejected.reason.name}: {rejected.message}"
         case Lost(error, cause):

@@ -237,6 +237,8 @@ def _fitting(width: int, nodes: Sequence[NodeStatus]) -> tuple[int, list[_Column
 
 def _row(name: str, name_width: int, columns: Sequence[_Column], cells: Sequence[_Cell], style: str) -> Text:
     """Of a name that is too long the end is shown: names differ there."""
+    if cell_len(name) > name_width:
+        name = f"…{name[-name_width:]}"
     while cell_len(name) > name_width:
         name = f"…{name[2:]}" if name.startswith("…") else f"…{name[1:]}"
     row = Text(set_cell_size(name, name_width), no_wrap=True, overflow="crop")
@@ -253,10 +255,11 @@ def _row(name: str, name_width: int, columns: Sequence[_Column], cells: Sequence
 
 def escaped(words: str) -> str:
     """What a terminal shows as it is: control characters, invisible ones and line ends are escaped."""
-    cut = words if len(words) <= MAX_WORDS else f"{words[: MAX_WORDS - 1]}…"
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in cut
+    line = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in words[: MAX_WORDS + 1]
     )
+    return line if len(line) <= MAX_WORDS else f"{line[: MAX_WORDS - 1]}…"
 
 
 def _standing(node: NodeStatus) -> str:

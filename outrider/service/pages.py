@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from wsgiref.simple_server import WSGIRequestHandler
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -33,6 +35,19 @@ class HasPages(Protocol):
 
     def pages(self) -> FindPage:
         """Called once, on the event loop, before the service starts."""
+
+
+class PatientRequest(WSGIRequestHandler):
+    """One HTTP request, in a thread of its own, which a client cannot hold for ever by asking or reading slowly."""
+
+    timeout = 30.0
+
+    def handle(self) -> None:
+        with suppress(TimeoutError):
+            super().handle()
+
+    def log_message(self, *_arguments: object) -> None:
+        """Requests are not logged."""
 
 
 def with_pages(metrics: WSGIApplication, find_page: FindPage) -> WSGIApplication:

@@ -38,7 +38,7 @@ from outrider.service.address import reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, DependsOnOthers, Health
-from outrider.service.pages import FindPage, HasPages, with_pages
+from outrider.service.pages import FindPage, HasPages, PatientRequest, with_pages
 from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
@@ -330,6 +330,7 @@ def serve_metrics(
             f"metrics port {config.metrics_port} on {config.host} cannot be bound: {error.strerror}; "
             f"choose another with --set server.metrics_port=N"
         ) from error
+    server.RequestHandlerClass = PatientRequest
     app: Any = server.get_app()
 
     def metrics(environ: WSGIEnvironment, respond: StartResponse) -> Iterable[bytes]:

@@ -210,6 +210,12 @@ def test_no_line_is_wider_than_the_terminal(width, name):
     assert any(line.rstrip().endswith(("STEPS/S", "MB/S")) for line in lines) is (width >= 80)
 
 
+def test_a_name_of_control_characters_is_cut_before_it_is_measured():
+    name = "\U000e0001" * 300  # of ten characters each, escaped
+    assert len(escaped(name)) == MAX_WORDS
+    assert row(shown(history(status(node(name))), width=80), "…").startswith("…")
+
+
 def test_names_differ_at_their_end():
     lines = shown(history(status(node("decode@10.0.0.17:50052"), node("decode@10.0.0.17:50053"))), width=80)
     assert [line.split()[0] for line in lines if line.startswith("…")] == ["…e@10.0.0.17:50052", "…e@10.0.0.17:50053"]

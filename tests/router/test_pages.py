@@ -8,6 +8,7 @@ import json
 import pytest
 
 from router import pages
+from router.timeline import Timelines
 from tests.router.conftest import Cluster, eventually
 
 
@@ -163,3 +164,11 @@ async def test_a_router_that_does_not_answer_in_time_says_so(http, monkeypatch):
     assert http.find_page("/").status == 200
     monkeypatch.undo()
     assert (await http.ask("/api/cluster")).status == 200, "its turn has been given back"
+
+
+def test_a_router_that_has_stopped_says_so():
+    loop = asyncio.new_event_loop()
+    find_page = pages.RouterPages(None, None, Timelines(1), loop=loop)
+    loop.close()
+    page = find_page("/api/requests")
+    assert (page.status, b"has stopped" in page.body) == (503, True)

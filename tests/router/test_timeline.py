@@ -6,10 +6,19 @@ import asyncio
 
 import pytest
 
-from outrider.errors import PeerLostError
-from outrider.session import SampleTokens, SpeculationCounts
+from outrider.errors import InternalError, PeerLostError
+from outrider.session import Rejected, RejectReason, SampleTokens, SpeculationCounts
 from outrider.v1 import prefill_pb2, router_pb2
-from router.timeline import MAX_REQUEST_MOVES, MAX_REQUEST_SPANS, MAX_REQUEST_STEPS, SpanKind, Timelines
+from router.timeline import (
+    MAX_REQUEST_MOVES,
+    MAX_REQUEST_SPANS,
+    MAX_REQUEST_STEPS,
+    MAX_WORDS,
+    Span,
+    SpanKind,
+    Timelines,
+)
+from router.work import Refused, describe
 from tests.router.conftest import eventually
 
 
@@ -42,6 +51,27 @@ def test_a_requests_steps_spans_and_moves_are_bounded():
         timeline.add_move("decode_lost", node="decode-0", error="")
     assert (len(timeline.spans), len(timeline.moves)) == (MAX_REQUEST_SPANS, MAX_REQUEST_MOVES)
     assert timeline.num_moves == MAX_REQUEST_SPANS + 1
+
+
+def test_words_of_nodes_are_cut():
+    timeline, words = Timelines(1).begin("r"), "x" * 1_000_000
+    timeline.begin(SpanKind.OPEN).close(words)
+    timeline.add_span(Span(SpanKind.KV_TRANSFER, 0.0, 0, detail=words))
+    timeline.add_move("decode_lost", node="decode-0", error=words)
+    timeline.end(PeerLostError(words))
+    told = [*(span.detail for span in timeline.spans), timeline.moves[0].error, timeline.error]
+    assert [len(each) for each in told] == [MAX_WORDS] * 4
+
+
+def test_what_a_node_says_of_an_invalid_request_may_quote_it_and_is_not_kept():
+    timeline = Timelines(1).begin("r")
+    span = timeline.begin(SpanKind.OPEN)
+    refused = Refused(
+        Rejected(sequence_group_id=b"g", reason=RejectReason.INVALID, message="regex 'my secret' is not closed")
+    )
+    span.close(describe(refused))
+    timeline.end(InternalError("decode node decode-0 calls the request invalid: regex 'my secret' is not closed"))
+    assert (span.detail, timeline.error) == ("INVALID", "INTERNAL: the router's log says more")
 
 
 def test_steps_of_all_requests_are_bounded_and_room_comes_from_the_request_that_ended_first():

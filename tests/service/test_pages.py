@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import socket
 from http import HTTPStatus
 from wsgiref.util import setup_testing_defaults
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, make_wsgi_app
 
-from outrider.service.pages import Page, with_pages
+from outrider.service.config import ServerConfig
+from outrider.service.pages import Page, PatientRequest, with_pages
+from outrider.service.server import serve_metrics
+from tests.support.waiting import PATIENCE_SECONDS
 
 HELLO = Page("hé".encode(), "text/html; charset=utf-8")
 
@@ -72,3 +76,16 @@ def test_pages_are_only_read(app, method):
         status, headers, body = ask(app, path, method)
         assert (status, dict(headers)["Allow"]) == ("405 Method Not Allowed", "GET, HEAD")
         assert body
+
+
+def test_who_is_slow_to_ask_holds_no_thread_for_ever(monkeypatch, capfd):
+    monkeypatch.setattr(PatientRequest, "timeout", 0.05)
+    server = serve_metrics(ServerConfig(metrics_port=0), registry=CollectorRegistry())
+    try:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=PATIENCE_SECONDS) as connection:
+            connection.sendall(b"GET /metr")
+            assert connection.recv(1) == b""
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert capfd.readouterr() == ("", "")
