@@ -21,6 +21,7 @@ from outrider.node import Model
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
     from outrider.cli.top_view import ClusterView
 
@@ -186,6 +187,13 @@ def _without_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
+def _pause(live: Live) -> None:
+    """Ctrl-Z: the shell gets the terminal as it was."""
+    live.stop()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    live.start()
+
+
 async def _show(cluster: WatchedCluster, console: Console) -> None:
     """Until it is cancelled. The terminal is as it was afterwards."""
     from rich.live import Live
@@ -198,6 +206,7 @@ async def _show(cluster: WatchedCluster, console: Console) -> None:
     following.add_done_callback(lambda _: cluster.changed.set())
     try:
         with _without_stderr(), Live(console=console, screen=True, auto_refresh=False) as live:
+            loop.add_signal_handler(signal.SIGTSTP, _pause, live)
             while not following.done():
                 cluster.changed.clear()
                 live.update(cluster.view(), refresh=True)

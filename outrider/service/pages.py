@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http import HTTPStatus
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler
 
 if TYPE_CHECKING:
@@ -50,14 +52,20 @@ class PatientRequest(WSGIRequestHandler):
         """Requests are not logged."""
 
 
-def with_pages(metrics: WSGIApplication, find_page: FindPage) -> WSGIApplication:
-    """Metrics at their own path, pages at all others."""
+def with_pages(metrics: WSGIApplication, find_page: FindPage, *, is_local: bool = False) -> WSGIApplication:
+    """Metrics at their own path, pages at all others.
+
+    `is_local`: only this machine reaches the port, and pages are shown under its own names and addresses only. A
+    foreign site whose name leads to loopback could have the user's browser read them otherwise (DNS rebinding).
+    """
 
     def app(environ: WSGIEnvironment, respond: StartResponse) -> Iterable[bytes]:
         if environ["PATH_INFO"] in METRICS_PATHS:
             return metrics(environ, respond)
         method = environ["REQUEST_METHOD"]
-        if method in ("GET", "HEAD"):
+        if is_local and not _is_own_name(environ.get("HTTP_HOST", "")):
+            page = Page.message(HTTPStatus.MISDIRECTED_REQUEST, "use the address, or localhost, instead of this name")
+        elif method in ("GET", "HEAD"):
             page = find_page(environ["PATH_INFO"])
         else:
             page = Page.message(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD")
@@ -74,3 +82,14 @@ def with_pages(metrics: WSGIApplication, find_page: FindPage) -> WSGIApplication
         return [] if method == "HEAD" else [page.body]
 
     return app
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a Host header has an address, localhost, or nothing, as only clients other than browsers send."""
+    try:
+        name = urlsplit(f"//{host}").hostname or "localhost"
+        if not f".{name}".endswith(".localhost"):
+            ip_address(name)
+    except ValueError:
+        return False
+    return True

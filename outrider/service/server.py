@@ -34,7 +34,7 @@ from outrider.rpc.channels import server_options
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.rpc.tls_files import TlsFiles
-from outrider.service.address import reachable_address
+from outrider.service.address import is_loopback, reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, DependsOnOthers, Health
@@ -337,5 +337,6 @@ def serve_metrics(
         found: Iterable[bytes] = app({**environ, "HTTP_ACCEPT": TEXT_FORMAT}, respond)
         return found
 
-    server.set_app(metrics if find_page is None else with_pages(metrics, find_page))
+    is_local = is_loopback(config.host)
+    server.set_app(metrics if find_page is None else with_pages(metrics, find_page, is_local=is_local))
     return server

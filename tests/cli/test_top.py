@@ -15,6 +15,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -25,7 +26,7 @@ from outrider.cli.top import WatchedCluster
 from outrider.errors import PeerLostError, UnauthenticatedError
 from outrider.v1 import router_pb2, router_pb2_grpc
 from tests.client.answering_router import Serving
-from tests.support.waiting import PATIENCE_SECONDS, until, within
+from tests.support.waiting import PATIENCE_SECONDS, until, wait_for, within
 
 NOBODY = "127.0.0.1:1"
 
@@ -174,6 +175,10 @@ class Terminal:
         self.process.send_signal(signal.SIGWINCH)
 
     @property
+    def is_stopped(self) -> bool:
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    @property
     def is_restored(self) -> bool:
         return termios.tcgetattr(self._slave) == self.before
 
@@ -196,6 +201,12 @@ def test_on_a_terminal_it_is_live_and_leaves_that_as_it_was(number, status):
         assert "\x1b[?1049h" in terminal.shown
         assert "STEPS/S" in terminal.shown
         if number is signal.SIGINT:
+            terminal.process.send_signal(signal.SIGTSTP)
+            terminal.read_until(lambda frame: "\x1b[?1049l" in frame)
+            wait_for(lambda: terminal.is_stopped)
+            assert terminal.is_restored
+            terminal.process.send_signal(signal.SIGCONT)
+            terminal.read_until(lambda frame: "decode-0" in frame)
             terminal.resize(40)
             terminal.read_until(lambda frame: "decode-0" in frame and "TOK/S" not in frame)
             terminal.resize(100)

@@ -78,6 +78,22 @@ def test_pages_are_only_read(app, method):
         assert body
 
 
+OWN_NAMES = ("", "localhost", "localhost:9090", "router.localhost", "127.0.0.1:9090", "[::1]:9090", "192.168.0.7")
+
+
+@pytest.mark.parametrize(
+    ("names", "status"),
+    [(OWN_NAMES, 200), (("evil.example:9090", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "a@b"), 421)],
+)
+def test_a_page_on_loopback_is_not_shown_under_the_name_of_another_site(metrics, names, status):
+    local = with_pages(metrics, lambda _path: HELLO, is_local=True)
+    elsewhere = with_pages(metrics, lambda _path: HELLO)
+    for name in names:
+        assert ask(local, "/", HTTP_HOST=name)[0].startswith(str(status)), name
+        assert ask(elsewhere, "/", HTTP_HOST=name)[0] == "200 OK"
+        assert ask(local, "/metrics", HTTP_HOST=name) == ask(metrics, "/metrics")
+
+
 def test_who_is_slow_to_ask_holds_no_thread_for_ever(monkeypatch, capfd):
     monkeypatch.setattr(PatientRequest, "timeout", 0.05)
     server = serve_metrics(ServerConfig(metrics_port=0), registry=CollectorRegistry())
