@@ -42,7 +42,8 @@ def find_receipt(folder: Path, request_id: str) -> Receipt | None:
     """The newest of a request id. Raises: ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory with receipts")
-    found = (receipt for path in folder.glob(PATTERN) for receipt in read_receipts(path, request_id))
+    paths = (path for path in folder.glob(PATTERN) if path.is_file())  # to open a pipe would wait for its writer
+    found = (receipt for path in paths for receipt in read_receipts(path, request_id))
     return max(found, key=lambda receipt: receipt.ended_at, default=None)
 
 

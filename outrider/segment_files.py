@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class SegmentWriter:
         self._next_name = next_name
         self._max_bytes = max_bytes
         self._descriptor: int | None = None
-        self._num_bytes = 0  # of the open segment
+        self._path = folder  # of the open segment, as the next
+        self._num_bytes = 0
 
     def append(self, line: bytes) -> None:
         """The line is the system's when this returns: it outlives the process. Raises: OSError."""
@@ -47,6 +49,8 @@ class SegmentWriter:
                 raise OSError(errno.ENOSPC, "No space left on device")
         except OSError:
             self.close()
+            if not self._num_bytes:  # a full disk fails each line: no file for each
+                self._path.unlink(missing_ok=True)
             raise
         self._num_bytes += len(line)
 
@@ -60,12 +64,12 @@ class SegmentWriter:
         found: list[tuple[int, str, int, Path]] = []
         for path in self._folder.glob(self._pattern):
             with contextlib.suppress(FileNotFoundError):  # another writer has removed it
-                status = path.stat()
-                found.append((status.st_mtime_ns, path.name, status.st_size, path))
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):  # nothing else is a writer's
+                    found.append((status.st_mtime_ns, path.name, status.st_size, path))
         for _, _, size, path in sorted(found, reverse=True):  # newest first
             held -= size
             if held < 0:
                 path.unlink(missing_ok=True)
-        self._num_bytes = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.open(self._folder / self._next_name(), flags, 0o600)
+        self._num_bytes, self._path = 0, self._folder / self._next_name()
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

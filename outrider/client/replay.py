@@ -41,7 +41,7 @@ def why_not_replayable(receipt: Receipt) -> str:
     """Empty: it is. Raises: InvalidRequestError for a receipt that is damaged."""
     method = VERIFICATION_METHODS.known_from_proto(_request_of(receipt).speculation.method)
     if method is VerificationMethod.COUPLED:
-        return ""
+        return "" if any(sample.token_ids for sample in receipt.samples) else "it has no tokens to compare"
     label = "a method that this version does not know" if method is None else method.label
     return f"its drafts were verified by {label}, so that its tokens depend on drafts, which are not kept"
 
@@ -64,8 +64,9 @@ def replay(
     `on_tokens` is told how many were alike so far. Raises: OutriderErrors.
     """
     request = _request_of(receipt)
-    for field in ("request_id", "model", "priority", "resume_window", "output"):  # of which no token depends
+    for field in ("request_id", "model", "priority", "resume_window"):  # on which no token depends
         request.ClearField(field)
+    request.output.ClearField("prompt_logprobs")  # skip_special_tokens stays: stop strings look at the text
     request.speculation.enabled = False
     request.output.top_logprobs = 2
     request.output.logprobs_mode = router_pb2.LOGPROBS_MODE_SAMPLED

@@ -178,6 +178,28 @@ def test_the_tokens_of_an_aborted_answer_are_compared_as_far_as_they_go(replay, 
     assert decode.cancelled
 
 
+def test_a_stop_string_of_special_tokens_is_looked_for_again(replay, answered, decode):
+    decode.script = lambda opened, sample: [*b"ab", 258, *b"cdefgh"]
+    path, tokens = answered("shown", stop=["<|end|>"], skip_special_tokens=False)
+    assert tokens == [[*b"ab", 258]]
+    assert replay(path)[:2] == (
+        0,
+        "shown: identical: 3 tokens, 1 samples\nreplay: receipts=1 identical=1 different=0 not_replayable=0\n",
+    )
+
+
+def emptied(fields):
+    fields["end"], fields["error"] = "failed", "NO_NODE"
+    fields["samples"][0] |= {"finish_reason": "", "token_ids": []}
+
+
+def test_an_answer_without_tokens_is_not_called_identical(replay, answered, decode):
+    path, _ = answered("empty", change=emptied)
+    status, out, _ = replay(path)
+    assert (status, out.splitlines()[0]) == (3, "empty: cannot be replayed: it has no tokens to compare")
+    assert len(decode.opened) == 1
+
+
 def test_a_continued_answer_goes_on_from_its_position(replay, answered, decode):
     path, _ = answered("continued", generated_token_ids=list(b"abc"))
     assert replay(path)[0] == 0

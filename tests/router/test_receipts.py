@@ -213,6 +213,37 @@ async def test_a_receipt_that_would_fill_a_segment_is_lost_and_the_others_are_no
     await sink.close()
 
 
+@pytest.mark.parametrize("num_written", [0, 9])
+async def test_a_disk_that_stays_full_gets_no_file_for_each_receipt_that_is_lost(folder, monkeypatch, num_written):
+    sink, write = make_directory(folder), os.write
+    await sink.write([receipt_line("kept")])
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:num_written]))
+    assert sum((await sink.write([receipt_line(str(number)) for number in range(50)])).values()) == 50
+    monkeypatch.undo()
+    await sink.write([receipt_line("again")])
+    await sink.close()
+    assert len([*folder.iterdir()]) == 2
+    assert [line[:13] for line in lines_of(folder) if line.endswith(b"}")] == [b'{"id": "kept"', b'{"id": "again']
+
+
+async def test_what_is_no_file_of_a_writer_is_neither_counted_nor_removed_nor_waited_for(folder, tmp_path):
+    sink, elsewhere = make_directory(folder), tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"x" * MAX_BYTES)
+    others = [folder / f"receipts-{name}.jsonl" for name in ("directory", "link", "pipe")]
+    others[0].mkdir()
+    os.utime(others[0], (0, 0))
+    others[1].symlink_to(elsewhere)
+    os.mkfifo(others[2])
+    for number in range(20):
+        assert not await sink.write([receipt_line(f"{number}-{part}") for part in range(60)])
+    await sink.close()
+    assert all(path.is_symlink() or path.exists() for path in others)
+    assert len([*folder.iterdir()]) > 10 + len(others), "a link's target is not ours to count"
+    others[1].unlink()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert await asyncio.to_thread(find_receipt, folder, "none") is None
+
+
 async def test_a_full_disk_loses_receipts_says_so_once_and_again_when_it_is_over(cluster, folder, monkeypatch):
     write, is_full = os.write, threading.Event()
 

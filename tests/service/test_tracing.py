@@ -221,6 +221,17 @@ def test_a_collector_that_is_away_costs_nothing_and_is_one_line_of_log(trace, lo
     assert [line["event"] for line in lines] == ["traces may be lost"], lines
 
 
+def test_a_callers_tracestate_neither_stands_in_the_log_nor_hides_a_loss(trace, log_to):  # noqa: F811
+    stream = log_to(log_format="json")
+    tracer = trace(NOWHERE)
+    tracer.enter([("traceparent", TRACEPARENT), ("tracestate", "my secret")])
+    tracer.record(span_at(tracer.begin()))
+    tracer.stop(0.1)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["traces may be lost"], lines
+    assert "secret" not in stream.getvalue()
+
+
 def test_a_collector_that_never_answers_delays_no_end(trace, collector):
     collector.answers.clear()
     tracer = trace(collector.endpoint)

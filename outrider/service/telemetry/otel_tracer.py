@@ -55,6 +55,7 @@ class OtelTracer(Tracer):
         complaints = logging.getLogger("opentelemetry")
         complaints.handlers[:] = [_Complaints()]
         complaints.propagate = False
+        logging.getLogger(TraceState.__module__).disabled = True  # quotes what callers send
         self._exporter = OTLPSpanExporter(endpoint=self._endpoint)
         named = Resource.create(
             {
