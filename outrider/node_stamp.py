@@ -25,12 +25,10 @@ class NodeStamp:
 
     def __str__(self) -> str:
         """On one line of printable ASCII, without semicolons; spaces in the last part only."""
-        name, role, version = (re.sub(r"[^!-:<-~]", "_", part)[:_MAX_PART] or "-" for part in self._parts[:3])
+        name, role, version = (
+            re.sub(r"[^!-:<-~]", "_", part)[:_MAX_PART] or "-" for part in (self.name, self.role, self.version)
+        )
         return f"{name} {role} {version} {re.sub(r'[^ -:<-~]', '_', self.numerics)[:_MAX_PART] or '-'}"
-
-    @property
-    def _parts(self) -> tuple[str, str, str, str]:
-        return self.name, self.role, self.version, self.numerics
 
 
 def stamps_to_text(stamps: Iterable[NodeStamp]) -> str:

@@ -73,7 +73,8 @@ class RequestFlow:
             self._free()
             work = self._work
             work.figures.close(answer.failure)
-            self._services.receipts.keep(proto, answer, work.figures, work.served.info)
+            if (receipts := self._services.receipts) is not None:
+                receipts.keep(proto, answer, work.figures, work.served.info)
 
     def abort(self) -> bool:
         """Ends the unfinished samples, and stops the request everywhere. False: it had ended."""

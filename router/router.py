@@ -31,7 +31,7 @@ from router.node_directory import NodeDirectory
 from router.pages import RouterPages
 from router.placement import Placement
 from router.receipts.factory import make_sink
-from router.receipts.keeper import NoReceipts, ReceiptKeeper, Receipts
+from router.receipts.keeper import ReceiptKeeper
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
@@ -80,7 +80,6 @@ class Router:
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: Services | None = None  # None: no node has served yet
-        self._name = identity.name
         self.front = Front(self.nodes, self._services_now, clients or Clients(), tracer)
         self.requests = self.front.requests
         self._calls = OpenCalls()
@@ -122,7 +121,7 @@ class Router:
         placement.on_room = queue.pump
         metrics = RouterMetrics(model_name=served.info.name, registry=self._registry)
         metrics.follow_queue(num_waiting_tokens=lambda: queue.num_waiting_tokens, oldest_wait=queue.oldest_wait_seconds)
-        receipts: Receipts = NoReceipts()
+        receipts = None
         if self._receipts is not None:
             receipts = ReceiptKeeper(self._receipts, router=self._name, on_lost=metrics.add_lost_receipts)
         self.services = Services(
@@ -177,7 +176,7 @@ class Router:
         await self.requests.keeper.stop()
         self.requests.close_all()
         await self.nodes.stop()
-        if self.services is not None:
+        if self.services is not None and self.services.receipts is not None:
             await self.services.receipts.stop()
 
     def describe(self) -> Mapping[str, Any]:

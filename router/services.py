@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outrider.service.telemetry.metrics import RouterMetrics
 from router.answer_budget import AnswerBudget
@@ -10,7 +10,7 @@ from router.config import RouterConfig
 from router.hedge_budget import HedgeBudget
 from router.node_link import PrefillLink
 from router.placement import Placement
-from router.receipts.keeper import NoReceipts, Receipts
+from router.receipts.keeper import ReceiptKeeper
 from router.request_queue import RequestQueue
 from router.timeline import Timelines
 
@@ -27,7 +27,7 @@ class Services:
     metrics: RouterMetrics
     timelines: Timelines
     router_address: str
-    receipts: Receipts = field(default_factory=NoReceipts)
+    receipts: ReceiptKeeper | None  # None: `router.receipts` is empty
 
     def may_replace(self, late: PrefillLink) -> bool:
         """Whether a late prefill node's work moves to another one; it is counted."""

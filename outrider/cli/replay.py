@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -75,7 +75,7 @@ def _replay(client: Client, receipt: Receipt) -> int:
     if inexact := sorted({node.numerics for node in receipt.nodes if not node.numerics.startswith("exact (")}):
         expected = f"a difference is to be expected, as the numerics were {' and '.join(inexact)}"
         _say(f"outrider replay: {name}: {expected}", sys.stderr)
-    result = replay(client, receipt, on_tokens=_progress_of(receipt))
+    result = replay(client, receipt)
     counts = f"{result.num_tokens} tokens, {result.num_samples} samples"
     cut = {ABORTED: " of an answer that was aborted", FAILED: f" of an answer that failed ({receipt.error})"}
     if not result.differences:
@@ -125,17 +125,6 @@ def _node_lines(receipt: Receipt, nodes: tuple[NodeStamp, ...]) -> Iterator[str]
             yield f"{what} then: {', '.join(then)}; now: {', '.join(now)}"
     if is_alike:
         yield f"numerics and versions of the nodes are the same: {', '.join(map(str, nodes))}"
-
-
-def _progress_of(receipt: Receipt) -> Callable[[int], None]:
-    """Shows how far it is, on a terminal."""
-    total = sum(len(sample.token_ids) for sample in receipt.samples)
-
-    def show(num_tokens: int) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{num_tokens} of {total} tokens\r")
-
-    return show
 
 
 def _find(arguments: argparse.Namespace) -> Receipt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.answer import Delta
@@ -56,12 +55,10 @@ def check_model(receipt: Receipt, served: Model) -> None:
         )
 
 
-def replay(
-    client: Client, receipt: Receipt, *, on_tokens: Callable[[int], None] = lambda _num_tokens: None
-) -> Replayed:
+def replay(client: Client, receipt: Receipt) -> Replayed:
     """Stops the request once every sample has differed, or all of the receipt's tokens are compared.
 
-    `on_tokens` is told how many were alike so far. Raises: OutriderErrors.
+    Raises: OutriderErrors.
     """
     request = _request_of(receipt)
     for field in ("request_id", "model", "priority", "resume_window"):  # on which no token depends
@@ -77,7 +74,6 @@ def replay(
         for delta in stream:
             if delta.sample < len(samples):
                 samples[delta.sample].take(delta)
-            on_tokens(sum(sample.num_alike for sample in samples))
             if not was_stopped and all(sample.has_ended for sample in samples):
                 was_stopped = True
                 client.abort(stream.request_id)  # so that its end comes with its figures; a cancelled call has none

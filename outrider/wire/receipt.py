@@ -23,7 +23,10 @@ def request_from_receipt(fields: Mapping[str, Any]) -> router_pb2.GenerateReques
     """Raises: ValueError for what is no complete request."""
     try:
         proto: router_pb2.GenerateRequest = json_format.ParseDict(dict(fields), router_pb2.GenerateRequest())
-    except (json_format.ParseError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (
+        *(json_format.ParseError, TypeError, AttributeError, ValueError, RecursionError),
+        *(OverflowError, SystemError),  # a number beyond a float's; half of a surrogate pair as a field's name
+    ) as error:
         raise ValueError(f"request: {error}") from error
     has_all = proto.token_ids.ids and proto.sampling.HasField("seed") and proto.sampling.HasField("max_tokens")
     if not has_all or not proto.speculation.method:

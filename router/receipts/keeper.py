@@ -79,18 +79,6 @@ def end_request(
     return EndedRequest(proto, answer.request, receipt)
 
 
-class NoReceipts:
-    """`router.receipts` is empty."""
-
-    def keep(
-        self, proto: router_pb2.GenerateRequest, answer: Answer, figures: RequestFigures, model: ModelInfo
-    ) -> None:
-        """Keeps nothing."""
-
-    async def stop(self) -> None:
-        """Nothing to stop."""
-
-
 class ReceiptKeeper:
     """A short queue, and a task that has it written. What does not fit, as with a slow disk, is dropped and counted.
 
@@ -169,6 +157,3 @@ class ReceiptKeeper:
         if not self._num_lost:
             _log.warning("receipts are lost", receipts=self._sink.name, reason=reason)
         self._num_lost += number
-
-
-Receipts = ReceiptKeeper | NoReceipts

@@ -268,6 +268,8 @@ def test_every_receipt_of_a_file_is_replayed_and_counted(replay, answered, folde
         (lambda fields: fields["request"].pop("token_ids"), "request lacks token_ids"),
         (lambda fields: fields["request"].update(priority="high"), "Failed to parse priority"),
         (lambda fields: fields["request"].update(nonsense=1), "no field named"),
+        (lambda fields: fields["request"]["sampling"].update(temperature=10**39), "too large"),
+        (lambda fields: fields["request"].update(sampling="\ud800"), "request: "),
         (lambda fields: fields["samples"].append(fields["samples"][0]), "1 samples were asked for, it has 2"),
         (lambda fields: fields["samples"][0].update(start_position=3), "do not begin at position 6"),
         (lambda fields: fields["request"]["sampling"].update(max_tokens=10_000), "exceed the window"),
