@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from outrider import __version__
 from outrider.node import NodeStatus
 from outrider.service.pages import Page
+from outrider.wire.cluster import LOAD_FIGURES
 from router.front import Front
 from router.node_directory import NodeDirectory
 from router.node_link import NodeLink
@@ -159,21 +160,14 @@ class RouterPages:
 
 def _node_json(status: NodeStatus, link: NodeLink | None) -> dict[str, Any]:
     """`link`: None for a target without an address."""
-    load, info = status.load, None if link is None else link.info
+    info = None if link is None else link.info
     return {
         "name": status.name,
         "role": "" if status.role is None else status.role.name.lower(),
         "state": "" if status.state is None else status.state.name.lower(),
         "target": status.target,
         "step": status.step,
-        "num_running": load.num_running,
-        "num_waiting": load.num_waiting,
-        "kv_blocks_total": load.kv_blocks_total,
-        "kv_blocks_free": load.kv_blocks_free,
-        "tokens_per_second": load.tokens_per_second,
-        "mean_acceptance_length": load.mean_acceptance_length,
-        "look_ahead_hit_rate": load.look_ahead_hit_rate,
-        "kv_bytes_per_second": load.kv_bytes_per_second,
+        **{name: getattr(status.load, name) for name in LOAD_FIGURES},
         "numerics": "" if link is None else link.numerics,
         "version": "" if info is None else info.version,
         "is_late": link is not None and link.is_late,

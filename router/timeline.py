@@ -281,10 +281,6 @@ class Timelines:
     def _forget(self, timelines: dict[int, Timeline]) -> None:
         """The first of them: its steps, which are most of it, go at once."""
         timeline = timelines.pop(next(iter(timelines)))
-        timeline.take_room = _no_room
+        timeline.take_room = lambda: False
         self._num_free_steps += len(timeline.steps)
         timeline.steps = []
-
-
-def _no_room() -> bool:
-    return False

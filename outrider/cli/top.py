@@ -158,7 +158,7 @@ class WatchedCluster:
                 yield
 
     def view(self) -> ClusterView:
-        from outrider.cli.top_view import ClusterView, Source
+        from outrider.cli.top_view import ClusterView
 
         target, number = self._targets.current, self._targets.all.index(self._targets.current) + 1
         age = time.monotonic() - self._history.at
@@ -166,7 +166,7 @@ class WatchedCluster:
         if not error and self._history.status is not None and age > self.interval_seconds + LATE_SECONDS:
             error = f"{target} does not answer"
         named = f"{target} ({number} of {len(self._targets)})" if len(self._targets) > 1 else target
-        return ClusterView(self._history, Source(target=named, model=self._model, error=error, age_seconds=age))
+        return ClusterView(self._history, named, self._model, error, age)
 
 
 async def _print(cluster: WatchedCluster, console: Console) -> None:

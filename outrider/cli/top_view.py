@@ -38,45 +38,38 @@ _STYLES = {
 _REPORTING = (NodeState.SERVING, NodeState.DRAINING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where the figures come from, and how that goes."""
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """A renderable of any width: a narrow one has fewer columns."""
 
+    history: History
     target: str
     model: Model | None = None  # None: the router has not named one yet
     error: str = ""  # why there are no new figures; empty while there are
     age_seconds: float = 0.0  # of the last figures
 
-
-class ClusterView:
-    """A renderable of any width: a narrow one has fewer columns."""
-
-    def __init__(self, history: History, source: Source) -> None:
-        self._history = history
-        self._source = source
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._head()
-        status = self._history.status
+        status = self.history.status
         if status is not None:
             for line in self._figures(status, options.max_width):
-                if self._source.error:
+                if self.error:
                     line.stylize("dim")
                 yield line
 
     # ------------------------------------------------------------ above the table
 
     def _head(self) -> Iterator[Text]:
-        source, has_figures = self._source, self._history.status is not None
-        title = Text.assemble(("outrider top", "bold"), "  ", (escaped(source.target), "cyan"))
-        if source.model is not None:
-            title.append(f"  {escaped(source.model.name)}  version {escaped(source.model.version)}")
+        has_figures = self.history.status is not None
+        title = Text.assemble(("outrider top", "bold"), "  ", (escaped(self.target), "cyan"))
+        if self.model is not None:
+            title.append(f"  {escaped(self.model.name)}  version {escaped(self.model.version)}")
         yield title
-        if source.error and has_figures:
-            age = f"no report for {source.age_seconds:.0f} s, the figures are old: "
-            yield Text(f"{age}{escaped(source.error)}; trying again", style="bold white on red")
-        elif source.error:
-            yield Text(f"{escaped(source.error)}; trying again", style="bold white on red")
+        if self.error and has_figures:
+            age = f"no report for {self.age_seconds:.0f} s, the figures are old: "
+            yield Text(f"{age}{escaped(self.error)}; trying again", style="bold white on red")
+        elif self.error:
+            yield Text(f"{escaped(self.error)}; trying again", style="bold white on red")
         elif not has_figures:
             yield Text("connecting …")
 
@@ -92,7 +85,7 @@ class ClusterView:
                 continue
             name = f"{'OTHER' if role is None else role.name} ({len(nodes)})"
             yield _row(name, name_width, columns, [(each.title, "") for each in columns], "bold")
-            trails = [self._history.of(node.name) for node in nodes]
+            trails = [self.history.of(node.name) for node in nodes]
             peak = max(_finite(rate) for trail in trails for rate in trail.tokens_per_second.by_bucket())
             for node, trail in zip(nodes, trails, strict=True):
                 is_shown = node.state in _REPORTING  # zeros of a node that does not report would look like figures
@@ -101,7 +94,7 @@ class ClusterView:
 
     def _moves(self, status: ClusterStatus) -> Text:
         line = Text(f"{status.num_moves:,} moves since the router's start")
-        num_lately = self._history.moves_in_last_minute
+        num_lately = self.history.moves_in_last_minute
         return line.append(f", {num_lately:,} in the last minute", "bold yellow" if num_lately else "")
 
 

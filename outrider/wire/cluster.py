@@ -7,7 +7,7 @@ from outrider.v1 import router_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES, VERIFICATION_METHODS
 from outrider.wire.fields import Conversion, Fields
 
-_LOAD = (
+LOAD_FIGURES = (
     "num_running",
     "num_waiting",
     "kv_blocks_total",
@@ -21,18 +21,18 @@ _LOAD = (
 _STATUS = Fields(
     NodeStatus,
     router_pb2.NodeStatus,
-    elsewhere=("load", *_LOAD),
+    elsewhere=("load", *LOAD_FIGURES),
     role=NODE_ROLES.or_else(None),
     state=NODE_STATES.or_else(None),
 )
 
 
 def _status_to_proto(status: NodeStatus) -> router_pb2.NodeStatus:
-    return _STATUS.to_proto(status, **{name: getattr(status.load, name) for name in _LOAD})
+    return _STATUS.to_proto(status, **{name: getattr(status.load, name) for name in LOAD_FIGURES})
 
 
 def _status_from_proto(proto: router_pb2.NodeStatus) -> NodeStatus:
-    return _STATUS.from_proto(proto, load=NodeLoad(**{name: getattr(proto, name) for name in _LOAD}))
+    return _STATUS.from_proto(proto, load=NodeLoad(**{name: getattr(proto, name) for name in LOAD_FIGURES}))
 
 
 MODEL = Fields(Model, router_pb2.GetModelResponse, verification_method=VERIFICATION_METHODS.or_else(None))

@@ -13,14 +13,15 @@ export function tokenStrip(steps, samples) {
   const rows = samples.map((sample) => {
     const groups = [];
     for (const step of steps.filter((candidate) => candidate.sample === sample)) {
-      const chips = chipsOf(step);
-      if (chips.length > left) {
-        hidden += chips.length;
+      const { own, accepted, rejected } = outcome(step);
+      const number = own + accepted + rejected; // of which a node may say anything: chips are made of few only
+      if (number > left) {
+        hidden += number;
         left = 0;
         continue;
       }
-      left -= chips.length;
-      groups.push(element("span", { class: "group", "data-step": step.index }, chips));
+      left -= number;
+      groups.push(element("span", { class: "group", "data-step": step.index }, chipsOf(step)));
     }
     const label = samples.length > 1 ? element("span", { class: "sample" }, `sample ${sample}`) : null;
     return element("p", { class: "strip" }, label, groups);

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from outrider.cli.top_history import CELL_SECONDS, RATE_CELLS, History, Trail
-from outrider.cli.top_view import MAX_PROBLEMS, MAX_WORDS, ClusterView, Source, escaped
+from outrider.cli.top_view import MAX_PROBLEMS, MAX_WORDS, ClusterView, escaped
 from outrider.node import ClusterStatus, Model, NodeLoad, NodeRole, NodeState, NodeStatus
 
 MODEL = Model(
@@ -46,7 +46,7 @@ def history(*statuses, seconds=1.0):
 def shown(found, *, width=120, model=MODEL, **source):
     """Lines, without colours."""
     console = Console(width=width, color_system=None, force_terminal=False, file=io.StringIO(), record=True)
-    console.print(ClusterView(found, Source(target="host:1", model=model, **source)))
+    console.print(ClusterView(found, target="host:1", model=model, **source))
     return console.export_text().splitlines()
 
 
@@ -255,7 +255,7 @@ def test_old_figures_are_dim_and_sick_nodes_red():
     def styled(**source):
         console = Console(width=100, force_terminal=True, color_system="standard", file=io.StringIO(), record=True)
         found = history(status(node(), node("decode-1", state=NodeState.LOST, condition="unreachable: gone")))
-        console.print(ClusterView(found, Source(target="host:1", **source)))
+        console.print(ClusterView(found, target="host:1", **source))
         return console.export_text(styles=True).splitlines()
 
     lines = styled()

@@ -212,6 +212,7 @@ def test_the_timeline_of_a_request_that_moved(look):
 
 def test_a_long_answer_is_a_few_bars_and_a_cut_record_says_so(look):
     steps = [step(0.5 + 0.01 * index, 100 + 2 * index, 3, 1, sample=index % 2) for index in range(4000)]
+    steps[400]["num_draft_tokens"] = 2**32 - 1  # a node may say anything
     spans = [span("queue", 0.0, 0.1), span("prefill", 0.1, 0.5, "prefill-0"), span("decode", 0.5, None, "decode-0")]
     record = request(5, spans, steps, [], state="running", e2e_seconds=None, age_seconds=41.0, num_samples=2)
     page, stand_in = look("#/requests/5", {"/api/requests/5": {**record, "num_dropped_steps": 41}})
