@@ -75,6 +75,8 @@ class AttemptFigures:
         return self._begin(SpanKind.OPEN, self.decode, detail)
 
     def take_grant(self, granted: Granted) -> None:
+        if self.num_tokens_to_compute is None:
+            self.request.attempts.append(self)
         self.num_tokens_to_compute = granted.num_tokens_to_compute
         self.timeline.add_node(self.decode.stamp)
         self.request.admit(granted)
@@ -167,7 +169,7 @@ class RequestFigures:
     request: Request
     metrics: RouterMetrics
     timeline: Timeline
-    attempts: list[AttemptFigures] = field(default_factory=list)
+    attempts: list[AttemptFigures] = field(default_factory=list)  # that were granted: nodes may refuse without end
     last_token_at: dict[int, float] = field(default_factory=dict)  # by sample
     has_moved: bool = False  # since the last token
 
@@ -177,7 +179,6 @@ class RequestFigures:
         """`num_known_tokens`: of the prompt, and generated."""
         figures = AttemptFigures(self, decode, num_known_tokens, index=len(self.timeline.attempts))
         self.timeline.attempts.append(decode.name)
-        self.attempts.append(figures)
         return figures
 
     def admit(self, granted: Granted) -> None:

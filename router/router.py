@@ -96,6 +96,7 @@ class Router:
                 lease_seconds=config.store_lease_seconds,
             )
         self._store = store
+        self._name = identity.name
         self._receipts = make_sink(config, incarnation=identity.incarnation)
 
     def add_to(self, server: grpc.aio.Server) -> None:

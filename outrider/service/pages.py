@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http import HTTPStatus
+from io import BufferedIOBase
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler
 
 if TYPE_CHECKING:
+    from socket import socket
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+    from typing_extensions import Buffer
 
 METRICS_PATHS = ("/metrics", "/metrics/")
 TEXT = "text/plain; charset=utf-8"
@@ -39,10 +43,31 @@ class HasPages(Protocol):
         """Called once, on the event loop, before the service starts."""
 
 
+class _Output(BufferedIOBase):
+    """To a client. One that does not read in time has left, of which wsgiref makes no words."""
+
+    def __init__(self, connection: socket) -> None:
+        self._connection = connection
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        try:
+            self._connection.sendall(data)
+        except TimeoutError as error:
+            raise ConnectionAbortedError from error
+        return memoryview(data).nbytes
+
+
 class PatientRequest(WSGIRequestHandler):
     """One HTTP request, in a thread of its own, which a client cannot hold for ever by asking or reading slowly."""
 
     timeout = 30.0
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = _Output(self.connection)
 
     def handle(self) -> None:
         with suppress(TimeoutError):

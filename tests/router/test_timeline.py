@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.errors import InternalError, PeerLostError
 from outrider.session import Rejected, RejectReason, SampleTokens, SpeculationCounts
 from outrider.v1 import prefill_pb2, router_pb2
+from router.request_figures import RequestFigures
 from router.timeline import (
     MAX_REQUEST_MOVES,
     MAX_REQUEST_SPANS,
@@ -61,6 +63,13 @@ def test_words_of_nodes_are_cut():
     timeline.end(PeerLostError(words))
     told = [*(span.detail for span in timeline.spans), timeline.moves[0].error, timeline.error]
     assert [len(each) for each in told] == [MAX_WORDS] * 4
+
+
+def test_refused_attempts_are_numbered_and_not_held():
+    figures = RequestFigures(None, None, Timelines(1).begin("r"))
+    node = SimpleNamespace(name="decode-0")
+    assert [figures.begin_attempt(node, num_known_tokens=3).index for _ in range(3)] == [0, 1, 2]
+    assert figures.attempts == []
 
 
 def test_what_a_node_says_of_an_invalid_request_may_quote_it_and_is_not_kept():

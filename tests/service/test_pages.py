@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import socket
+import threading
 from http import HTTPStatus
 from wsgiref.util import setup_testing_defaults
 
@@ -13,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, make_wsgi_app
 from outrider.service.config import ServerConfig
 from outrider.service.pages import Page, PatientRequest, with_pages
 from outrider.service.server import serve_metrics
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 HELLO = Page("hé".encode(), "text/html; charset=utf-8")
 
@@ -94,13 +95,19 @@ def test_a_page_on_loopback_is_not_shown_under_the_name_of_another_site(metrics,
         assert ask(local, "/metrics", HTTP_HOST=name) == ask(metrics, "/metrics")
 
 
-def test_who_is_slow_to_ask_holds_no_thread_for_ever(monkeypatch, capfd):
+@pytest.mark.parametrize("said", [b"GET /metr", b"GET / HTTP/1.0\r\n\r\n"], ids=["asks", "reads"])
+def test_who_is_slow_holds_no_thread_for_ever(monkeypatch, capfd, said):
     monkeypatch.setattr(PatientRequest, "timeout", 0.05)
-    server = serve_metrics(ServerConfig(metrics_port=0), registry=CollectorRegistry())
+    page = Page(bytes(30_000_000), "text/plain")  # more than a socket takes at once
+    server = serve_metrics(
+        ServerConfig(metrics_port=0), registry=CollectorRegistry(), find_page=lambda _path: waited.set() or page
+    )
+    waited = threading.Event()
     try:
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=PATIENCE_SECONDS) as connection:
-            connection.sendall(b"GET /metr")
-            assert connection.recv(1) == b""
+            connection.sendall(said)
+            assert waited.wait(PATIENCE_SECONDS) if b"\n" in said else connection.recv(1) == b""
+            wait_for(lambda: not [each for each in threading.enumerate() if "process_request" in each.name])
     finally:
         server.shutdown()
         server.server_close()
