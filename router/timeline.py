@@ -22,7 +22,8 @@ from outrider.session import SampleTokens
 from router.speculation_totals import SpeculationTotals
 
 MAX_STEPS = 100_000
-"""Of all requests together: some 20 MB."""
+"""Of all requests together: some 20 MB. One whose tokens are kept counts once more for each `TOKENS_OF_A_STEP`."""
+TOKENS_OF_A_STEP = 6
 MAX_REQUEST_STEPS = 5_000
 """Of one request; those beyond are counted."""
 MAX_REJECTED = 256
@@ -107,7 +108,7 @@ class Timeline:
 
     serial: int  # its name here: clients' names may come again
     request_id: str
-    take_room: Callable[[], bool]  # for one more step; False: there is none
+    take_room: Callable[[int], bool]  # for so many steps more; False: there is none
     keeps_tokens: bool = False
     place: TraceContext = NO_TRACE  # of its span, where it is traced
     asked: Attributes = field(default_factory=dict)  # for that span: what was asked for
@@ -130,6 +131,7 @@ class Timeline:
     steps: list[Step] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     num_dropped_steps: int = 0
+    size: int = 0  # of `steps`, in those without tokens
 
     @property
     def state(self) -> RequestState:
@@ -160,9 +162,16 @@ class Timeline:
 
     def add_step(self, tokens: SampleTokens, *, at: float, attempt: int, batch: int) -> None:
         """Once for every message with tokens: kept cheap."""
-        if len(self.steps) >= MAX_REQUEST_STEPS or not self.take_room():
+        token_ids: tuple[int, ...] = ()
+        rejected_token_ids: tuple[int, ...] = ()
+        size = 1
+        if self.keeps_tokens:
+            token_ids, rejected_token_ids = tokens.token_ids, tokens.rejected_draft_token_ids[:MAX_REJECTED]
+            size += (len(token_ids) + len(rejected_token_ids)) // TOKENS_OF_A_STEP
+        if len(self.steps) >= MAX_REQUEST_STEPS or not self.take_room(size):
             self.num_dropped_steps += 1
             return
+        self.size += size
         counts = tokens.speculation
         step = (
             tokens.sample,
@@ -175,8 +184,8 @@ class Timeline:
             counts.num_wanting_steps,
             counts.num_hit_steps,
             batch,
-            tokens.token_ids if self.keeps_tokens else (),
-            tokens.rejected_draft_token_ids[:MAX_REJECTED] if self.keeps_tokens else (),
+            token_ids,
+            rejected_token_ids,
         )
         self.steps.append(tuple.__new__(Step, step))  # half the time of Step(…)
 
@@ -270,17 +279,17 @@ class Timelines:
         if self._running.pop(timeline.serial, None) is not None:
             self._ended[timeline.serial] = timeline
 
-    def _take_room(self) -> bool:
-        while not self._num_free_steps and self._ended:
+    def _take_room(self, size: int) -> bool:
+        while self._num_free_steps < size and self._ended:
             self._forget(self._ended)
-        if not self._num_free_steps:
+        if self._num_free_steps < size:
             return False
-        self._num_free_steps -= 1
+        self._num_free_steps -= size
         return True
 
     def _forget(self, timelines: dict[int, Timeline]) -> None:
         """The first of them: its steps, which are most of it, go at once."""
         timeline = timelines.pop(next(iter(timelines)))
-        timeline.take_room = lambda: False
-        self._num_free_steps += len(timeline.steps)
-        timeline.steps = []
+        timeline.take_room = lambda _size: False
+        self._num_free_steps += timeline.size
+        timeline.steps, timeline.size = [], 0

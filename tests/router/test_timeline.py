@@ -16,6 +16,7 @@ from router.timeline import (
     MAX_REQUEST_SPANS,
     MAX_REQUEST_STEPS,
     MAX_WORDS,
+    TOKENS_OF_A_STEP,
     Span,
     SpanKind,
     Timelines,
@@ -100,6 +101,20 @@ def test_steps_of_all_requests_are_bounded_and_room_comes_from_the_request_that_
     fourth = timelines.begin("d")
     add_steps(fourth, 10)
     assert (len(fourth.steps), fourth.num_dropped_steps) == (10, 0), "all room has come back"
+
+
+def test_tokens_that_are_kept_take_room():
+    timelines = Timelines(8, max_steps=10, keeps_tokens=True)
+    first, second = [timelines.begin(name) for name in "ab"]
+    long = SampleTokens(b"g", 0, 0, (7,), rejected_draft_token_ids=(8,) * (6 * TOKENS_OF_A_STEP))
+    for timeline in (first, second):
+        timeline.add_step(long, at=0.0, attempt=0, batch=1)
+    assert (len(first.steps), len(second.steps), second.num_dropped_steps) == (1, 0, 1)
+    timelines.end(first, None)
+    second.add_step(long, at=0.0, attempt=0, batch=1)
+    assert (len(first.steps), len(second.steps)) == (0, 1)
+    add_steps(second, 4)
+    assert (len(second.steps), second.num_dropped_steps) == (4, 2)
 
 
 def test_none_are_kept_where_the_setting_is_0():
