@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +29,19 @@ def traced(tracer: Tracer, call: PrefillCall, parent: TraceContext) -> Iterator[
     started_at, error = time.monotonic(), ""
     try:
         yield outcome
+    except asyncio.CancelledError:  # its router has given it up, as with a client that leaves
+        raise
     except BaseException as failure:
         error = getattr(failure, "reason", type(failure).__name__)
         raise
     finally:
         ended_at, figures = time.monotonic(), outcome.figures or PrefillFigures()
+        events = [
+            SpanEvent("chunk", started_at + chunk.end_seconds, {"outrider.num_tokens": chunk.num_tokens})
+            for chunk in figures.chunks
+        ]
+        if outcome.figures is None and not error:
+            events.append(SpanEvent("cancelled", ended_at))
         first_push = figures.pushed[0].start_seconds if figures.pushed else ended_at - started_at
         push = Span(
             name="kv_push",
@@ -61,11 +70,8 @@ def traced(tracer: Tracer, call: PrefillCall, parent: TraceContext) -> Iterator[
                 "outrider.num_read_tokens": figures.num_read_tokens,
                 "outrider.compute_seconds": figures.compute_seconds,
             },
-            events=[
-                SpanEvent("chunk", started_at + chunk.end_seconds, {"outrider.num_tokens": chunk.num_tokens})
-                for chunk in figures.chunks
-            ],
+            events=events,
             error=error,
         )
-        for span in (whole,) if error else (push, whole):
+        for span in (whole,) if outcome.figures is None else (push, whole):
             tracer.record(span)
