@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+from outrider.errors import OutriderError
+
 ANSWER_SECONDS = 240.0
 
 Ask = Callable[[], Any]
@@ -62,7 +64,7 @@ class Load:
             try:
                 if self._questions[name]() != self._expected[name]:
                     fault = "another answer"
-            except (AssertionError, OSError, http.client.HTTPException) as error:  # what the client was told
+            except (AssertionError, OutriderError, OSError, http.client.HTTPException) as error:
                 detail = error.read().decode() if isinstance(error, urllib.error.HTTPError) else ""
                 fault = f"{error!r} {detail}"
             with self._changed:

@@ -74,7 +74,8 @@ class Pod:
 
     def end(self) -> End:
         """As when Kubernetes deletes a pod: preStop, SIGTERM, SIGKILL when the grace period has passed."""
-        deadline = time.monotonic() + self._spec["terminationGracePeriodSeconds"]
+        grace_seconds = self._spec["terminationGracePeriodSeconds"] + self._machine.spare_seconds
+        deadline = time.monotonic() + grace_seconds
         self.is_ending = True
         self._machine.tell_names()
         before = self._container.get("lifecycle", {}).get("preStop")
@@ -198,13 +199,16 @@ class Machine:
         mounts: Mapping[str, Path] | None = None,
         overrides: Mapping[str, Mapping[str, str]] | None = None,
         elsewhere: Mapping[str, list[str]] | None = None,
+        spare_seconds: float = 0.0,
     ) -> None:
         """`mounts`: paths in containers and where they are here. `overrides`: variables by component. `elsewhere`:
-        what stands in for the pods of a headless Service, "ip:port" each.
+        what stands in for the pods of a headless Service, "ip:port" each. `spare_seconds`: more than the grace
+        period before a pod is killed, on a machine that may be busy.
         """
         self.manifests, self.directory, self.pace = manifests, directory, pace
         self.secrets, self.overrides = secrets or {}, dict(overrides or {})
         self._elsewhere = elsewhere or {}
+        self.spare_seconds = spare_seconds
         self.names_file = directory / "names.json"
         self.pods: list[Pod] = []
         self.ends: list[tuple[str, End]] = []

@@ -40,8 +40,10 @@ def fake_nodes():
 
 def test_a_router_is_replaced_under_load(fake_nodes, tmp_path):
     """The last of two, as by an update that stops there. Some answers end on it, others continue on its neighbour."""
-    manifests = Manifests({"router": {"preStopSeconds": 1, "drainSeconds": 1}, "draft_node": {"enabled": False}})
-    with Machine(manifests, tmp_path, pace=0.02, elsewhere=fake_nodes) as machine:
+    patient = {"router": {"liveness_timeout_seconds": PATIENCE}}
+    router = {"preStopSeconds": 1, "drainSeconds": 1, "extraSettings": patient}
+    manifests = Manifests({"router": router, "draft_node": {"enabled": False}})
+    with Machine(manifests, tmp_path, pace=0.02, elsewhere=fake_nodes, spare_seconds=PATIENCE) as machine:
         routers = machine.start("router")
         for pod in routers:
             pod.wait_ready()
