@@ -41,20 +41,18 @@ function open() {
 
 async function poll() {
   const asked = turn;
-  let answer;
-  let figures;
   try {
-    answer = await fetch(view.url, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MILLISECONDS) });
+    const answer = await fetch(view.url, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MILLISECONDS) });
     const isMissing = answer.status === 404 && view.missing;
     if (!answer.ok && !isMissing) throw new Error(`HTTP ${answer.status}`);
-    figures = isMissing ? null : await answer.json();
+    const figures = isMissing ? null : await answer.json();
+    if (asked !== turn) return;
+    if (isMissing) view.missing();
+    else view.show(figures);
   } catch (error) {
     if (asked === turn) worry(error);
     return again(asked);
   }
-  if (asked !== turn) return;
-  if (figures === null) view.missing();
-  else view.show(figures);
   answeredAt = performance.now();
   entitle(view.title);
   calm();

@@ -96,6 +96,14 @@ def test_a_router_without_nodes(look):
     assert set(stand_in.asked) - {"/favicon.ico"} == {"/", "/api/cluster"} | files
 
 
+def test_figures_that_the_page_does_not_understand_are_said_to_be_none(look):
+    page, stand_in = look("", {"/api/cluster": {"nodes": 5}})  # of another version's router, while the page was open
+    trouble = page.one("p", id="trouble")
+    assert "hidden" not in trouble.attributes
+    assert trouble.text.startswith("The router does not answer (")
+    assert stand_in.asked.count("/api/cluster") > 1
+
+
 def test_the_table_of_requests(look):
     requests = [
         summary(19, state="running", e2e_seconds=None, age_seconds=2.5, request_id=MARKUP),
