@@ -76,12 +76,13 @@ def _replay(client: Client, receipt: Receipt) -> int:
         expected = f"a difference is to be expected, as the numerics were {' and '.join(inexact)}"
         _say(f"outrider replay: {name}: {expected}", sys.stderr)
     result = replay(client, receipt)
-    counts = f"{result.num_tokens} tokens, {result.num_samples} samples"
+    samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples} samples"
+    counts = f"{result.num_tokens} tokens, {samples}"
     cut = {ABORTED: " of an answer that was aborted", FAILED: f" of an answer that failed ({receipt.error})"}
     if not result.differences:
         _say(f"{name}: identical: {counts}{cut.get(receipt.end, '')}")
         return IDENTICAL
-    _say(f"{name}: different in {len(result.differences)} of {result.num_samples} samples")
+    _say(f"{name}: different in {len(result.differences)} of {samples}")
     for difference in result.differences:
         _say(f"  {_describe(client, difference)}")
     for line in _node_lines(receipt, result.nodes):

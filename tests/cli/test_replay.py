@@ -174,7 +174,7 @@ def test_the_tokens_of_an_aborted_answer_are_compared_as_far_as_they_go(replay, 
     decode.step_seconds = 0.005
     status, out, _ = replay(path)
     assert status == 0
-    assert out.startswith("aborted: identical: 6 tokens, 1 samples of an answer that was aborted\n")
+    assert out.startswith("aborted: identical: 6 tokens, 1 sample of an answer that was aborted\n")
     assert decode.cancelled
 
 
@@ -184,7 +184,7 @@ def test_a_stop_string_of_special_tokens_is_looked_for_again(replay, answered, d
     assert tokens == [[*b"ab", 258]]
     assert replay(path)[:2] == (
         0,
-        "shown: identical: 3 tokens, 1 samples\nreplay: receipts=1 identical=1 different=0 not_replayable=0\n",
+        "shown: identical: 3 tokens, 1 sample\nreplay: receipts=1 identical=1 different=0 not_replayable=0\n",
     )
 
 
