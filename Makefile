@@ -70,7 +70,7 @@ demo: $(READY) ## Four services, three prompts with and without speculation, and
 
 .PHONY: test
 test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it, PYTEST_ARGS='-n 0' in one process)
-	$(BIN)/python -m pytest -n 3 -m 'not triton' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 -m 'not triton' $(PYTEST_ARGS)
 
 # Triton is large (690 MB installed), and only these need it.
 TRITON := $(VENV)/.triton
