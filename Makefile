@@ -121,9 +121,9 @@ soak: $(READY) ## Mixed load and a random fault every five seconds (SOAK_SECONDS
 compose-test: $(INSTALLED) ## Builds the image and runs clusters of containers; says so where there is no Docker engine
 	$(BIN)/python -m pytest -m compose tests/compose $(PYTEST_ARGS)
 
-CHECKS := check-types check-tests check-style check-imports check-protos check-kernels check-files check-chart check-docs
+CHECKS := check-types check-tests check-style check-imports check-protos check-kernels check-files check-chart
 .PHONY: check $(CHECKS)
-check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files, Helm chart, docs; finds all tests
+check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files, Helm chart; finds all tests
 
 check-style: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -132,10 +132,6 @@ check-style: $(INSTALLED)
 	$(BIN)/python checks/file_sizes.py
 	$(BIN)/python checks/references.py
 	$(BIN)/python -m compileall -q examples benchmarks
-
-# Every link and heading that a document names is there. With --quiet, --strict would count no warning.
-check-docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check-types: $(INSTALLED)
 	$(BIN)/mypy
@@ -194,7 +190,8 @@ references: $(INSTALLED) ## Generate the pages on settings, command line, metric
 settings: references
 
 .PHONY: docs
-docs: check-docs ## The documentation as a site, in site/
+docs: $(INSTALLED) ## The documentation as a site, in site/; the tests build it too, and check every link and heading
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, it would count no warning
 	@echo 'site/index.html; to read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site'
 
 .PHONY: proto

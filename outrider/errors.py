@@ -123,6 +123,8 @@ class PeerLostError(OutriderError):
 
 LOSES_NODES = "REQUEST_LOSES_NODES"
 """Reason of the PeerLostError of a request that may itself be what ends nodes: nobody sends it again."""
+RESUMED_ELSEWHERE = "RESUMED_ELSEWHERE"
+"""The reason of the AbortedError of a stream whose answer goes on in another stream, or on another router."""
 
 
 class StoreError(PeerLostError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from outrider.errors import (
     LOSES_NODES,
+    RESUMED_ELSEWHERE,
     AbortedError,
     AlreadyRunningError,
     CapacityError,
@@ -283,9 +284,7 @@ class AnswerKeeper:
         for request_id in renewal.taken:
             taken = self._kept.pop(request_id, None)
             if taken is not None:
-                taken.running.fail(
-                    AbortedError("another router has taken the request over", reason="RESUMED_ELSEWHERE")
-                )
+                taken.running.fail(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
                 taken.running.close()
         for request_id in renewal.aborted:
             if request_id in self._kept:

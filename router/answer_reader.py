@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from outrider.answer import AnswerEvent, Started, Summary
-from outrider.errors import AbortedError, OutriderError
+from outrider.errors import RESUMED_ELSEWHERE, AbortedError, OutriderError
 from router.sample_answer import SampleAnswer
 
 BEHIND_SECONDS = 0.02
@@ -119,7 +119,7 @@ class AnswerReader(Generic[Message]):
                 self._waiter = asyncio.get_running_loop().create_future()
                 messages = await self._waiter
         if self._is_superseded:
-            raise AbortedError("another stream of this answer was attached", reason="RESUMED_ELSEWHERE")
+            raise AbortedError("another stream of this answer was attached", reason=RESUMED_ELSEWHERE)
         if not messages and self._answer.failure is not None:
             raise self._answer.failure
         return messages

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from outrider.answer import Started
-from outrider.errors import AbortedError, AlreadyRunningError, NotFoundError, OutriderError, PeerLostError, StoreError
+from outrider.errors import (
+    RESUMED_ELSEWHERE,
+    AbortedError,
+    AlreadyRunningError,
+    NotFoundError,
+    OutriderError,
+    PeerLostError,
+    StoreError,
+)
 from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
 from router.answer import make_answer
@@ -111,7 +119,7 @@ class RequestRegistry:
                 return live
             if self._by_key.get(key, live) is not live:  # another call has brought it back meanwhile
                 return await self.find(request_id, next_positions, caller)
-            live.fail(AbortedError("another router has taken the request over", reason="RESUMED_ELSEWHERE"))
+            live.fail(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
             live.close()
         self._check_serving()  # a router that drains cannot tell whether another one has it
         if not self.keeper.is_claiming(key):

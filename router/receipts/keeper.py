@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from outrider import __version__
+from outrider.errors import RESUMED_ELSEWHERE
 from outrider.node import ModelInfo
 from outrider.receipt import ABORTED, FAILED, WHOLE, Receipt, ReceiptModel, ReceiptRouter, ReceiptSample
 from outrider.request import Request
@@ -26,8 +27,6 @@ MAX_WAITING_TOKENS = 1 << 22
 MAX_BATCH = 64
 STOP_SECONDS = 1.0
 """How long the router's stop waits for receipts to be written."""
-TAKEN_OVER = "RESUMED_ELSEWHERE"
-"""Why an answer fails that another router has taken over: that one makes the receipt."""
 
 _log = get_logger("receipts")
 
@@ -101,8 +100,12 @@ class ReceiptKeeper:
     def keep(
         self, proto: router_pb2.GenerateRequest, answer: Answer, figures: RequestFigures, model: ModelInfo
     ) -> None:
-        """Once the request has ended, however it did. Nothing for one that was refused: it has no answer."""
-        if answer.started is None or (answer.failure is not None and answer.failure.reason == TAKEN_OVER):
+        """Once the request has ended, however it did.
+
+        Nothing for one that was refused, as it has no answer, nor for one that another router has taken over, which
+        makes the receipt.
+        """
+        if answer.started is None or (answer.failure is not None and answer.failure.reason == RESUMED_ELSEWHERE):
             return
         ended = end_request(proto, answer, figures, model, router=self._router)
         num_waiting_tokens = self._num_waiting_tokens + ended.num_tokens

@@ -1,21 +1,13 @@
-"""Pages that are made of the code are fresh, and leave nothing out."""
+"""Pages that are made of the code leave nothing out; `make check` finds those that are not fresh."""
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("outrider", "router", "prefill_node", "decode_node", "draft_node")
-
-
-def test_the_pages_are_fresh():
-    command = [sys.executable, ROOT / "checks" / "references.py"]
-    checked = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-    assert checked.returncode == 0, checked.stderr
 
 
 def test_no_metric_is_left_out():
