@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NODES_KEY = "outrider-nodes"
-"""The trailer that has `stamps_to_text`."""
+"""Key of the trailer whose value is `stamps_to_text`."""
 MAX_TEXT = 1024
 """Characters of `stamps_to_text`: trailers share 8 KiB with a status's details."""
 _MAX_PART = 100
-"""Characters of one part of a stamp in a text: a node may say anything."""
+"""Characters of a name, role, version or numerics in `stamps_to_text`; nodes choose them freely."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,21 +22,24 @@ from outrider.session import SampleTokens
 from router.speculation_totals import SpeculationTotals
 
 MAX_STEPS = 100_000
-"""Of all requests together: some 20 MB. One whose tokens are kept counts once more for each `TOKENS_OF_A_STEP`."""
+"""Steps kept of all requests together, about 20 MB. A step with token ids counts once more for each
+
+`TOKENS_OF_A_STEP` of them.
+"""
 TOKENS_OF_A_STEP = 6
 MAX_REQUEST_STEPS = 5_000
-"""Of one request; those beyond are counted."""
+"""Steps kept of one request. Further ones are only counted."""
 MAX_REJECTED = 256
 """Draft tokens of one step."""
 MAX_REQUEST_SPANS = 1_000
 MAX_REQUEST_MOVES = 100
-"""Of a request with more of them than nodes usually make, the first are kept."""
+"""Moves kept of one request, the first ones."""
 MAX_WORDS = 500
-"""Characters of one message: nodes may say anything."""
+"""Characters kept of a message of a node, which may send anything."""
 
 
 class SpanKind(enum.StrEnum):
-    """In the order in which they begin."""
+    """What a span of a request measures, in the order in which a request usually goes through them."""
 
     ENCODE = "encode"  # the prompt, in the router; an answer's constraint is compiled in it
     QUEUE = "queue"  # for a place on nodes
@@ -58,7 +61,7 @@ class RequestState(enum.StrEnum):
 
 @dataclass(slots=True)
 class Span:
-    """What took time; monotonic seconds."""
+    """One part of a request that took time, such as its wait in the queue. Times are monotonic seconds."""
 
     kind: SpanKind
     start: float
@@ -70,7 +73,7 @@ class Span:
     detail: str = ""
 
     def close(self, detail: str = "") -> None:
-        """Now. A second call does nothing."""
+        """Ends the span now. A second call does nothing."""
         if self.end is None:
             self.end = time.monotonic()
             self.detail = detail[:MAX_WORDS] or self.detail
@@ -94,7 +97,7 @@ class Step(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The work went on elsewhere, or with the help of another node."""
+    """The request moved: another decode node went on with it, or another prefill node computed its prompt."""
 
     at: float  # monotonic seconds
     cause: str  # as in outrider:moves_total
@@ -161,7 +164,7 @@ class Timeline:
         return span
 
     def add_step(self, tokens: SampleTokens, *, at: float, attempt: int, batch: int) -> None:
-        """Once for every message with tokens: kept cheap."""
+        """Records a message with tokens. It is on the path of every token, so it must stay cheap."""
         token_ids: tuple[int, ...] = ()
         rejected_token_ids: tuple[int, ...] = ()
         size = 1
@@ -248,7 +251,7 @@ class Timelines:
         return self._running.get(serial) or self._ended.get(serial)
 
     def begin(self, request_id: str) -> Timeline:
-        """A request has arrived. `end` follows."""
+        """Begins the timeline of a request that has just arrived. The caller ends it with `end`."""
         timeline = Timeline(
             next(self._serials), request_id, self._take_room, keeps_tokens=self.keeps_tokens, place=self._begin_trace()
         )
@@ -271,7 +274,7 @@ class Timelines:
             raise
 
     def end(self, timeline: Timeline, error: OutriderError | None) -> None:
-        """The request has ended, however it did. Idempotent."""
+        """Ends the timeline, whether the request was answered, aborted or failed. Idempotent."""
         timeline.end(error)
         if timeline.place:
             self._end_trace(timeline, "" if error is None else error.reason)
@@ -288,7 +291,7 @@ class Timelines:
         return True
 
     def _forget(self, timelines: dict[int, Timeline]) -> None:
-        """The first of them: its steps, which are most of it, go at once."""
+        """Removes the oldest of these timelines and frees its steps, even while a caller still holds the timeline."""
         timeline = timelines.pop(next(iter(timelines)))
         timeline.take_room = lambda _size: False
         self._num_free_steps += timeline.size

@@ -14,13 +14,16 @@ class ReceiptLine:
 
 
 class ReceiptSink(Protocol):
-    """Owned by the event loop. One `write` at a time."""
+    """Where receipts are written to. Owned by the event loop, which calls `write` once at a time."""
 
     name: str
     """For logs, without a password."""
 
     async def write(self, lines: Sequence[ReceiptLine]) -> Mapping[str, int]:
-        """Keeps them, and drops the oldest beyond the bound. How many are lost, by reason; never raises."""
+        """Writes receipts, and removes the oldest ones beyond the bound.
+
+        Returns how many could not be written, by reason. Never raises.
+        """
 
     async def close(self) -> None:
         """What was written stays."""

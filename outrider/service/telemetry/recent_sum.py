@@ -11,7 +11,7 @@ RATE_WINDOW_SECONDS = 10.0
 
 
 class RecentSum:
-    """What was added in the last ten seconds. Thread-safe. Asking does not go through all of it."""
+    """The sum of the numbers that were added in the last ten seconds, kept up to date as they come. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
