@@ -19,7 +19,7 @@ COMMANDS = {
     "demo": "stream three prompts with and without speculation, and one whose decode node is killed",
     "top": "show the cluster's nodes, load and rates on the terminal, live",
     "bench": "run a load test",
-    "profile": "show where the time of a running node's steps goes",
+    "profile": "show where the wall clock goes in running nodes",
     "replay": "compute a kept answer again and compare token by token; exit status 1 if it differs",
     "train-head": "train a drafter head for a model; needs no data",
     "fetch": "download and verify the models; also validates every setting",

@@ -14,6 +14,8 @@ import pytest
 from outrider.cli.main import main
 
 TIMEOUT_SECONDS = 240
+PROFILE_SECONDS = 60.0
+"""At most: a profile ends with the last of its steps."""
 PROMPT = " ".join(f"word {index}" for index in range(20))
 
 
@@ -40,12 +42,12 @@ def requests_on(running):
 @pytest.mark.parametrize("role", ["decode_node", "prefill_node"])
 def test_a_node_that_serves_tells_where_its_time_goes(running, tmp_path, capsys, role):
     output = tmp_path / "trace.json.gz"
+    command = ["profile", "--role", role, "--target", running.router_address, "--output", str(output)]
     with requests_on(running):
-        command = ["profile", "--role", role, "--target", running.router_address, "--output", str(output)]
-        assert main([*command, "--steps", "4", "--traced-steps", "3"]) == 0
+        assert main([*command, "--steps", "4", "--traced-steps", "3", "--seconds", str(PROFILE_SECONDS)]) == 0
     shown = capsys.readouterr().out
     assert f"{role.removesuffix('_node')}@127.0.0.1:" in shown
-    assert ": 4 steps in " in shown
+    assert ": 4 steps, " in shown
     for part in ("schedule ", "batch ", "forward", "emit "):  # phases of the forward: those that its kernels tell
         assert f"\n  {part}" in shown, shown
     assert f"trace: 3 steps in {output}" in shown
@@ -54,11 +56,24 @@ def test_a_node_that_serves_tells_where_its_time_goes(running, tmp_path, capsys,
     assert any(name.startswith("aten::") for name in names)
 
 
+def test_a_cluster_tells_where_its_requests_time_goes(running, capsys):
+    page = next(node.metrics_address for node in running.cluster.nodes if node.role == "router")
+    with requests_on(running):
+        command = ["profile", "--target", running.router_address, "--page", page]
+        assert main([*command, "--steps", "48", "--seconds", str(PROFILE_SECONDS)]) == 0
+    shown = capsys.readouterr().out
+    for column in ("prefill@127.0.0.1:", "decode@127.0.0.1:"):
+        assert column in shown
+    assert "\na request, mean of " in shown, shown
+    for row in ("queue ", "prefill forward", "KV out and in", "decode forward", "decode: unexplained", "total "):
+        assert f"\n  {row}" in shown, shown
+
+
 def test_an_idle_node_is_not_waited_for_without_end(running, capsys):
-    assert main(["profile", "--role", "decode_node", "--target", running.router_address, "--timeout", "0.5"]) == 1
+    assert main(["profile", "--role", "decode_node", "--target", running.router_address, "--seconds", "0.5"]) == 1
     shown = capsys.readouterr()
-    assert ": 0 steps in " in shown.out
-    assert "fewer than 50 steps in 0.5 s" in shown.err
+    assert ": 0 steps, " in shown.out
+    assert "a node without steps serves no requests" in shown.err
     tokens, _ = running.generate(PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True)
     assert len(tokens) == 4
 

@@ -130,5 +130,5 @@ def test_operators_probe_and_profile_nodes(cluster, folder, tls, capsys):
         assert main(["probe", f"--target={node.address}", *flags]) == 0
     # An idle node has no steps, which is status 1; what counts is that it was asked.
     decode = f"--node={cluster.node('decode-0').address}"
-    assert main(["profile", decode, "--timeout=0.1", "--server-name=outrider-node", *flags]) == 1
-    assert "0 steps in " in capsys.readouterr().out
+    assert main(["profile", decode, "--seconds=0.1", "--server-name=outrider-node", *flags]) == 1
+    assert ": 0 steps, " in capsys.readouterr().out
