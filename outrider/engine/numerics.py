@@ -41,10 +41,10 @@ def native_numerics(
     Args:
         path: the instruction path.
         by_layers: transformers runs the model with native layers, which rounds in other places than a native decoder.
-        has_int8_weights: exact, but of a model whose weights have been rounded.
+        has_int8_weights: exact, but of a model whose weights, and the rows that they multiply, have been rounded.
         promise: less than exact where torch computes a part that depends on the batch.
     """
-    notes = [path, *["by layers"] * by_layers, *["lossy int8 weights"] * has_int8_weights]
+    notes = [path, *["by layers"] * by_layers, *["lossy int8 weights and activations"] * has_int8_weights]
     return Numerics(promise, ", ".join(notes))
 
 

@@ -32,8 +32,8 @@ class ModelConfig:
     weights: str = setting(
         "auto",
         choices=("auto", "int8"),
-        help="auto keeps linear layers in the dtype; int8 is LOSSY (another model, strictly) and takes half the "
-        "memory traffic; native kernels only.",
+        help="auto keeps linear layers in the dtype; int8 is LOSSY (another model, strictly): weights, and activations "
+        "as they are multiplied, are rounded to 8 bits, for half the memory traffic; native kernels only.",
     )
     head: str = setting(
         "auto",

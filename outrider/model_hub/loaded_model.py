@@ -107,9 +107,9 @@ def describe_model(
             read_json(directory / "config.json"), read_json(directory / "generation_config.json")
         ),
         dtype=spec.dtype,
-        # Rounded weights make another model, whose KV nobody else may use.
+        # Rounded weights and activations make another model, whose KV nobody else may use.
         fingerprint=model_fingerprint(
-            directory, dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, {config.weights}"
+            directory, dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, W8A8"
         ),
         vocabulary_fingerprint=vocabulary_fingerprint(strings),
         numerics=str(numerics),

@@ -97,7 +97,7 @@ def test_the_setting_offers_every_path():
 @needs_native
 def test_int8_weights_are_named_lossy_and_are_another_model(bfloat16_checkpoint):
     plain, rounded = load(bfloat16_checkpoint), load(bfloat16_checkpoint, weights="int8")
-    assert rounded.info.numerics == f"exact ({NATIVE.path}, lossy int8 weights, {NUMERICS})"
+    assert rounded.info.numerics == f"exact ({NATIVE.path}, lossy int8 weights and activations, {NUMERICS})"
     assert rounded.info.fingerprint != plain.info.fingerprint
     assert rounded.native.weights.num_matrix_bytes < plain.native.weights.num_matrix_bytes
 

@@ -75,7 +75,7 @@ def pack_decoder(
         model: on the CPU, for which `why_not_native` is empty.
         spec: of the model.
         layers: what each layer asks of attention.
-        quantise: keep linear layers as int8 (lossy); the output layer stays as it is.
+        quantise: keep linear layers, the output layer too, as int8 (lossy).
     """
     packing = DecoderPacking(kernels, quantise=quantise)
     base: Any = model.base_model
@@ -86,7 +86,7 @@ def pack_decoder(
         packing.add_layer(str(index), layer)
     for name, table in zip(("cosines", "sines"), _rotation_tables(base.rotary_emb, spec.max_model_len), strict=True):
         packing.add(name, table)
-    packing.add_matrix("head", [head], quantise=False)
+    packing.add_matrix("head", [head])
     if not is_tied:
         packing.add("embedding", base.embed_tokens.weight.detach().clone())
     packing.add("final_norm", base.norm.weight.detach().float())
@@ -122,16 +122,14 @@ class DecoderPacking:
         if tensor is not None:
             self.blobs[name] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
-    def add_matrix(
-        self, name: str, linears: Sequence[Any], *, interleave: bool = False, quantise: bool | None = None
-    ) -> None:
+    def add_matrix(self, name: str, linears: Sequence[Any], *, interleave: bool = False) -> None:
         matrix = PackedMatrix(
             self._kernels,
             self._arena,
             [linear.weight for linear in linears],
             [linear.bias for linear in linears],
             interleave=interleave,
-            quantise=self._quantise if quantise is None else quantise,
+            quantise=self._quantise,
         )
         self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
         for part, tensor in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):

@@ -27,7 +27,7 @@ class ElementType(IntEnum):
 
     FLOAT32 = 0
     BFLOAT16 = 1
-    INT8 = 2  # weights only
+    INT8 = 2  # of weights; their products round activations too
 
 
 class MatrixStruct(ctypes.Structure):

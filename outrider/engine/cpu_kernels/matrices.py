@@ -67,7 +67,7 @@ class PackedMatrix:
             weights: each [out_features_i, in_features], float32 or bfloat16, all alike.
             biases: as many, each [out_features_i] or None.
             interleave: two weights, gate and up, whose panels alternate.
-            quantise: keep weights as int8 with one scale for each output feature (lossy).
+            quantise: keep weights as int8 with one scale for each output feature, and multiply with int8 rows (lossy).
         """
         self._functions = kernels.library.functions
         self.in_features = weights[0].shape[1]

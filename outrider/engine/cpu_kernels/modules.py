@@ -92,7 +92,7 @@ class NativeLayers:
     """What the native layers of one model share. Not thread-safe: they belong to the thread that runs the model."""
 
     def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
-        """`quantise` keeps linear layers as int8 (lossy)."""
+        """`quantise` computes linear layers in int8 (lossy)."""
         self.kernels = kernels
         self.quantise = quantise
         self.workspace = Workspace(kernels.library)

@@ -20,7 +20,9 @@ KINDS = {
     "int8-bfloat16": (torch.bfloat16, torch.bfloat16, True),
     "bfloat16-weights-float32-rows": (torch.float32, torch.bfloat16, False),
 }
-"""Dtypes of rows and of weights, and whether weights become int8."""
+"""Dtypes of rows and of weights, and whether both become int8."""
+GROUP = 64
+"""Of k, which have a scale of their own in a row."""
 
 SHAPES = [(1, 1, 1), (1, 2, 17), (2, 15, 16), (3, 31, 33), (5, 64, 48), (7, 65, 47),
           (13, 96, 31), (17, 33, 80), (33, 70, 35), (40, 130, 18)]  # fmt: skip
@@ -41,12 +43,14 @@ class Problem:
         generator = torch.Generator().manual_seed(seed)
         self.weight = torch.randn((out_features, in_features), generator=generator).to(weight_dtype)
         self.bias = torch.randn(out_features, generator=generator).to(self.dtype) if has_bias else None
-        weight = self.packed_weight()
+        weight, x = self.packed_weight(), self.multiplied_rows()
         bias = 0.0 if self.bias is None else self.bias.double()
-        self.expected = self.x.double() @ weight.T + bias
-        # Higham, Accuracy and Stability of Numerical Algorithms, 3.1: a sum of n products, each rounded once.
-        magnitude = self.x.double().abs() @ weight.abs().T + (0.0 if self.bias is None else self.bias.double().abs())
-        self.allowed_in_float = (in_features + 4) * ROUNDING * magnitude + 1e-36  # subnormal numbers may be lost
+        self.expected = x @ weight.T + bias
+        # Higham, Accuracy and Stability of Numerical Algorithms, 3.1: a sum of n products, each rounded once. Of
+        # int8 sums of a group are exact, which leaves less room than one wrong product needs.
+        magnitude = x.abs() @ weight.abs().T + (0.0 if self.bias is None else self.bias.double().abs())
+        num_rounded = -(-in_features // GROUP) if self.is_quantised else in_features
+        self.allowed_in_float = (num_rounded + 4) * ROUNDING * magnitude + 1e-36  # subnormal numbers may be lost
 
     def packed_weight(self):
         """What the kernels multiply with: [out_features, in_features] float64."""
@@ -55,6 +59,10 @@ class Problem:
         quantised, scales = quantise_rows(self.weight)
         return quantised.double() * scales.double().unsqueeze(1)
 
+    def multiplied_rows(self):
+        """What the kernels multiply: [num_rows, in_features] float64."""
+        return quantised_rows(self.x.float()) if self.is_quantised else self.x.double()
+
     def pack(self, kernels):
         return pack(kernels, [self.weight], [self.bias], quantise=self.is_quantised)
 
@@ -62,6 +70,17 @@ class Problem:
         """The product of `matrix`, or of what this packs, with the rounding of the result to the rows' dtype."""
         allowed = self.allowed_in_float + rounding_of(self.dtype) * (self.expected.abs() + self.allowed_in_float)
         assert_within(linear(kernels, matrix or self.pack(kernels), self.x), self.expected, allowed * 1.01)
+
+
+def quantised_rows(x):
+    """[num_rows, in_features] float32 in float64: whole numbers up to 127 times the scale of their group of GROUP."""
+    num_rows, in_features = x.shape
+    groups = torch.nn.functional.pad(x, (0, -in_features % GROUP)).view(num_rows, -1, GROUP)
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    steps = torch.full_like(largest, 127.0) / largest  # a number divided by a tensor is rounded twice
+    whole = torch.where(largest > 0, torch.round(groups * steps), 0.0)
+    assert bool((whole.abs() <= 127).all())
+    return (whole.double() * (largest / 127.0).double()).view(num_rows, -1)[:, :in_features]
 
 
 @pytest.mark.pairwise
@@ -74,7 +93,7 @@ def test_a_product_is_that_of_float64_up_to_rounding(kernels, kind, shape, has_b
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("panels", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8-float32"])
 def test_every_number_of_rows_that_one_product_takes(kernels, kind, panels):
     for in_features in (16, 32, 72, 192):
         matrix = Problem(kind, 1, in_features, panels * PANEL).pack(kernels)
@@ -122,7 +141,43 @@ def test_int8_is_as_near_as_127_steps_allow(kernels):
     exact = problem.x.double() @ problem.weight.double().T
     step = problem.weight.double().abs().amax(dim=1) / 127
     allowed = problem.x.double().abs().sum(dim=1, keepdim=True) * step / 2 + problem.allowed_in_float
+    groups = [problem.x.double()[:, :GROUP], problem.x.double()[:, GROUP:]]
+    for first, group in zip((0, GROUP), groups, strict=True):  # what rounding the rows adds
+        weights = problem.packed_weight()[:, first : first + GROUP].abs().sum(dim=1)
+        allowed += group.abs().amax(dim=1, keepdim=True) / 127 / 2 * weights
     assert_within(linear(kernels, problem.pack(kernels), problem.x), exact, allowed * 1.0001)
+
+
+def test_the_largest_int8_products_do_not_saturate(kernels):
+    """Sums of the largest magnitudes of both signs are exact, and so is what cancels them in the next group."""
+    x = torch.full((3, 256), 127.0)
+    x[1] = -127.0
+    x[2, 128:] = -127.0
+    weight = torch.full((33, 256), 127.0)
+    weight[1::2] = -127.0
+    signs = torch.tensor([[1.0], [-1.0], [0.0]]) * torch.tensor([1.0, -1.0]).repeat(17)[:33]
+    assert torch.equal(linear(kernels, pack(kernels, [weight], quantise=True), x), signs * (256 * 127.0 * 127.0))
+
+
+@pytest.mark.parametrize("kind", ["int8-float32", "int8-bfloat16"])
+def test_rows_that_cannot_be_rounded_to_int8_spoil_no_others(kernels, kind):
+    """NaN and infinity make a row NaN; zeros give zeros, large numbers their products, the smallest nothing."""
+    problem = Problem(kind, 7, 150, 35, has_bias=False)
+    weight = problem.packed_weight()
+    matrix = problem.pack(kernels)
+    plain = linear(kernels, matrix, problem.x)
+    x = problem.x.clone()
+    x[0, 70], x[1, 149], x[2, 0] = float("nan"), float("inf"), float("-inf")
+    x[3] = 0.0
+    x[4] *= 1e33
+    x[5] *= 1e-40
+    found = linear(kernels, matrix, x)
+    assert found[:3].isnan().all()
+    assert not found[3].any()
+    expected = quantised_rows(x[4:5].float()) @ weight.T
+    assert_within(found[4:5], expected, expected.abs() * 0.02 + 1e31)
+    assert bool((found[5].abs() < 1e-33).all())
+    assert differing_rows(found[6:], plain[6:]) == []
 
 
 def test_a_wrong_product_would_be_noticed(kernels):
@@ -159,7 +214,9 @@ COMPANIES = [(0, 2), (0, 5), (3, 8), (0, 16), (5, 22), (0, 33), (1, 70), (0, 70)
 
 def rows_that_differ(kernels_alone, kernels, kind) -> list[tuple[int, int, int]]:
     """(first, end, row) of rows whose output has other bits in company than alone."""
-    problem = Problem(kind, 70, 1000, 240)  # so much that rounding to bfloat16 does not hide a difference
+    problem = Problem(kind, 70, 1024, 240, has_bias=False)
+    # Halves cancel: what is left is what rounding makes of a sum, and bfloat16 does not hide a difference in that.
+    problem.x[:, 512:], problem.weight[:, 512:] = problem.x[:, :512], -problem.weight[:, :512]
     matrix_alone, matrix = problem.pack(kernels_alone), problem.pack(kernels)
     alone = torch.cat([linear(kernels_alone, matrix_alone, problem.x[row : row + 1]) for row in range(70)])
     return [

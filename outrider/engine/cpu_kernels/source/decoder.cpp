@@ -19,7 +19,7 @@
 namespace outrider {
 namespace {
 
-constexpr int kPhasesOfLayer = 9;
+constexpr int kPhasesOfLayer = 11;
 constexpr int kPhasesOfFeatures = 2;
 constexpr int64_t kRowsOfUnit = 8;  // of phases that go row by row
 
@@ -44,14 +44,17 @@ class DecoderStep final : public Job {
         phases_(1 + layers_.size() * kPhasesOfLayer + kPhasesOfFeatures) {
     heads_ = decoder.num_heads + 2 * decoder.num_kv_heads;
     residual_ = workspace.residual.of<float>(num_rows_ * decoder.hidden_size);
-    normalised_ = workspace.activations.of<Row>(num_rows_ * decoder.hidden_size * (batch.features == nullptr ? 1 : 2));
+    const int64_t width = decoder.hidden_size * (batch.features == nullptr ? 1 : 2);
+    normalised_ = workspace.activations.of<Row>(num_rows_ * width);
     projected_ = workspace.projected.of<Type>(num_rows_ * heads_ * decoder.head_dim);
     attended_ = workspace.attended.of<Row>(num_rows_ * decoder.num_heads * decoder.head_dim);
     gated_ = workspace.gated.of<Row>(num_rows_ * decoder.intermediate_size);
+    const int64_t widest = std::max({width, decoder.num_heads * decoder.head_dim, decoder.intermediate_size});
+    quantised_ = workspace.quantised.of<QuantisedGroup>(kIsQuantised ? num_rows_ * groups_of(widest) : 0);
     if (features != nullptr) {
       features_ = *features;
       taps_.assign(features->taps, features->taps + features->num_taps);
-      tapped_ = workspace.taps.of<Tap>(num_rows_ * features->num_taps * decoder.hidden_size);
+      tapped_ = workspace.taps.of<Row>(num_rows_ * features->num_taps * decoder.hidden_size);
     }
     plan_attention(team.size());
   }
@@ -71,8 +74,8 @@ class DecoderStep final : public Job {
   }
 
  private:
-  using Row = Activation<Weight>;
-  using Tap = Activation<Type>;
+  static constexpr bool kIsQuantised = sizeof(Weight) == 1;
+  using Row = Activation<Type>;
 
   bool is_last(size_t index) const { return first_ + static_cast<int64_t>(index) + 1 == decoder_.num_layers; }
 
@@ -123,6 +126,7 @@ class DecoderStep final : public Job {
     rms_norm_row<Type>(feature, width, decoder_.feature_norm, decoder_.epsilon, to + width);
     for (int64_t i = 0; i < width; i++)
       residual[i] = decoder_.begins_normalised ? widen(to[width + i]) : widen(feature[i]);
+    quantise<Weight>(normalised_, row, 2 * width, quantised_);
   }
 
   // Keeps a row of the residual stream, rounded, where a tap is after so many layers.
@@ -132,7 +136,7 @@ class DecoderStep final : public Job {
     const Type* type = nullptr;
     for (int64_t i = 0; i < num_taps; i++) {
       if (taps_[i] != num_layers) continue;
-      Tap* to = tapped_ + (row * num_taps + i) * width;
+      Row* to = tapped_ + (row * num_taps + i) * width;
       if (num_layers == decoder_.num_layers && features_.takes_final_norm) {
         rms_norm_row<Type>(from, width, decoder_.final_norm, decoder_.epsilon, to);
       } else {
@@ -149,7 +153,7 @@ class DecoderStep final : public Job {
     rows.share(row_units(num_rows_), [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) {
         tap(row, decoder_.num_layers);
-        Tap* taps = tapped_ + row * width;
+        Row* taps = tapped_ + row * width;
         if (features_.tap_norms != nullptr)
           for (int64_t at = 0; at < width; at += hidden)
             rms_norm_row<Type>(taps + at, hidden, features_.tap_norms + at, features_.epsilon, taps + at);
@@ -176,7 +180,16 @@ class DecoderStep final : public Job {
       for_rows(unit, num_rows_, [&](int64_t row) {
         tap(row, num_layers);
         rms_norm_row<Type>(residual_ + row * width, width, weight, decoder_.epsilon, normalised_ + row * width);
+        quantise<Weight>(normalised_, row, width, quantised_);
       });
+    });
+  }
+
+  // A phase, for int8 weights: rows as the next product takes them.
+  void quantise_rows(Phase& phase, const Row* rows, int64_t width) {
+    if (!kIsQuantised) return;
+    phase.share(row_units(num_rows_), [&](int64_t unit) {
+      for_rows(unit, num_rows_, [&](int64_t row) { quantise<Weight>(rows, row, width, quantised_); });
     });
   }
 
@@ -185,7 +198,8 @@ class DecoderStep final : public Job {
   void multiply(Phase& phase, const Row* rows, const OutriderMatrix& matrix, Finish&& finish) {
     const Matrix<Weight> typed(matrix);
     phase.share(num_units(typed), [&](int64_t unit) {
-      multiply_unit<Weight>(unit, rows, matrix.in_features, num_rows_, typed, finish);
+      multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
+                            num_rows_, typed, finish);
     });
   }
 
@@ -208,12 +222,14 @@ class DecoderStep final : public Job {
     if (batch_.num_logits == 0 && is_last(index) && !is_tapped) return;
     attend(phases[3], phases[4], index, member);
     note(OUTRIDER_ATTENTION);
-    multiply(phases[5], attended_, layer.output, AddTo<float>{residual_, width});
+    quantise_rows(phases[5], attended_, decoder_.num_heads * decoder_.head_dim);
+    multiply(phases[6], attended_, layer.output, AddTo<float>{residual_, width});
     note(OUTRIDER_LINEAR);
-    normalise(phases[6], layer.post_attention_norm);
+    normalise(phases[7], layer.post_attention_norm);
     note(OUTRIDER_NORM);
-    multiply(phases[7], normalised_, layer.gate_up, SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
-    multiply(phases[8], gated_, layer.down, AddTo<float>{residual_, width});
+    multiply(phases[8], normalised_, layer.gate_up, SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
+    quantise_rows(phases[9], gated_, decoder_.intermediate_size);
+    multiply(phases[10], gated_, layer.down, AddTo<float>{residual_, width});
     note(OUTRIDER_LINEAR);
   }
 
@@ -278,10 +294,11 @@ class DecoderStep final : public Job {
   int64_t query_rows_ = 0;
   float* residual_ = nullptr;  // [rows, hidden]
   Row* normalised_ = nullptr;  // [rows, hidden]
+  QuantisedGroup* quantised_ = nullptr;  // [rows, groups], what the next product takes if weights are int8
   Type* projected_ = nullptr;  // [rows, heads_, head_dim]
   Row* attended_ = nullptr;    // [rows, num_heads, head_dim]
   Row* gated_ = nullptr;       // [rows, intermediate]
-  Tap* tapped_ = nullptr;      // [rows, taps, hidden]
+  Row* tapped_ = nullptr;      // [rows, taps, hidden]
   float* partials_ = nullptr;
 };
 
@@ -303,7 +320,8 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
   workspace.times.begin();
   const int64_t width = decoder.hidden_size;
   const float* residual = workspace.residual.get<float>();
-  auto* normalised = workspace.activations.of<Activation<Weight>>(num * width);
+  auto* normalised = workspace.activations.of<Activation<Type>>(num * width);
+  auto* quantised = workspace.quantised.of<QuantisedGroup>(sizeof(Weight) == 1 ? num * groups_of(width) : 0);
   team.share(row_units(num), [&](int64_t unit, int) {
     for_rows(unit, num, [&](int64_t i) {
       const float* from = residual + rows[i] * width;
@@ -312,12 +330,14 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
       for (int64_t d = 0; states != nullptr && d < width; d += kWidth)
         store_rounded(states + i * width + d,
                       decoder.keeps_normalised ? load_wide(normalised + i * width + d) : load(from + d));
+      quantise<Weight>(normalised, i, width, quantised);
     });
   });
   const Matrix<Weight> head(decoder.head);
   const auto multiply = [&](const auto& store) {
     team.share(num_units(head), [&](int64_t unit, int) {
-      multiply_unit<Weight>(unit, normalised, width, num, head, store);
+      multiply_unit<Weight>(unit, multiplied<Weight>(normalised, quantised), activations_before<Weight>(head.depth),
+                            num, head, store);
     });
   };
   if (columns == nullptr) {

@@ -6,6 +6,13 @@
 namespace outrider {
 namespace {
 
+// How a weight lies in a panel, and back: of int8 with 128 added (panels_int8.h).
+template <class Weight>
+Weight flipped(Weight value) {
+  if constexpr (sizeof(Weight) == 1) return static_cast<int8_t>(value ^ INT8_MIN);
+  return value;
+}
+
 template <class Weight>
 void pack(Team& team, const Weight* from, int64_t first, int64_t num, int64_t out_features, int64_t in_features,
           bool interleave, Weight* packed) {
@@ -24,7 +31,7 @@ void pack(Team& team, const Weight* from, int64_t first, int64_t num, int64_t ou
       Weight* to = packed + panel * depth * kPanel;
       const Weight* row = from + i * in_features;
       for (int64_t k = 0; k < in_features; k++)
-        to[k / together * together * kPanel + column * together + k % together] = row[k];
+        to[k / together * together * kPanel + column * together + k % together] = flipped(row[k]);
     }
   });
 }
@@ -38,7 +45,7 @@ void unpack_typed_row(const OutriderMatrix& matrix, int64_t row, float* to) {
   for (int64_t k = 0; k < matrix.in_features; k++) {
     const Weight value = from[k / together * together * kPanel + row % kPanel * together + k % together];
     if constexpr (sizeof(Weight) == 1) {
-      to[k] = static_cast<float>(value) * scale;
+      to[k] = static_cast<float>(flipped(value)) * scale;
     } else {
       to[k] = widen(value);
     }
@@ -63,13 +70,23 @@ const Activation<Weight>* as_activations(OutriderWorkspace& workspace, const T* 
   return to;
 }
 
+template <class T>
+const QuantisedGroup* as_groups(OutriderWorkspace& workspace, const T* x, int64_t num_rows, int64_t width) {
+  QuantisedGroup* to = workspace.quantised.of<QuantisedGroup>(num_rows * groups_of(width));
+  for (int64_t row = 0; row < num_rows; row++) quantise<int8_t>(x, row, width, to);
+  return to;
+}
+
 template <class Weight, class T>
 void linear(Team& team, OutriderWorkspace& workspace, const T* x, int64_t num_rows, const Matrix<Weight>& matrix,
             T* y) {
-  const auto* rows = as_activations<Weight>(workspace, x, num_rows, matrix.in_features, matrix.depth);
+  const auto* rows = [&] {
+    if constexpr (sizeof(Weight) == 1) return as_groups(workspace, x, num_rows, matrix.in_features);
+    else return as_activations<Weight>(workspace, x, num_rows, matrix.in_features, matrix.depth);
+  }();
   const StoreTo<T> store{y, matrix.out_features};
   team.share(num_units(matrix), [&](int64_t unit, int) {
-    multiply_unit<Weight>(unit, rows, matrix.depth, num_rows, matrix, store);
+    multiply_unit<Weight>(unit, rows, activations_before<Weight>(matrix.depth), num_rows, matrix, store);
   });
 }
 

@@ -42,7 +42,7 @@ static inline int64_t num_units(const Matrix<Weight>& matrix) {
 }
 
 // One unit of x W^T + b, 32 columns of all rows: calls finish(TileRow) for each row.
-// x [num_rows, stride], its first `depth` columns.
+// x [num_rows, stride], each row padded to the matrix's depth.
 template <class Weight, class Finish>
 static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t stride, int64_t num_rows,
                                  const Matrix<Weight>& matrix, Finish&& finish) {

@@ -146,19 +146,6 @@ static inline void store_rounded(BFloat16* to, Floats value) {
 static inline Floats rounded_to(Floats value, const float*) { return value; }
 static inline Floats rounded_to(Floats value, const BFloat16*) { return rounded_to_bfloat16(value); }
 
-// kWidth consecutive small integers. (Compilers convert vectors of bytes one by one.)
-static inline Floats load_bytes(const int8_t* from) {
-#if defined(__AVX512F__)
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__AVX2__)
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-  Floats wide;
-  for (int i = 0; i < kWidth; i++) wide[i] = static_cast<float>(from[i]);
-  return wide;
-#endif
-}
-
 // 2 * kWidth consecutive bfloat16 as two vectors: those at even places, those at odd ones.
 static inline void load_pairs(const BFloat16* from, Floats& even, Floats& odd) {
   const Words pairs = *reinterpret_cast<const WordsInMemory*>(from);

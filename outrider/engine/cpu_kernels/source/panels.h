@@ -9,11 +9,12 @@
 //   float32   [panels][in_features][16]
 //   bfloat16  [panels][in_features / 2][16][2]: pairs of k lie together, as the dot product
 //             instructions of AVX512-BF16 and AMX want them
-//   int8      [panels][in_features][16], one scale for each output feature
+//   int8      [panels][in_features / 4][16][4], one scale for each output feature (panels_int8.h)
 // in_features is padded with zeros to a multiple of kDepthStep.
 #pragma once
 
 #include "numbers.h"
+#include "panels_int8.h"
 
 namespace outrider {
 
@@ -29,6 +30,10 @@ struct ActivationOf<BFloat16> {
   using type = BFloat16;
 };
 #endif
+template <>
+struct ActivationOf<int8_t> {
+  using type = QuantisedGroup;
+};
 template <class Weight>
 using Activation = typename ActivationOf<Weight>::type;
 
@@ -41,10 +46,31 @@ constexpr int64_t kDepthStep<BFloat16> = 32;
 template <>
 constexpr int64_t kDepthStep<BFloat16> = 2;
 #endif
+template <>
+constexpr int64_t kDepthStep<int8_t> = kDepthOfGroup;
 
 template <class Weight>
 static inline int64_t padded_depth(int64_t in_features) {
   return (in_features + kDepthStep<Weight> - 1) / kDepthStep<Weight> * kDepthStep<Weight>;
+}
+
+// Activations of a row before its k, a multiple of kDepthStep. Before its padded depth: the stride of rows.
+template <class Weight>
+static inline int64_t activations_before(int64_t k) {
+  return sizeof(Weight) == 1 ? k / kDepthOfGroup : k;
+}
+
+// Of rows and their quantised form, what is multiplied with a kind of weight.
+template <class Weight, class Row>
+static inline const Activation<Weight>* multiplied(const Row* rows, const QuantisedGroup* quantised) {
+  if constexpr (sizeof(Weight) == 1) return quantised;
+  else return rows;
+}
+
+// Makes the quantised form of one of `rows` [num_rows, width], if that is what is multiplied.
+template <class Weight, class Row>
+static inline void quantise(const Row* rows, int64_t row, int64_t width, QuantisedGroup* quantised) {
+  if constexpr (sizeof(Weight) == 1) quantise_row(rows + row * width, width, quantised + row * groups_of(width));
 }
 
 constexpr int kTileColumns = 2 * kPanel;  // of the tile that one call computes
@@ -75,13 +101,7 @@ struct Step<float> {
 
 template <>
 struct Step<int8_t> {
-  static constexpr int kDepth = 1;
-  Floats at[1][kVectorsPerPanel];
-  explicit Step(const int8_t* from) {
-    for (int v = 0; v < kVectorsPerPanel; v++) {
-      at[0][v] = load_bytes(from + v * kWidth);
-    }
-  }
+  static constexpr int kDepth = kQuad;
 };
 
 template <>
@@ -129,6 +149,11 @@ static inline void multiply_by_adds(const float* x, int64_t stride, const Weight
 #elif defined(__AVX512BF16__)
 #include "panels_avx512.h"
 #endif
+#if defined(__AMX_INT8__)
+#include "panels_int8_amx.h"
+#else
+#include "panels_int8_lanes.h"
+#endif
 
 namespace outrider {
 
@@ -150,10 +175,22 @@ struct MostRows<BFloat16> {
   static constexpr int value = 32;
 };
 #endif
+template <>
+struct MostRows<int8_t> {
+  static constexpr int value = kByteRows;
+};
 
 template <class Weight, PanelsIn In, int Rows>
 static inline void multiply_rows(const Activation<Weight>* x, int64_t stride, const Weight* panels, int64_t panel_size,
                                  int num_panels, int64_t depth, float* tile) {
+#if !defined(__AMX_INT8__)
+  if constexpr (sizeof(Weight) == 1) {
+    if (num_panels == 2 && kWidth == 16)
+      return multiply_by_quads<Rows, 2, In>(x, stride, panels, panel_size, depth, tile);
+    for (int p = 0; p < num_panels; p++)
+      multiply_by_quads<Rows, 1, In>(x, stride, panels + p * panel_size, panel_size, depth, tile + p * kPanel);
+  } else
+#endif
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
   if constexpr (sizeof(Weight) == 2) {
     if (num_panels == 2) return multiply_by_pairs<Rows, 2, In>(x, stride, panels, panel_size, depth, tile);
@@ -190,6 +227,11 @@ static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t 
   const int64_t panel_size = depth * kPanel;
 #if defined(__AMX_BF16__)
   if constexpr (sizeof(Weight) == 2) return multiply_by_tiles<In>(rows, x, stride, panels, num_panels, depth, tile);
+  else
+#endif
+#if defined(__AMX_INT8__)
+  if constexpr (sizeof(Weight) == 1)
+    return multiply_by_byte_tiles<In>(rows, x, stride, panels, num_panels, depth, tile);
   else
 #endif
     multiply_at_most<Weight, In, MostRows<Weight>::value>(rows, x, stride, panels, panel_size, num_panels, depth, tile);

@@ -90,6 +90,7 @@ struct OutriderWorkspace {
   outrider::Buffer projected;    // query, key and value of all rows
   outrider::Buffer attended;
   outrider::Buffer gated;
+  outrider::Buffer quantised;  // rows of which int8 weights are multiplied
   outrider::Buffer taps;  // [rows, taps, hidden] of features
   outrider::StepTimes times;
   outrider::Buffer partials;  // of attention that is split over the keys

@@ -1,4 +1,4 @@
-// SIMULATED AMX tiles with bfloat16 products, on top of the simulated AVX512-BF16.
+// SIMULATED AMX tiles with products of bfloat16 and of bytes, on top of the simulated AVX512-BF16.
 //
 // What the processor would refuse ends the process with the reason: a tile that has no
 // shape, shapes that do not fit each other, a configuration that is not one.
@@ -110,6 +110,23 @@ inline void dpbf16ps(int to, int left, int right) {
   }
 }
 
+// TDPBSUD: signed bytes of the left tile times unsigned ones of the right, four for each sum, which wraps around.
+inline void dpbsud(int to, int left, int right) {
+  Tile &sums = shaped_tile(to), &a = shaped_tile(left), &b = shaped_tile(right);
+  require(to != left && to != right && left != right, "a tile that is two operands");
+  require(a.bytes % 4 == 0 && b.bytes % 4 == 0 && sums.bytes % 4 == 0, "a part of four bytes");
+  require(sums.rows == a.rows && sums.bytes == b.bytes && a.bytes / 4 == b.rows, "shapes that do not fit");
+  for (int row = 0; row < sums.rows; row++) {
+    uint32_t sum[kTileBytes / 4];
+    std::memcpy(sum, sums.at[row], sizeof sum);
+    for (int k = 0; k < a.bytes / 4; k++)
+      for (int n = 0; n < sums.bytes / 4; n++)
+        for (int i = 4 * n; i < 4 * n + 4; i++)
+          sum[n] += static_cast<uint32_t>(static_cast<int8_t>(a.at[row][4 * k + i % 4]) * b.at[k][i]);
+    std::memcpy(sums.at[row], sum, sums.bytes);
+  }
+}
+
 }  // namespace simulated
 
 // What other code in the process may do between two calls: oneDNN gives its tiles back like this.
@@ -121,11 +138,14 @@ extern "C" __attribute__((visibility("default"), used)) inline void outrider_sim
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadconfig simulated::loadconfig
 #define _tile_loadd simulated::loadd
 #define _tile_stored simulated::stored
 #define _tile_zero simulated::zero
 #define _tile_dpbf16ps simulated::dpbf16ps
+#define _tile_dpbsud simulated::dpbsud
 
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1

@@ -1,4 +1,4 @@
-// SIMULATED AVX512F and AVX512-BF16: what the kernels use of them, in plain C++.
+// SIMULATED AVX512F, AVX512-BF16 and AVX512-VNNI: what the kernels use of them, in plain C++.
 //
 // For machines without these instructions. Included before everything else (-include), so
 // that the kernels' own files are compiled as they are: the macros below stand in for the
@@ -71,22 +71,6 @@ inline __m512i cvtepu16_epi32(__m256i narrow) {
   return loadu_si512(to);
 }
 
-inline __m512i cvtepi8_epi32(__m128i narrow) {
-  int8_t from[16];
-  int32_t to[16];
-  std::memcpy(from, &narrow, sizeof from);
-  for (int i = 0; i < 16; i++) to[i] = from[i];
-  return loadu_si512(to);
-}
-
-inline __m512 cvtepi32_ps(__m512i whole) {
-  int32_t from[16];
-  float to[16];
-  std::memcpy(from, &whole, sizeof from);
-  for (int i = 0; i < 16; i++) to[i] = static_cast<float>(from[i]);
-  return castsi512_ps(loadu_si512(to));
-}
-
 inline __m256i cvtepi32_epi16(__m512i wide) {
   uint32_t from[16];
   uint16_t to[16];
@@ -151,6 +135,18 @@ __attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m51
   return sums;
 }
 
+// VPDPBUSD: unsigned bytes of a times signed ones of b, four for each sum, which wraps around.
+inline __m512i dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+  uint32_t sum[16];
+  uint8_t left[64];
+  int8_t right[64];
+  std::memcpy(sum, &sums, sizeof sum);
+  std::memcpy(left, &a, sizeof left);
+  std::memcpy(right, &b, sizeof right);
+  for (int i = 0; i < 64; i++) sum[i / 4] += static_cast<uint32_t>(left[i] * right[i]);
+  return loadu_si512(sum);
+}
+
 }  // namespace simulated
 
 #define _mm512_set1_ps simulated::set1_ps
@@ -162,8 +158,6 @@ __attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m51
 #define _mm512_castsi512_ps simulated::castsi512_ps
 #define _mm512_cvtepu16_epi32 simulated::cvtepu16_epi32
 #define _mm512_cvtepi32_epi16 simulated::cvtepi32_epi16
-#define _mm512_cvtepi8_epi32 simulated::cvtepi8_epi32
-#define _mm512_cvtepi32_ps simulated::cvtepi32_ps
 #define _mm512_slli_epi32 simulated::slli_epi32
 #define _mm512_maskz_mul_epu32 simulated::maskz_mul_epu32
 #define _mm512_test_epi32_mask simulated::test_epi32_mask
@@ -171,6 +165,8 @@ __attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m51
 #define _mm512_castpd512_pd256 simulated::castpd512_pd256
 #define _mm512_cvtps_pd simulated::cvtps_pd
 #define _mm512_dpbf16_ps simulated::dpbf16_ps
+#define _mm512_dpbusd_epi32 simulated::dpbusd_epi32
 
 #define __AVX512F__ 1
 #define __AVX512BF16__ 1
+#define __AVX512VNNI__ 1

@@ -1,0 +1,74 @@
+// The product of panels.h for int8 weights: rows are quantised too, and whole numbers are multiplied.
+//
+// A row is cut into groups of 64 k, each with a scale of its own that makes its largest magnitude 127: an outlier takes
+// the precision of its group, not of the row. Products of a group are summed in int32, which is exact in any order, and
+// groups are added in float32 with rising k.
+//
+// Weights are packed as [panels][in_features / 4][16][4] unsigned bytes, weight + 128: the dot product instruction
+// multiplies unsigned by signed bytes. What the 128 add is 128 times the sum of a row's group, whatever the weights
+// are, so sums start with its negative.
+#pragma once
+
+#include <algorithm>
+
+#include "numbers.h"
+
+namespace outrider {
+
+constexpr int64_t kDepthOfGroup = 64;  // k, and bytes of a line of an AMX tile
+constexpr int64_t kQuad = 4;           // k that lie together
+constexpr int kWeightOffset = 128;
+
+typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+
+struct QuantisedGroup {
+  int8_t values[kDepthOfGroup];
+  float scale;    // NaN where a value is infinite or NaN
+  int32_t start;  // of its sums
+};
+static_assert(sizeof(QuantisedGroup) == kDepthOfGroup + 8);
+
+static inline int64_t groups_of(int64_t width) { return (width + kDepthOfGroup - 1) / kDepthOfGroup; }
+
+// x [width] to its groups, the last one filled up with zeros. What is below 1e-36 counts as zero.
+template <class T>
+static inline void quantise_row(const T* x, int64_t width, QuantisedGroup* to) {
+  for (int64_t first = 0; first < width; first += kDepthOfGroup, to++) {
+    alignas(64) float values[kDepthOfGroup];
+    const int64_t num = std::min(width - first, kDepthOfGroup);
+    int64_t k = 0;
+    for (; k + kWidth <= num; k += kWidth) store(values + k, load_wide(x + first + k));
+    for (; k < kDepthOfGroup; k++) values[k] = k < num ? widen(x[first + k]) : 0.0f;
+    Words largest{};  // of magnitudes as bits: NaN is above infinity
+    for (k = 0; k < kDepthOfGroup; k += kWidth) {
+      const Words magnitude = reinterpret_cast<Words>(load(values + k)) & 0x7fffffff;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    uint32_t bits = 0;
+    for (int lane = 0; lane < kWidth; lane++) bits = std::max(bits, largest[lane]);
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    const bool is_finite = bits < 0x7f800000;
+    const float steps = is_finite && magnitude > 1e-36f ? 127.0f / magnitude : 0.0f;
+    Ints sum{};
+    for (k = 0; k < kDepthOfGroup; k += kWidth) {
+      // Adding 1.5 * 2^23 leaves the nearest integer, of ties the even one, in the low bits of the mantissa.
+      const Floats shifted = load(values + k) * steps + 12582912.0f;
+      const Ints whole = is_finite ? reinterpret_cast<Ints>(shifted) - 0x4b400000 : Ints{};
+      const Bytes bytes = __builtin_convertvector(whole, Bytes);
+      std::memcpy(to->values + k, &bytes, sizeof bytes);
+      sum += whole;
+    }
+    to->scale = is_finite ? magnitude / 127.0f : __builtin_nanf("");
+    to->start = 0;
+    for (int lane = 0; lane < kWidth; lane++) to->start -= kWeightOffset * sum[lane];
+  }
+}
+
+// One group's sums of a row and a panel, kWidth columns of them, scaled and added to those of the groups before.
+static inline void add_group(Ints sums, float scale, bool is_first, float* to) {
+  const Floats before = is_first ? Floats{} : load(to);
+  store(to, multiply_add(__builtin_convertvector(sums, Floats), broadcast(scale), before));
+}
+
+}  // namespace outrider

@@ -1,0 +1,113 @@
+// The product of panels_int8.h in vector registers: by AVX512-VNNI, by AVX2, or by what the compiler makes of it.
+#pragma once
+
+#include "numbers.h"
+
+namespace outrider {
+
+// Four k of a panel, and the sums of one row and a panel. No step may saturate: pairs of products, up to 2 * 255 * 127,
+// do not fit into 16 bits.
+#if defined(__AVX512VNNI__)
+constexpr int kByteRows = 6;  // more are no faster: GCC 12 copies sums then
+
+struct PanelQuad {
+  __m512i bytes;
+  explicit PanelQuad(const int8_t* from) : bytes(_mm512_loadu_si512(from)) {}
+};
+
+struct PanelSums {
+  __m512i sums;
+  void begin(int32_t start) { sums = _mm512_set1_epi32(start); }
+  void add(const PanelQuad& weights, int32_t quad) {
+    sums = _mm512_dpbusd_epi32(sums, weights.bytes, _mm512_set1_epi32(quad));
+  }
+  Ints columns(int) const { return reinterpret_cast<Ints>(sums); }
+};
+#elif defined(__AVX2__)
+constexpr int kByteRows = 3;  // of one panel: each has four registers of sums
+
+struct PanelQuad {
+  __m256i words[4];  // four columns each
+  explicit PanelQuad(const int8_t* from) {
+    for (int i = 0; i < 4; i++)
+      words[i] = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * i)));
+  }
+};
+
+struct PanelSums {
+  __m256i pairs[4];  // of each column, its even and its odd pairs of k
+  void begin(int32_t start) {
+    for (__m256i& pair : pairs) pair = _mm256_set1_epi64x(static_cast<uint32_t>(start));
+  }
+  void add(const PanelQuad& weights, int32_t quad) {
+    const __m256i x = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(quad)));
+    for (int i = 0; i < 4; i++) pairs[i] = _mm256_add_epi32(pairs[i], _mm256_madd_epi16(weights.words[i], x));
+  }
+  Ints columns(int vector) const {
+    const __m256i sums = _mm256_hadd_epi32(pairs[2 * vector], pairs[2 * vector + 1]);  // by halves of 128 bits
+    return reinterpret_cast<Ints>(_mm256_permute4x64_epi64(sums, 0b11011000));
+  }
+};
+#else
+constexpr int kByteRows = 3;
+
+struct PanelQuad {
+  const int8_t* bytes;
+  explicit PanelQuad(const int8_t* from) : bytes(from) {}
+};
+
+struct PanelSums {
+  int32_t sums[kPanel];
+  void begin(int32_t start) {
+    for (int32_t& sum : sums) sum = start;
+  }
+  void add(const PanelQuad& weights, int32_t quad) {
+    int8_t x[kQuad];
+    std::memcpy(x, &quad, sizeof x);
+    for (int c = 0; c < kPanel; c++)
+      for (int i = 0; i < kQuad; i++) sums[c] += static_cast<uint8_t>(weights.bytes[c * kQuad + i]) * x[i];
+  }
+  Ints columns(int vector) const {
+    Ints some;
+    std::memcpy(&some, sums + vector * kWidth, sizeof some);
+    return some;
+  }
+};
+#endif
+
+// `Rows` rows, `stride` groups apart, times `Panels` panels.
+template <int Rows, int Panels, PanelsIn In>
+static inline void multiply_by_quads(const QuantisedGroup* x, int64_t stride, const int8_t* panels,
+                                     int64_t panel_size, int64_t depth, float* tile) {
+  for (int64_t first = 0; first < depth; first += kDepthOfGroup, x++) {
+    PanelSums sums[Rows][Panels];
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < Panels; p++) sums[r][p].begin(x[r * stride].start);
+    for (int64_t k = 0; k < kDepthOfGroup; k += kQuad) {
+#pragma GCC unroll 2
+      for (int p = 0; p < Panels; p++) {
+        const int8_t* from = panels + p * panel_size + (first + k) * kPanel;
+        if (In == PanelsIn::kMemory) __builtin_prefetch(from + kPrefetchBytes, 0, 3);
+        const PanelQuad weights(from);
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; r++) {
+          int32_t quad;
+          std::memcpy(&quad, x[r * stride].values + k, sizeof quad);
+          sums[r][p].add(weights, quad);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < Panels; p++)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectorsPerPanel; v++)
+          add_group(sums[r][p].columns(v), x[r * stride].scale, first == 0,
+                    tile + r * kTileColumns + p * kPanel + v * kWidth);
+  }
+}
+
+}  // namespace outrider
