@@ -42,12 +42,12 @@ struct Chain final : Job {
     values[0].assign(num_units, 1);
   }
 
-  void work(int member) override {
+  void work(outrider::Member member) override {
     for (size_t phase = 0; phase < phases.size(); phase++) {
-      if (before_phase) before_phase(member, static_cast<int>(phase));
+      if (before_phase) before_phase(member.index, static_cast<int>(phase));
       const int64_t num = static_cast<int64_t>(values[phase].size());
-      phases[phase].share(num, [&](int64_t unit) {
-        if (in_unit) in_unit(member, static_cast<int>(phase), unit);
+      phases[phase].share(member, num, [&](int64_t unit) {
+        if (in_unit) in_unit(member.index, static_cast<int>(phase), unit);
         // Of the whole phase before: a unit that came too early would add too little.
         int64_t sum = 0;
         for (const int64_t value : values[phase]) sum += value;
@@ -131,6 +131,28 @@ void a_unit_that_takes_long_is_waited_for() {
   }
 }
 
+// All members are in their first unit before any of them goes on.
+void a_member_begins_with_units_of_its_own() {
+  constexpr int kMembers = 3;
+  constexpr int64_t kUnits = 10;
+  Team team(kMembers);
+  for (int i = 0; i < 200; i++) {
+    std::atomic<int> num_in_units{0};
+    std::vector<std::vector<int64_t>> done(kMembers);
+    const auto job = std::make_shared<Chain>(1, kUnits);
+    job->in_unit = [&](int member, int, int64_t unit) {
+      done[member].push_back(unit);
+      if (done[member].size() > 1) return;
+      if (++num_in_units == kMembers) num_in_units.notify_all();
+      for (int seen; (seen = num_in_units) < kMembers;) num_in_units.wait(seen);
+    };
+    team.run(job);
+    job->check();
+    for (int member = 0; member < kMembers; member++)
+      require(done[member].front() == Phase::begin_of(member, kMembers, kUnits), "a member began with another's unit");
+  }
+}
+
 void thousands_of_tiny_jobs() {
   Team team(4);
   std::vector<int64_t> counts(7, 0);
@@ -192,6 +214,7 @@ int main(int argc, char** argv) {
   } cases[] = {CASE(more_threads_than_cores),
                CASE(late_workers_hold_up_no_phase),
                CASE(a_unit_that_takes_long_is_waited_for),
+               CASE(a_member_begins_with_units_of_its_own),
                CASE(thousands_of_tiny_jobs),
                CASE(members_are_told_apart),
                CASE(destroyed_while_idle),

@@ -15,6 +15,7 @@ CASES = (
     "more_threads_than_cores",
     "late_workers_hold_up_no_phase",
     "a_unit_that_takes_long_is_waited_for",
+    "a_member_begins_with_units_of_its_own",
     "thousands_of_tiny_jobs",
     "members_are_told_apart",
     "destroyed_while_idle",

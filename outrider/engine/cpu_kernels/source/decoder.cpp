@@ -22,6 +22,7 @@ namespace {
 constexpr int kPhasesOfLayer = 11;
 constexpr int kPhasesOfFeatures = 2;
 constexpr int64_t kRowsOfUnit = 8;  // of phases that go row by row
+constexpr int64_t kRowsThatWaitForMemory = 16;  // with so few, a product takes as long as reading its weights
 
 int64_t row_units(int64_t num_rows) { return (num_rows + kRowsOfUnit - 1) / kRowsOfUnit; }
 
@@ -59,17 +60,18 @@ class DecoderStep final : public Job {
     plan_attention(team.size());
   }
 
-  void work(int member) override {
-    if (member == 0) workspace_.times.begin();
+  void work(Member member) override {
+    if (member.index == 0) workspace_.times.begin();
     if (first_ == 0)
-      phases_[0].share(row_units(num_rows_), [&](int64_t unit) {
+      phases_[0].share(member, row_units(num_rows_), [&](int64_t unit) {
         for_rows(unit, num_rows_, [&](int64_t row) { embed(row); });
       });
+    Ahead ahead;
     for (size_t index = 0; index < layers_.size(); index++)
-      run_layer(index, &phases_[1 + index * kPhasesOfLayer], member);
+      run_layer(index, &phases_[1 + index * kPhasesOfLayer], member, ahead);
     if (!taps_.empty() && is_last(layers_.size() - 1)) {
-      reduce_taps(phases_[phases_.size() - 2], phases_[phases_.size() - 1]);
-      if (member == 0) workspace_.times.note(OUTRIDER_LINEAR);
+      reduce_taps(phases_[phases_.size() - 2], phases_[phases_.size() - 1], member);
+      if (member.index == 0) workspace_.times.note(OUTRIDER_LINEAR);
     }
   }
 
@@ -146,11 +148,11 @@ class DecoderStep final : public Job {
   }
 
   // Two phases: the rows' taps become features, at their slots.
-  void reduce_taps(Phase& rows, Phase& product) {
+  void reduce_taps(Phase& rows, Phase& product, Member member) {
     const int64_t hidden = decoder_.hidden_size, num_taps = taps_.size(), width = num_taps * hidden;
     Type* plane = static_cast<Type*>(features_.plane);
     const bool is_projected = features_.projection.packed != nullptr;
-    rows.share(row_units(num_rows_), [&](int64_t unit) {
+    rows.share(member, row_units(num_rows_), [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) {
         tap(row, decoder_.num_layers);
         Row* taps = tapped_ + row * width;
@@ -166,7 +168,7 @@ class DecoderStep final : public Job {
     if (!is_projected) return;
     const Matrix<Type> projection(features_.projection);
     const StoreTo<Type> store{plane, projection.out_features};
-    product.share(num_units(projection), [&](int64_t unit) {
+    product.share(member, num_units(projection), [&](int64_t unit) {
       multiply_unit<Type>(unit, tapped_, width, num_rows_, projection, [&](const TileRow& tile) {
         store(TileRow{batch_.slots[tile.row], tile.column, tile.num, tile.values});
       });
@@ -174,62 +176,71 @@ class DecoderStep final : public Job {
   }
 
   // A phase: the rows of the residual stream, normalised; after so many layers, of which there may be taps.
-  void normalise(Phase& phase, const float* weight, int64_t num_layers = -1) {
+  void normalise(Phase& phase, Member member, Ahead& ahead, const float* weight, int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
-    phase.share(row_units(num_rows_), [&](int64_t unit) {
+    const auto normalise_rows = [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) {
         tap(row, num_layers);
         rms_norm_row<Type>(residual_ + row * width, width, weight, decoder_.epsilon, normalised_ + row * width);
         quantise<Weight>(normalised_, row, width, quantised_);
       });
-    });
+    };
+    phase.share(member, row_units(num_rows_), normalise_rows, ahead);
   }
 
   // A phase, for int8 weights: rows as the next product takes them.
-  void quantise_rows(Phase& phase, const Row* rows, int64_t width) {
+  void quantise_rows(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t width) {
     if (!kIsQuantised) return;
-    phase.share(row_units(num_rows_), [&](int64_t unit) {
+    const auto quantise_unit = [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) { quantise<Weight>(rows, row, width, quantised_); });
-    });
+    };
+    phase.share(member, row_units(num_rows_), quantise_unit, ahead);
   }
 
-  // A phase: rows times one matrix.
+  // A phase: rows times one matrix. Who waits for others asks for `next`, the matrix of the product after it (or null).
   template <class Finish>
-  void multiply(Phase& phase, const Row* rows, const OutriderMatrix& matrix, Finish&& finish) {
+  void multiply(Phase& phase, Member member, Ahead& ahead, const Row* rows, const OutriderMatrix& matrix,
+                const OutriderMatrix* next, Finish&& finish) {
     const Matrix<Weight> typed(matrix);
-    phase.share(num_units(typed), [&](int64_t unit) {
+    ahead = next != nullptr && num_rows_ <= kRowsThatWaitForMemory ? Ahead(Matrix<Weight>(*next), member) : Ahead();
+    const auto multiply_rows = [&](int64_t unit) {
       multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
                             num_rows_, typed, finish);
-    });
+    };
+    phase.share(member, num_units(typed), multiply_rows, ahead);
   }
 
-  void run_layer(size_t index, Phase* phases, int member) {
+  void run_layer(size_t index, Phase* phases, Member member, Ahead& ahead) {
     const OutriderLayer& layer = layers_[index];
+    const OutriderMatrix* next_qkv = index + 1 < layers_.size() ? &layers_[index + 1].qkv : nullptr;
     const int64_t width = decoder_.hidden_size;
     const auto note = [&](OutriderPhase kind) {
-      if (member == 0) workspace_.times.note(kind);  // the caller, who is never late
+      if (member.index == 0) workspace_.times.note(kind);  // the caller, who is never late
     };
     if (batch_.features == nullptr || first_ + static_cast<int64_t>(index) > 0)
-      normalise(phases[0], layer.input_norm, first_ + static_cast<int64_t>(index));
+      normalise(phases[0], member, ahead, layer.input_norm, first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
-    multiply(phases[1], normalised_, layer.qkv, StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
+    multiply(phases[1], member, ahead, normalised_, layer.qkv, &layer.output,
+             StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
     note(OUTRIDER_LINEAR);
-    phases[2].share(row_units(num_rows_), [&](int64_t unit) {
+    const auto rotate_rows = [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) { rotate_and_write(row, layer, index); });
-    });
+    };
+    phases[2].share(member, row_units(num_rows_), rotate_rows, ahead);
     note(OUTRIDER_ROPE);
     const bool is_tapped = std::find(taps_.begin(), taps_.end(), decoder_.num_layers) != taps_.end();
     if (batch_.num_logits == 0 && is_last(index) && !is_tapped) return;
-    attend(phases[3], phases[4], index, member);
+    attend(phases[3], phases[4], index, member, ahead);
     note(OUTRIDER_ATTENTION);
-    quantise_rows(phases[5], attended_, decoder_.num_heads * decoder_.head_dim);
-    multiply(phases[6], attended_, layer.output, AddTo<float>{residual_, width});
+    quantise_rows(phases[5], member, ahead, attended_, decoder_.num_heads * decoder_.head_dim);
+    multiply(phases[6], member, ahead, attended_, layer.output, &layer.gate_up, AddTo<float>{residual_, width});
     note(OUTRIDER_LINEAR);
-    normalise(phases[7], layer.post_attention_norm);
+    normalise(phases[7], member, ahead, layer.post_attention_norm);
     note(OUTRIDER_NORM);
-    multiply(phases[8], normalised_, layer.gate_up, SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
-    quantise_rows(phases[9], gated_, decoder_.intermediate_size);
-    multiply(phases[10], gated_, layer.down, AddTo<float>{residual_, width});
+    multiply(phases[8], member, ahead, normalised_, layer.gate_up, &layer.down,
+             SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
+    quantise_rows(phases[9], member, ahead, gated_, decoder_.intermediate_size);
+    multiply(phases[10], member, ahead, gated_, layer.down, next_qkv, AddTo<float>{residual_, width});
     note(OUTRIDER_LINEAR);
   }
 
@@ -253,7 +264,7 @@ class DecoderStep final : public Job {
   }
 
   // Two phases, of which the second has work only when spans are shared.
-  void attend(Phase& tasks, Phase& merges, size_t index, int member) {
+  void attend(Phase& tasks, Phase& merges, size_t index, Member member, Ahead& ahead) {
     const AttentionPlan& plan = *plan_of_layer_[index];
     const OutriderAttention options = attention_options(layers_[index]);
     const int64_t head_dim = decoder_.head_dim;
@@ -266,12 +277,13 @@ class DecoderStep final : public Job {
       for (int64_t d = 0; d < head_dim; d += kWidth)
         store_activation(to + d, rounded_to(finished_values(from + d, factor), type));
     };
-    tasks.share(attention.num_tasks(), [&](int64_t task) {
-      AttentionScratch<Type> scratch(workspace_.own[member].attention.template get<char>(), query_rows_, head_dim);
+    const auto run_task = [&](int64_t task) {
+      AttentionScratch<Type> scratch(workspace_.own[member.index].attention.template get<char>(), query_rows_, head_dim);
       attention.run(task, scratch, store_row);
-    });
-    if (plan.is_split)
-      merges.share(attention.num_merges(), [&](int64_t task) { attention.finish_split(task, store_row); });
+    };
+    tasks.share(member, attention.num_tasks(), run_task, ahead);
+    const auto merge_task = [&](int64_t task) { attention.finish_split(task, store_row); };
+    if (plan.is_split) merges.share(member, attention.num_merges(), merge_task, ahead);
   }
 
   // Copies, since a late member may look at them when the caller has gone on; what they point

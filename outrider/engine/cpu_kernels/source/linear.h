@@ -67,6 +67,35 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   }
 }
 
+// Asks for the weights that a member multiplies first in a coming product, some each time that it is called: memory
+// would be idle while members wait for each other.
+class Ahead {
+ public:
+  Ahead() = default;
+
+  template <class Weight>
+  Ahead(const Matrix<Weight>& matrix, Member member) {
+    const int num_ranges = Phase::num_ranges(member), range = member.index % num_ranges;
+    const auto address_of = [&](int64_t unit) {
+      return reinterpret_cast<const char*>(matrix.packed + unit * kTileColumns * matrix.depth);
+    };
+    const int64_t units = num_units(matrix);
+    next_ = address_of(Phase::begin_of(range, num_ranges, units));
+    end_ = std::min(next_ + kMostBytes, address_of(Phase::begin_of(range + 1, num_ranges, units)));
+  }
+
+  void operator()() {
+    for (int line = 0; line < kLinesAtOnce && next_ < end_; line++, next_ += 64) __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  static constexpr int64_t kMostBytes = 256 << 10;  // of the cache of a core
+  static constexpr int kLinesAtOnce = 8;
+
+  const char* next_ = nullptr;
+  const char* end_ = nullptr;
+};
+
 // Row `row` of W to `to` [in_features] (linear.cpp).
 void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to);
 

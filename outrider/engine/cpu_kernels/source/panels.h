@@ -174,6 +174,12 @@ template <>
 struct MostRows<BFloat16> {
   static constexpr int value = 32;
 };
+#elif defined(__AVX512BF16__)
+// Sixteen sums are enough for two dot products in flight at any time; more rows were 5 % slower.
+template <>
+struct MostRows<BFloat16> {
+  static constexpr int value = 8;
+};
 #endif
 template <>
 struct MostRows<int8_t> {
