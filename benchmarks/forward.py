@@ -86,7 +86,12 @@ class Variant:
         features = TAPS if name == "features" else None
         self.loaded: LoadedModel = load(ModelConfig(**VARIANTS[name])).with_features(features)
         blocks = -(-most // BLOCK_SIZE)
-        cache = PagedKVCache(self.loaded.spec.planes, num_blocks=num_seqs * blocks, block_size=BLOCK_SIZE)
+        cache = PagedKVCache(
+            self.loaded.spec.planes,
+            num_blocks=num_seqs * blocks,
+            block_size=BLOCK_SIZE,
+            kernels=self.loaded.cpu_kernels,
+        )
         self.runner = ModelRunner(self.loaded, cache, make_attention_backend(), features=features)
         self.block_ids = [list(range(seq * blocks, (seq + 1) * blocks)) for seq in range(num_seqs)]
         self.token_ids = torch.randint(0, self.loaded.spec.vocab_size, (most,)).tolist()

@@ -168,7 +168,13 @@ def open_runner(
     )
     if model.device.type == "cpu":
         reserved_bytes += main_memory_bytes
-    cache = PagedKVCache.sized_for(model.spec, kv_cache, device=model.device, reserved_bytes=reserved_bytes)
+    cache = PagedKVCache.sized_for(
+        model.spec,
+        kv_cache,
+        device=model.device,
+        reserved_bytes=reserved_bytes,
+        kernels=None if model.native is None else model.native.kernels,
+    )
     runner = ModelRunner(model, cache, attention, graphs=graphs, features=features)
     runner.warm_up()
     return cache, runner
@@ -295,7 +301,7 @@ class PagedStep:
         self._on_layer_done = on_layer_done
         self._plan = attention.prepare(batch)
         self._slots = batch.on(kv_cache.device).slot_mapping
-        self._store = store_in_torch
+        self._store = attention.store if isinstance(attention, NativeAttention) else store_in_torch
         if not why_no_triton(kv_cache.device):
             from outrider.engine.gpu_kernels.cache import store
 

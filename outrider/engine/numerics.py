@@ -7,6 +7,11 @@ from enum import StrEnum
 
 from outrider.constraints import grammar
 
+KERNELS_REVISION = 2
+"""Of the native kernels' arithmetic: raised whenever a model and tokens give other bits than before. What travels
+between nodes keeps its form, so nodes of two revisions may serve together, as those of two instruction paths do.
+"""
+
 
 class Promise(StrEnum):
     """What is guaranteed of an answer's tokens in any batch and with any drafts."""
@@ -44,7 +49,8 @@ def native_numerics(
         has_int8_weights: exact, but of a model whose weights, and the rows that they multiply, have been rounded.
         promise: less than exact where torch computes a part that depends on the batch.
     """
-    notes = [path, *["by layers"] * by_layers, *["lossy int8 weights and activations"] * has_int8_weights]
+    of_int8 = ["lossy int8 weights and activations"] * has_int8_weights
+    notes = [f"{path} {KERNELS_REVISION}", *["by layers"] * by_layers, *of_int8]
     return Numerics(promise, ", ".join(notes))
 
 

@@ -63,7 +63,11 @@ class Shard:
         from outrider.engine.kv_cache.paged_cache import PagedKVCache
 
         return PagedKVCache(
-            self.model.spec.planes, num_blocks=num_blocks, block_size=self.block_size, device=self.model.device
+            self.model.spec.planes,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            device=self.model.device,
+            kernels=self.model.cpu_kernels,
         )
 
 

@@ -13,6 +13,8 @@ from outrider.engine.attention import AttentionOptions, make_attention_backend
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
@@ -134,9 +136,20 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
             one = query[known + draft : known + draft + 1].double()
             expected.append(reference(one, *(tokens[seen] for tokens in by_slot), len(seen) - 1, options))
     plan = attention.prepare(build_input_batch(parts, block_size))
-    tensors = [each.to(device) for each in (torch.cat(queries), keys, values)]
-    output = attention.attend(plan, *tensors, options)
-    assert torch.equal(output, attention.attend(plan, *tensors, options))  # a plan serves every layer
+    query, *caches = (each.to(device) for each in (torch.cat(queries), keys, values))
+    if isinstance(attention, NativeAttention):
+        planes = (PlaneSpec(plane, 1, num_kv_heads, head_dim, str(dtype).removeprefix("torch.")) for plane in "kv")
+        cache = PagedKVCache(planes, num_blocks=len(keys), block_size=block_size, kernels=attention.kernels)
+        attention.store(
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            cache.keys[0],
+            cache.values[0],
+            torch.arange(len(keys) * block_size),
+        )
+        caches = [cache.keys[0], cache.values[0]]
+    output = attention.attend(plan, query, *caches, options)
+    assert torch.equal(output, attention.attend(plan, query, *caches, options))  # a plan serves every layer
     return output.cpu().double(), torch.cat(expected), torch.cat(as_chains)
 
 

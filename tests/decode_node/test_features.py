@@ -35,7 +35,7 @@ def features_of_one_pass(config, token_ids):
     if not model.info.numerics.startswith("exact ("):
         pytest.skip("rows have other bits in other batches")
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
-    cache = PagedKVCache(model.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE)
+    cache = PagedKVCache(model.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
     runner = ModelRunner(model, cache, make_attention_backend("auto", model.device), features=reduction)
     runner.forward(build_input_batch([SequenceRows(token_ids, 0, blocks, 0)], BLOCK_SIZE))
     return bytes(cache.read(reduction.plane_name, range(1), slots_of(blocks, len(token_ids), BLOCK_SIZE)))

@@ -36,7 +36,7 @@ def loaded(request, tmp_path_factory):
 @pytest.fixture
 def node(loaded):
     """forward(rows…) → logits, over a cache whose blocks are handed out in no order."""
-    cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE)
+    cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
     return Node(ModelRunner(loaded, cache, make_attention_backend()), cache)
 
 
@@ -151,7 +151,7 @@ def test_a_tree_of_drafts_is_verified_in_one_pass(loaded, node):
 def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
     blocks = node.blocks(len(PROMPT))
     node.prefill(PROMPT[:-1], blocks)
-    other = PagedKVCache(loaded.spec.planes, num_blocks=30, block_size=3)
+    other = PagedKVCache(loaded.spec.planes, num_blocks=30, block_size=3, kernels=loaded.cpu_kernels)
     table = list(range(29, 29 - 21, -1))
     for plane in ("k", "v"):
         for start in range(0, 60, 25):
@@ -185,7 +185,7 @@ def test_warming_up_changes_no_answer(loaded, node):
 
 
 def test_two_runners_share_a_model(loaded, node):
-    other_cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE)
+    other_cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
     other = Node(ModelRunner(loaded, other_cache, make_attention_backend()), other_cache)
     blocks, other_blocks = node.blocks(61), other.blocks(30)
     node.prefill(PROMPT[:-1], blocks)
@@ -198,7 +198,9 @@ def test_two_runners_share_a_model(loaded, node):
 def test_a_native_forward_tells_its_phases_while_it_is_asked(tmp_path):
     model = load_model(ModelConfig(id=str(make_tiny_model(tmp_path / "model"))))
     runner = ModelRunner(
-        model, PagedKVCache(model.spec.planes, num_blocks=4, block_size=16), make_attention_backend("torch_sdpa")
+        model,
+        PagedKVCache(model.spec.planes, num_blocks=4, block_size=16, kernels=model.cpu_kernels),
+        make_attention_backend("torch_sdpa"),
     )
     batch = build_input_batch([SequenceRows([1, 2, 3], 0, [0], num_logits=1)], 16)
     runner.forward(batch)

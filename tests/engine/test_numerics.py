@@ -1,14 +1,14 @@
 import pytest
 
 from outrider.constraints import grammar
-from outrider.engine.numerics import native_numerics, torch_numerics
+from outrider.engine.numerics import KERNELS_REVISION, native_numerics, torch_numerics
 
 
 @pytest.mark.parametrize(
     ("numerics", "text"),
     [
-        (native_numerics("portable"), "exact (portable)"),
-        (native_numerics("amx"), "exact (amx)"),
+        (native_numerics("portable"), f"exact (portable {KERNELS_REVISION})"),
+        (native_numerics("amx"), f"exact (amx {KERNELS_REVISION})"),
         (torch_numerics("float32", "cpu"), "exact up to ties (torch float32)"),
         (torch_numerics("bfloat16", "cpu"), "batch-dependent (torch bfloat16)"),
         (torch_numerics("bfloat16", "cuda"), "batch-dependent (cuda bfloat16)"),

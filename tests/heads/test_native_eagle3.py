@@ -57,7 +57,9 @@ class Native:
     def __init__(self, head, kernels):
         self.head = head
         self.dtype = getattr(torch, head.spec.dtype)
-        self.step = head.native_step(kernels, PagedKVCache(head.spec.planes, num_blocks=8, block_size=BLOCK_SIZE))
+        self.step = head.native_step(
+            kernels, PagedKVCache(head.spec.planes, num_blocks=8, block_size=BLOCK_SIZE, kernels=kernels)
+        )
 
     def run(self, *parts, num_logits=None, features=FEATURES):
         """(states, logits) of each part's rows, or of its last `num_logits`."""

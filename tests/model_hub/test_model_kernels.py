@@ -9,6 +9,7 @@ from outrider.constraints.grammar import NUMERICS
 from outrider.engine.cpu_kernels.compiler import NO_COMPILER
 from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 from outrider.engine.cpu_kernels.paths import AUTO, PREFERENCE, TORCH, KernelChoice, choose_kernels
+from outrider.engine.numerics import KERNELS_REVISION
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, check_deterministic, choose_model_kernels
@@ -36,11 +37,15 @@ def facts(loaded):
 @needs_native
 def test_native_kernels_are_exact_in_the_checkpoints_dtype_and_in_float32(bfloat16_checkpoint):
     loaded = load(bfloat16_checkpoint)
-    assert facts(loaded) == ("bfloat16", f"exact ({NATIVE.path}, {NUMERICS})", True)
+    assert facts(loaded) == ("bfloat16", f"exact ({NATIVE.path} {KERNELS_REVISION}, {NUMERICS})", True)
     assert loaded.kernels == NATIVE
     assert loaded.spec.dtype == "bfloat16"
     assert loaded.model is None  # native kernels hold the only copy of the weights
-    assert facts(load(bfloat16_checkpoint, dtype="float32")) == ("float32", f"exact ({NATIVE.path}, {NUMERICS})", True)
+    assert facts(load(bfloat16_checkpoint, dtype="float32")) == (
+        "float32",
+        f"exact ({NATIVE.path} {KERNELS_REVISION}, {NUMERICS})",
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,8 @@ def test_the_setting_offers_every_path():
 @needs_native
 def test_int8_weights_are_named_lossy_and_are_another_model(bfloat16_checkpoint):
     plain, rounded = load(bfloat16_checkpoint), load(bfloat16_checkpoint, weights="int8")
-    assert rounded.info.numerics == f"exact ({NATIVE.path}, lossy int8 weights and activations, {NUMERICS})"
+    expected = f"exact ({NATIVE.path} {KERNELS_REVISION}, lossy int8 weights and activations, {NUMERICS})"
+    assert rounded.info.numerics == expected
     assert rounded.info.fingerprint != plain.info.fingerprint
     assert rounded.native.weights.num_matrix_bytes < plain.native.weights.num_matrix_bytes
 

@@ -71,7 +71,7 @@ def folders(cache):
 
 
 def logits(loaded):
-    kv_cache = PagedKVCache(loaded.spec.planes, num_blocks=4, block_size=16)
+    kv_cache = PagedKVCache(loaded.spec.planes, num_blocks=4, block_size=16, kernels=loaded.cpu_kernels)
     runner = ModelRunner(loaded, kv_cache, make_attention_backend())
     return runner.forward(build_input_batch([SequenceRows(list(range(40)), 0, range(3), 40)], 16))
 

@@ -15,6 +15,7 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.numerics import KERNELS_REVISION
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.open import open_model
@@ -43,7 +44,7 @@ def num_tokens(is_full):
 def decode(loaded, prompt, *, num_rows, num_tokens):
     """Greedy tokens after `prompt`, `num_rows` at a time: one known token and, as drafts, what really follows."""
     block_size = 16
-    cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=block_size)
+    cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=block_size, kernels=loaded.cpu_kernels)
     runner = ModelRunner(loaded, cache, make_attention_backend())
     blocks = list(range(63, -1, -1))
     runner.forward(build_input_batch([SequenceRows(prompt[:-1], 0, blocks, 0)], block_size))
@@ -98,7 +99,10 @@ def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32, gen
 
 @pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE))
 def test_in_bfloat16_logits_are_the_same_bits_with_drafts_and_without(loaded, num_tokens):
-    assert (loaded.info.dtype, loaded.info.numerics) == ("bfloat16", f"exact ({NATIVE.path}, {NUMERICS})")
+    assert (loaded.info.dtype, loaded.info.numerics) == (
+        "bfloat16",
+        f"exact ({NATIVE.path} {KERNELS_REVISION}, {NUMERICS})",
+    )
     prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
     alone, alone_logits = decode(loaded, prompt, num_rows=1, num_tokens=num_tokens)
     drafted, drafted_logits = decode(loaded, prompt, num_rows=5, num_tokens=num_tokens)

@@ -49,7 +49,7 @@ def model(tmp_path_factory):
 
 
 def fresh_runner(model, *, block_size):
-    cache = PagedKVCache(model.spec.planes, num_blocks=64, block_size=block_size)
+    cache = PagedKVCache(model.spec.planes, num_blocks=64, block_size=block_size, kernels=model.cpu_kernels)
     return cache, ModelRunner(model, cache, make_attention_backend("auto", model.device), features=REDUCTION)
 
 

@@ -83,9 +83,13 @@ class Node:
     """A prefill loop, driven by hand, and the decode node that it pushes to."""
 
     def __init__(self, model):
-        self.cache = PagedKVCache(model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.cache = PagedKVCache(
+            model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=model.cpu_kernels
+        )
         self.runner = ModelRunner(model, self.cache, make_attention_backend("auto", model.device))
-        self.decode_cache = PagedKVCache(model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.decode_cache = PagedKVCache(
+            model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=model.cpu_kernels
+        )
         self.inbox = TransferInbox(incarnation=INCARNATION, on_complete=lambda *_: None, on_failed=lambda *_: None)
         self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, hash_seed=b"seed")
         self.ended: queue.SimpleQueue = queue.SimpleQueue()
@@ -147,7 +151,7 @@ def node(model):
 
 def one_pass(model, token_ids, scored_token_ids):
     """The same from a single forward over the whole prompt."""
-    cache = PagedKVCache(model.spec.planes, num_blocks=16, block_size=BLOCK_SIZE)
+    cache = PagedKVCache(model.spec.planes, num_blocks=16, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
     runner = ModelRunner(model, cache, make_attention_backend("auto", model.device))
     num_rows = len(scored_token_ids)
     rows = SequenceRows(token_ids[:num_rows], 0, range(16), num_rows)

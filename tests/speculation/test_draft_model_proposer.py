@@ -99,7 +99,7 @@ class Reference:
 
     def logits(self, token_ids) -> torch.Tensor:
         """After all of them.  # [1, vocab_size]"""
-        cache = PagedKVCache(self._model.spec.planes, num_blocks=20, block_size=16)
+        cache = PagedKVCache(self._model.spec.planes, num_blocks=20, block_size=16, kernels=self._model.cpu_kernels)
         runner = ModelRunner(self._model, cache, make_attention_backend())
         rows = SequenceRows(token_ids, 0, list(range(20)), num_logits=1)
         return runner.forward(build_input_batch([rows], 16))

@@ -44,8 +44,8 @@ class AttentionBackend(Protocol):
         self,
         plan: Any,
         query: Tensor,  # [num_rows, num_heads, head_dim]
-        key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], this forward's rows included
-        value_cache: Tensor,  # same
+        key_cache: Any,  # this layer's of PagedKVCache.keys, this forward's rows included
+        value_cache: Any,  # same, of PagedKVCache.values
         options: AttentionOptions,
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim] in the query's dtype."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -9,14 +11,17 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels.decoder import batch_struct
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import AttentionStruct, BatchStruct, Workspace
-from outrider.engine.cpu_kernels.operators import paged_attention
+from outrider.engine.cpu_kernels.operators import paged_attention, write_rows
 from outrider.engine.input_batch import InputBatch
 
+Panels = npt.NDArray[np.uint8]
+"""Keys or values of a layer, [panels, num_kv_heads, 16 * head_dim * itemsize] (see PanelPlane)."""
 
-def attention_struct(query: Tensor, key_cache: Tensor, options: AttentionOptions) -> AttentionStruct:
+
+def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions) -> AttentionStruct:
     """What the kernel reads of `options`, and of the shapes of its inputs (see `NativeAttention.attend`)."""
     window, softcap = options.sliding_window or 0, options.softcap or 0.0
-    return AttentionStruct(query.shape[1], key_cache.shape[2], query.shape[2], window, options.scaling, softcap)
+    return AttentionStruct(query.shape[1], key_cache.shape[1], query.shape[2], window, options.scaling, softcap)
 
 
 class NativeAttention:
@@ -26,24 +31,29 @@ class NativeAttention:
     can_be_captured = False
 
     def __init__(self, kernels: CpuKernels) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._workspace = Workspace(kernels.library)
 
     def prepare(self, batch: InputBatch) -> tuple[BatchStruct, InputBatch]:
         """In the form that the kernel reads, with the batch, which owns the memory."""
         return batch_struct(batch), batch
 
+    def store(self, keys: Tensor, values: Tensor, key_cache: Panels, value_cache: Panels, slots: Tensor) -> None:
+        """As `gpu_kernels.cache.store`, into a layer's panels."""
+        write_rows(self.kernels, keys, key_cache, slots, are_values=False)
+        write_rows(self.kernels, values, value_cache, slots, are_values=True)
+
     def attend(
         self,
         plan: tuple[BatchStruct, InputBatch],
         query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of 16
-        key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-        value_cache: Tensor,  # same
+        key_cache: Panels,
+        value_cache: Panels,
         options: AttentionOptions,
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
         query = query.contiguous()
         output = torch.empty_like(query)
         struct = attention_struct(query, key_cache, options)
-        paged_attention(self._kernels, self._workspace, plan[0], struct, query, key_cache, value_cache, output)
+        paged_attention(self.kernels, self._workspace, plan[0], struct, query, key_cache, value_cache, output)
         return output

@@ -82,7 +82,7 @@ class NativeStep:
     def __init__(
         self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureReduction | None = None
     ) -> None:
-        """`features`: made of each row, and kept in their plane of the cache."""
+        """`kv_cache` was made for these kernels. `features`: made of each row, and kept in their plane of the cache."""
         self._decoder = decoder  # keeps what its structure points to
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
@@ -90,8 +90,8 @@ class NativeStep:
         self._team = decoder.kernels.team
         self.phases = self._workspace = Workspace(decoder.kernels.library)
         pointers = ctypes.c_void_p * struct.num_layers
-        self._keys = pointers(*(keys.data_ptr() for keys in kv_cache.keys))
-        self._values = pointers(*(values.data_ptr() for values in kv_cache.values))
+        self._keys = pointers(*(keys.ctypes.data for keys in kv_cache.keys))
+        self._values = pointers(*(values.ctypes.data for values in kv_cache.values))
         self._features = self._reduction = None
         if features is not None:
             plane = kv_cache.layers(features.plane_name)[0]

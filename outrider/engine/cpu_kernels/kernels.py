@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.panels import PanelPlane
+from outrider.engine.kv_cache.planes import PlaneSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +15,7 @@ class CpuKernels:
 
     library: KernelLibrary
     team: Team
+
+    def make_plane(self, plane: PlaneSpec, num_slots: int) -> PanelPlane:
+        """See `AttentionKernels`."""
+        return PanelPlane(self.library, plane, num_slots)

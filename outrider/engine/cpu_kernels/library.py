@@ -19,7 +19,7 @@ from typing import Any
 from outrider.engine.step_clock import ForwardPhases
 from outrider.errors import InternalError
 
-API_VERSION = 9
+API_VERSION = 10
 
 
 class ElementType(IntEnum):
@@ -68,6 +68,18 @@ class AttentionStruct(ctypes.Structure):
         ("sliding_window", c_int64),
         ("scaling", c_float),
         ("softcap", c_float),
+    )
+
+
+class PanelsStruct(ctypes.Structure):
+    _fields_ = (
+        ("panels", c_void_p),
+        ("num_layers", c_int64),
+        ("layer_size", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("type", c_int32),
+        ("are_values", c_int32),
     )
 
 
@@ -167,6 +179,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             c_void_p,
         ),
     ),
+    "outrider_write_rows": (None, (POINTER(PanelsStruct), c_int64, c_int64, c_void_p, c_int64, c_void_p)),
+    "outrider_read_rows": (None, (POINTER(PanelsStruct), c_int64, c_int64, c_void_p, c_int64, c_void_p)),
     "outrider_decoder_layers": (
         _Status,
         (

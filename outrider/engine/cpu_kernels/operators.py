@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import AttentionStruct, BatchStruct, MatrixStruct, Workspace
+from outrider.engine.cpu_kernels.library import AttentionStruct, BatchStruct, MatrixStruct, PanelsStruct, Workspace
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.errors import InternalError
 
@@ -47,18 +49,43 @@ def paged_attention(
     batch: BatchStruct,
     options: AttentionStruct,
     query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of HEAD_DIM_STEP
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: Tensor,  # same
+    key_cache: npt.NDArray[np.uint8],  # of a layer, in panels (see PanelPlane)
+    value_cache: npt.NDArray[np.uint8],  # same
     output: Tensor,  # as query
 ) -> None:
     """Queries against the keys and values of their sequences, where they lie."""
-    _check(key_cache.dtype == value_cache.dtype == query.dtype, f"{query.dtype} for caches of {key_cache.dtype}")
-    _check(key_cache.is_contiguous() and value_cache.is_contiguous(), "a cache that is not contiguous")
+    for cache in (key_cache, value_cache):
+        _check_panels(cache, options.num_kv_heads, options.head_dim, query.dtype)
     _call(
         kernels.library.functions.outrider_paged_attention, kernels.team.handle, workspace.handle,
         ELEMENT_TYPES[query.dtype], options, batch, query.data_ptr(), query.shape[1] * query.shape[2],
-        key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr(),
+        key_cache.ctypes.data, value_cache.ctypes.data, output.data_ptr(),
     )  # fmt: skip
+
+
+def write_rows(
+    kernels: CpuKernels,
+    rows: Tensor,  # [num_rows, num_kv_heads, head_dim], float32 or bfloat16
+    cache: npt.NDArray[np.uint8],  # of a layer, in panels
+    slots: Tensor,  # [num_rows] int64
+    *,
+    are_values: bool,
+) -> None:
+    """Keys, or values, into the cache."""
+    rows = rows.contiguous()
+    num_rows, num_heads, head_dim = rows.shape
+    _check_panels(cache, num_heads, head_dim, rows.dtype)
+    _check(slots.shape == (num_rows,) and slots.is_contiguous(), f"slots {slots.shape} for {num_rows} rows")
+    struct = PanelsStruct(cache.ctypes.data, 1, 0, num_heads, head_dim, ELEMENT_TYPES[rows.dtype], are_values)
+    _call(
+        kernels.library.functions.outrider_write_rows,
+        struct, 0, num_heads, slots.data_ptr(), num_rows, rows.data_ptr(),
+    )  # fmt: skip
+
+
+def _check_panels(cache: npt.NDArray[np.uint8], num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    is_one = isinstance(cache, np.ndarray) and cache.flags.c_contiguous
+    _check(is_one and cache.shape[1:] == (num_heads, 16 * head_dim * dtype.itemsize), "a cache without panels for them")
 
 
 def _call(function: Any, *arguments: object) -> None:

@@ -12,6 +12,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class PackedPlane(Protocol):
+    """Keys or values in the form that kernels of their own want. Rows go in and out token-major, as bytes."""
+
+    @property
+    def layers(self) -> Any:
+        """What attention reads of each layer, by its number."""
+
+    def read(self, layers: range, slots: np.ndarray, heads: range) -> np.ndarray:
+        """[len(layers) * num_slots * len(heads) * head_dim * itemsize] uint8; slots [num_slots] int64."""
+
+    def write(self, layers: range, slots: np.ndarray, heads: range, rows: np.ndarray) -> None:
+        """Writes what `read` gave."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], block_size: int) -> None: ...
+
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+
+class AttentionKernels(Protocol):
+    """Kernels that say how keys and values lie in the cache that they attend over."""
+
+    def make_plane(self, plane: PlaneSpec, num_slots: int) -> PackedPlane:
+        """Of zeros, whose pages take no memory before they are written."""
+
+
 class KVCache(Protocol):
     """A PagedKVCache, or one whose heads are shared among ranks (ShardedKVCache). Their docstrings count."""
 

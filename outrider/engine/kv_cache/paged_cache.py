@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.kv_cache.base import AttentionKernels
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.copy_stream import CopyStream, Fence
 from outrider.engine.kv_cache.planes import PlaneSpec
@@ -41,8 +43,12 @@ class PagedKVCache:
         block_size: int,
         device: torch.device | str = "cpu",
         num_scratch_blocks: int = 0,
+        kernels: AttentionKernels | None = None,
     ) -> None:
-        """`num_scratch_blocks`: behind the others, for rows that pad a batch."""
+        """`num_scratch_blocks`: behind the others, for rows that pad a batch.
+
+        `kernels`: that will attend over it, on a CPU: keys and values lie as they want them. None: torch or a GPU will.
+        """
         self.planes = tuple(planes)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -57,9 +63,14 @@ class PagedKVCache:
                 self.device,
             )
             for plane in planes
+            if kernels is None or plane.is_feature
         }
-        self.keys = self.layers("k")
-        self.values = self.layers("v")
+        self._packed = {
+            plane.name: kernels.make_plane(plane, self.scratch_blocks.stop * block_size)
+            for plane in planes
+            if kernels is not None and not plane.is_feature
+        }
+        self.keys, self.values = (self._of_attention(name) for name in ("k", "v"))
 
     @classmethod
     def sized_for(
@@ -69,10 +80,11 @@ class PagedKVCache:
         *,
         device: torch.device | str = "cpu",
         reserved_bytes: int = 0,
+        kernels: AttentionKernels | None = None,
     ) -> PagedKVCache:
         """As many blocks as `config` and free memory allow. Raises ConfigError when that is too few.
 
-        `reserved_bytes`: of free memory, for steps.
+        `reserved_bytes`: of free memory, for steps. `kernels`: as of a new one.
         """
         num_blocks = cls.num_blocks_for(
             spec,
@@ -86,6 +98,7 @@ class PagedKVCache:
             block_size=config.block_size,
             device=device,
             num_scratch_blocks=0 if torch.device(device).type == "cpu" else 1,  # for rows that pad (`step_graphs`)
+            kernels=kernels,
         )
 
     @staticmethod
@@ -121,8 +134,12 @@ class PagedKVCache:
         return num_blocks
 
     def layers(self, plane: str) -> tuple[Tensor, ...]:
-        """What a plane keeps in each layer: [num_blocks, block_size, heads, dim]. Attention reads planes k and v."""
+        """What a plane keeps in each layer: [num_blocks, block_size, heads, dim]; not of a packed plane."""
         return self._tensors[plane].unbind(0)
+
+    def _of_attention(self, plane: str) -> Any:
+        """What attention reads of each layer: as `layers`, or as the kernels want it."""
+        return self._packed[plane].layers if plane in self._packed else self.layers(plane)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination) each, in all layers and planes.
@@ -131,6 +148,8 @@ class PagedKVCache:
         """
         if not pairs:
             return
+        for plane in self._packed.values():
+            plane.copy_blocks(pairs, self.block_size)
         sources = upload_ids([source for source, _ in pairs], self.device)
         destinations = upload_ids([destination for _, destination in pairs], self.device)
         for tensor in self._tensors.values():
@@ -144,6 +163,8 @@ class PagedKVCache:
         """Copies single slots, (source, destination) each, in all layers and planes; sources are read first."""
         if not pairs:
             return
+        for plane in self._packed.values():
+            plane.move_slots(pairs)
         sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
         for tensor in self._tensors.values():
             rows = tensor.flatten(1, 2).flatten(2)  # [layers, slots, heads * dim]
@@ -160,7 +181,7 @@ class PagedKVCache:
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         """The ranges of heads in which `read` is cheapest: here all are in one place."""
-        return (range(self._tensors[plane].shape[3]),)
+        return (range(self._plane(plane).num_heads),)
 
     def read(
         self, plane: str, layers: range, slots: Tensor, after: Fence | None = None, *, heads: range | None = None
@@ -170,7 +191,10 @@ class PagedKVCache:
         `heads`: some of them; by default all. Returns [len(layers) * num_tokens * heads * dim * itemsize]
         uint8, contiguous, layer by layer, token-major. Raises InternalError outside the cache.
         """
-        rows = self._rows(plane, layers, slots, heads)
+        heads = self._checked(plane, layers, slots, heads)
+        if plane in self._packed:
+            return self._packed[plane].read(layers, slots.numpy(), heads)
+        rows = self._rows(plane, layers, heads)
         if self._copies is None:
             # numpy: torch would start a pool of threads for the caller's (see `EngineThread`).
             data: np.ndarray = rows.view(torch.uint8).numpy()  # [layers, slots, heads * dim * itemsize]
@@ -196,35 +220,47 @@ class PagedKVCache:
         Without `after`: behind all work that is queued by now, which a busy node may take a step to do. Raises
         InternalError, nothing written, when a range or the size does not fit.
         """
-        rows = self._rows(plane, layers, slots, heads)
-        expected = len(layers) * slots.numel() * rows.shape[2] * rows.element_size()
+        heads = self._checked(plane, layers, slots, heads)
+        expected = len(layers) * slots.numel() * len(heads) * self._plane(plane).bytes_per_head
         view = memoryview(payload).cast("B")
         if view.nbytes != expected:
             raise InternalError(f"{view.nbytes} bytes for {expected} of plane {plane}, layers {layers}")
         if expected == 0:
             return
         array = np.frombuffer(view, dtype=np.uint8)
+        if plane in self._packed:
+            self._packed[plane].write(layers, slots.numpy(), heads, array)
+            return
+        rows = self._rows(plane, layers, heads)
         if self._copies is not None:
             self._copies.scatter(rows, slots, array, after or self._copies.fence())
             return
         data: np.ndarray = rows.view(torch.uint8).numpy()
         data[:, slots.numpy()] = array.reshape(len(layers), slots.numel(), -1)
 
-    def _rows(self, plane: str, layers: range, slots: Tensor, heads: range | None) -> Tensor:
-        """The plane as [layers, slots, heads * dim], after all bounds have been checked."""
-        tensor = self._tensors.get(plane)
-        if tensor is None:
-            raise InternalError(f"no plane {plane!r} in the KV cache, only {', '.join(self._tensors)}")
-        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= tensor.shape[0]:
-            raise InternalError(f"layers {layers} of {tensor.shape[0]}")
+    def _plane(self, name: str) -> PlaneSpec:
+        for plane in self.planes:
+            if plane.name == name:
+                return plane
+        raise InternalError(f"no plane {name!r} in the KV cache, only {', '.join(plane.name for plane in self.planes)}")
+
+    def _checked(self, plane: str, layers: range, slots: Tensor, heads: range | None) -> range:
+        """The heads, after all bounds have been checked."""
+        spec = self._plane(plane)
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
+            raise InternalError(f"layers {layers} of {spec.num_layers}")
         ids = slots.numpy()
         if ids.size and not 0 <= ids.min() <= ids.max() < self.num_blocks * self.block_size:
             raise InternalError(f"slots outside {self.num_blocks} blocks of {self.block_size}")
-        rows = tensor[layers.start : layers.stop].flatten(1, 2)  # [layers, slots, heads, dim]
         if heads is None:
-            return rows.flatten(2)
-        if heads.step != 1 or not 0 <= heads.start < heads.stop <= rows.shape[2]:
-            raise InternalError(f"heads {heads} of {rows.shape[2]}")
+            return range(spec.num_heads)
+        if heads.step != 1 or not 0 <= heads.start < heads.stop <= spec.num_heads:
+            raise InternalError(f"heads {heads} of {spec.num_heads}")
+        return heads
+
+    def _rows(self, plane: str, layers: range, heads: range) -> Tensor:
+        """The plane as [layers, slots, heads * dim]."""
+        rows = self._tensors[plane][layers.start : layers.stop].flatten(1, 2)  # [layers, slots, heads, dim]
         return rows.flatten(2)[:, :, heads.start * rows.shape[3] : heads.stop * rows.shape[3]]
 
 

@@ -69,16 +69,19 @@ class HeadForward(PathSampler):
         kernels: of the target on a CPU; None: torch computes.
         """
         spec = model.spec
+        attention: AttentionBackend
+        of_cache = None
+        if kernels is not None and spec.dtype in ("float32", "bfloat16") and spec.head_dim % 16 == 0:
+            attention, of_cache = NativeAttention(kernels), kernels
+        else:
+            attention = make_attention_backend("auto", device, spec.dtype)
         cache, num_blocks, block_size = None, MAX_PATHS, spec.max_model_len
         if spec.planes:
             num_blocks, block_size = -(-num_cached_tokens // BLOCK_SIZE), BLOCK_SIZE
-            cache = PagedKVCache(spec.planes, num_blocks=num_blocks, block_size=block_size, device=device)
+            cache = PagedKVCache(
+                spec.planes, num_blocks=num_blocks, block_size=block_size, device=device, kernels=of_cache
+            )
         pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"", enable_prefix_cache=False)
-        attention: AttentionBackend
-        if kernels is not None and spec.dtype in ("float32", "bfloat16") and spec.head_dim % 16 == 0:
-            attention = NativeAttention(kernels)
-        else:
-            attention = make_attention_backend("auto", device, spec.dtype)
         sampler = Sampler(
             vocab_size=spec.vocab_size,
             known_token_ids=known_token_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,11 +48,24 @@ def paged_attention(
     *,
     workspace: Workspace | None = None,
 ) -> Tensor:
+    """Over the same keys and values in panels."""
     y = guarded(query.shape, query.dtype)
-    workspace, struct = workspace or Workspace(kernels.library), attention_struct(query, key_cache, options)
+    keys, values = in_panels(kernels, key_cache), in_panels(kernels, value_cache, are_values=True)
+    workspace, struct = workspace or Workspace(kernels.library), attention_struct(query, keys, options)
     query = guarded_copy(query)
-    operators.paged_attention(kernels, workspace, batch_struct(batch), struct, query, key_cache, value_cache, y)
+    operators.paged_attention(kernels, workspace, batch_struct(batch), struct, query, keys, values, y)
     return checked(y)
+
+
+def in_panels(kernels: CpuKernels, cache: Tensor, *, are_values: bool = False) -> np.ndarray:
+    """Of [num_blocks, block_size, num_kv_heads, head_dim]: panels, with NaN where there is no slot. Aligned to 64."""
+    rows = cache.flatten(0, 1)
+    num_panels, (num_heads, head_dim) = -(-len(rows) // 16), rows.shape[1:]
+    shape = (num_panels, num_heads, 16 * head_dim * cache.element_size())
+    memory = np.full(int(np.prod(shape)) + 64, 0xFF, dtype=np.uint8)
+    panels = memory[-memory.ctypes.data % 64 :][: int(np.prod(shape))].reshape(shape)
+    operators.write_rows(kernels, rows, panels, torch.arange(len(rows)), are_values=are_values)
+    return panels
 
 
 # ---- memory of which the kernel may touch no byte too many

@@ -72,7 +72,7 @@ class Cache:
 
 def reference(query: Tensor, keys: Tensor, values: Tensor, before: int, options: AttentionOptions):
     """(the output, how far from it rounding may lead), both [rows, num_heads, head_dim] float64."""
-    group = query.shape[1] // keys.shape[1]
+    group, dtype = query.shape[1] // keys.shape[1], query.dtype
     query, keys, values = (tensor.double() for tensor in (query, keys, values))
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
     scores = torch.einsum("rhd,thd->hrt", query, keys) * options.scaling
@@ -87,8 +87,11 @@ def reference(query: Tensor, keys: Tensor, values: Tensor, before: int, options:
         seen &= torch.arange(len(keys)) > positions - options.sliding_window
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
     output = torch.einsum("hrt,thd->rhd", weights, values)
-    # Each weight is off by the error of its score and of the exponential; then the sum's own rounding.
-    weight_error = (2 * score_error.masked_fill(~seen, 0.0).amax(dim=-1) + (len(keys) + 32) * ROUNDING).T.unsqueeze(-1)
+    # Each weight is off by the error of its score and of the exponential, and then rounded to the values' type, as
+    # all are that it is divided by the sum of; then the sum's own rounding.
+    rounded = 2 * rounding_of(dtype) if dtype == torch.bfloat16 else 0.0
+    weight_error = 2 * score_error.masked_fill(~seen, 0.0).amax(dim=-1) + (len(keys) + 32) * ROUNDING + rounded
+    weight_error = weight_error.T.unsqueeze(-1)
     return output, weight_error * torch.einsum("hrt,thd->rhd", weights, values.abs())
 
 
@@ -124,7 +127,7 @@ def test_heads_of_any_multiple_of_16(kernels, dtype, head_dim):
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_single_rows_of_few_query_heads(kernels, dtype, group, head_dim):
-    """Up to three query rows take the values of a span without a panel; their columns go by fours and then by ones."""
+    """A few query rows take several panels of keys, and of columns, at once: by fours, then by twos, then by ones."""
     check(kernels, [(1, 300), (1, 16), (1, 0)], dtype=dtype, heads=Heads(head_dim, 2, group))
 
 
@@ -249,7 +252,17 @@ def test_bits_of_heads_of_any_size(library, teams, head_dim):
 def test_bits_do_not_depend_on_where_the_blocks_lie(kernels):
     outputs = [
         Cache([530], Heads(), torch.bfloat16, block_size=block_size).attend(kernels, [(0, 30, 500)], OPTIONS["full"])
-        for block_size in (16, 32, 64, 256)
+        for block_size in (
+            16,
+            32,
+            64,
+            256,
+            1,
+            3,
+            8,
+            24,
+            40,
+        )  # of the last ones no block, or not each, is made of panels
     ]
     for output in outputs[1:]:
         assert differing_rows(output, outputs[0]) == []

@@ -17,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 9;
+constexpr int32_t OUTRIDER_API_VERSION = 10;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -110,11 +110,30 @@ struct OutriderAttention {
   float softcap;  // 0: none
 };
 
-// query and output [num_rows, num_heads, head_dim]; query rows at query_stride elements.
+// query and output [num_rows, num_heads, head_dim]; query rows at query_stride elements. The caches are those of one
+// layer, in panels of 16 slots (kv_panels.h).
 OUTRIDER_API int32_t outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
                                               const OutriderAttention* options, const OutriderBatch* batch,
                                               const void* query, int64_t query_stride, const void* key_cache,
                                               const void* value_cache, void* output);
+
+// ---- kv_panels.cpp: keys or values of some slots, out of the cache and into it
+
+struct OutriderPanels {
+  void* panels;          // of the first of these layers
+  int64_t num_layers;
+  int64_t layer_size;    // elements from one layer to the next
+  int64_t num_kv_heads;  // of the cache
+  int64_t head_dim;      // a multiple of 16
+  int32_t type;          // OutriderType
+  int32_t are_values;    // or keys
+};
+
+// rows [num_layers, num_slots, num_heads, head_dim], at any address.
+OUTRIDER_API void outrider_write_rows(const OutriderPanels* cache, int64_t first_head, int64_t num_heads,
+                                      const int64_t* slots, int64_t num_slots, const void* rows);
+OUTRIDER_API void outrider_read_rows(const OutriderPanels* cache, int64_t first_head, int64_t num_heads,
+                                     const int64_t* slots, int64_t num_slots, void* rows);
 
 // ---- decoder.cpp: all layers of a Llama-shaped decoder in one call
 
@@ -169,7 +188,7 @@ struct OutriderFeatures {
 
 // Layers [first, last) for the rows of `batch`; first 0 starts from the tokens' embeddings,
 // otherwise from what the last call left in the workspace. key_caches and value_caches are
-// those of all layers, each [num_blocks, block_size, num_kv_heads, head_dim]. With `features`, those of the rows
+// those of all layers, each in panels of 16 slots (kv_panels.h). With `features`, those of the rows
 // are at their slots of its plane after the last layer; null: none are made.
 OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace,
                                              const OutriderDecoder* decoder, const OutriderBatch* batch,

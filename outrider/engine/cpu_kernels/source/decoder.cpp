@@ -247,7 +247,7 @@ class DecoderStep final : public Job {
   // Query and key heads are normalised (Qwen3) and rotated; keys and values go to the cache.
   void rotate_and_write(int64_t row, const OutriderLayer& layer, size_t index) {
     const int64_t head_dim = decoder_.head_dim, angle = batch_.positions[row] * (head_dim / 2);
-    const int64_t place = batch_.slots[row] * decoder_.num_kv_heads * head_dim;
+    const int64_t slot = batch_.slots[row], place = panel_at(slot, 0, decoder_.num_kv_heads, head_dim);
     Type* keys = static_cast<Type*>(key_caches_[index]) + place;
     Type* values = static_cast<Type*>(value_caches_[index]) + place;
     Type* heads = projected_ + row * heads_ * head_dim;
@@ -256,11 +256,13 @@ class DecoderStep final : public Job {
       const bool is_query = head < decoder_.num_heads;
       const float* norm = is_query ? layer.query_norm : layer.key_norm;
       if (norm != nullptr) rms_norm_row<Type>(from, head_dim, norm, decoder_.epsilon, from);
-      rotate_head<Type>(from, head_dim, decoder_.cosines + angle, decoder_.sines + angle,
-                        is_query ? from : keys + (head - decoder_.num_heads) * head_dim);
+      rotate_head<Type>(from, head_dim, decoder_.cosines + angle, decoder_.sines + angle, from);
     }
-    std::memcpy(values, heads + (decoder_.num_heads + decoder_.num_kv_heads) * head_dim,
-                decoder_.num_kv_heads * head_dim * sizeof(Type));
+    for (int64_t head = 0; head < decoder_.num_kv_heads; head++) {
+      const Type* key = heads + (decoder_.num_heads + head) * head_dim;
+      write_key(key, head_dim, slot, keys + head * kPanel * head_dim);
+      write_value(key + decoder_.num_kv_heads * head_dim, head_dim, slot, values + head * kPanel * head_dim);
+    }
   }
 
   // Two phases, of which the second has work only when spans are shared.

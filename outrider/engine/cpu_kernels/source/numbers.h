@@ -32,6 +32,12 @@ typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
 typedef float FloatsInMemory __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
 typedef uint32_t WordsInMemory __attribute__((vector_size(kWidth * 4), aligned(2), may_alias));
 
+#if defined(__AVX512F__)
+constexpr Ints kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+constexpr Ints kLanes = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+
 struct BFloat16 {
   uint16_t bits;
 };

@@ -1,60 +1,64 @@
 // Attention of a step's rows over the paged cache, in tasks that members of a team share.
 //
 // The keys of a sequence are taken in spans of kSpan at absolute positions. Within a span a
-// row's weights are a plain softmax; spans are merged with rising position (online softmax,
-// Milakov and Gimelshein, 2018). Where a span begins and in which order its products are
-// added depends on positions alone, so a row's output has the same bits whatever rows are
-// computed beside it, and whether or not members share its spans (as flash-decoding does,
-// Dao et al., 2023).
+// row's weights are a plain softmax, rounded to the type of the values; spans are merged with
+// rising position (online softmax, Milakov and Gimelshein, 2018). Where a span begins and in
+// which order its products are added depends on positions alone, so a row's output has the
+// same bits whatever rows are computed beside it, and whether or not members share its spans
+// (as flash-decoding does, Dao et al., 2023).
 //
 // The query rows of one KV head, for some rows of one sequence, share one read of its keys.
-//
-// In a tree of drafts the last keys of a row do not lie at the slots of their positions. Rows
-// that follow each other there share a read too; others read their keys by themselves, each in
-// the order of positions.
+// Sixteen keys at consecutive positions are multiplied where they lie, if they fill a panel of
+// the cache (kv_panels.h) in that order. Otherwise they are brought together first: where a
+// block is not made of whole panels, and the last keys of a row in a tree of drafts, which do
+// not lie at the slots of their positions. Rows that follow each other in a tree share a read
+// too; others read their keys by themselves, each in the order of positions.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "api.h"
 #include "attention_plan.h"
+#include "attention_products.h"
+#include "kv_panels.h"
 #include "panels.h"
 #include "team.h"
 #include "workspace.h"
 
 namespace outrider {
 
-constexpr int kRowsWithoutPanel = 3;  // query rows whose sums, of four vectors of columns, fit the registers
-constexpr int kKeysAhead = 32;  // how early a key or value is asked for: they lie apart, which no processor foresees
 constexpr float kNothing = -1e30f;  // the largest score of a row that has seen no key
 
 // Scratch of one member for one task.
 template <class KV>
 struct AttentionScratch {
-  Activation<KV>* query;  // [query_rows, depth]
-  float* scores;          // [query_rows, kSpan]
-  KV* key_panel;          // [depth][16], as packed weights
-  float* value_panel;     // [kSpan][16]
-  float* running;         // a partial result: see PartialResult
+  Activation<KV>* query;    // [query_rows, depth]
+  float* scores;            // [kRowsOfCall, kSpan]
+  Activation<KV>* weights;  // [kRowsOfCall, kSpan]
+  KV* keys;                 // [kPanelsOfSpan][depth * 16], those that were brought together
+  KV* values;               // [kPanelsOfSpan][head_dim * 16]
+  float* running;           // a partial result: see PartialResult
 
   static int64_t bytes(int64_t query_rows, int64_t head_dim) {
-    const int64_t depth = padded_depth<KV>(head_dim);
-    return query_rows * depth * 4 + query_rows * kSpan * 4 + depth * kPanel * 4 + kSpan * kPanel * 4 +
-           2 * query_rows * (head_dim + 2) * 4 + 6 * 64;
+    return AttentionScratch(nullptr, query_rows, head_dim).size_;
   }
   AttentionScratch(char* at, int64_t query_rows, int64_t head_dim) {
     const int64_t depth = padded_depth<KV>(head_dim);
-    const auto take = [&](int64_t bytes) {
-      char* taken = at;
-      at += (bytes + 63) / 64 * 64;
-      return taken;
+    const auto take = [&](auto*& part, int64_t count) {
+      part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at + size_);
+      size_ += (count * static_cast<int64_t>(sizeof *part) + 63) / 64 * 64;
     };
-    query = reinterpret_cast<Activation<KV>*>(take(query_rows * depth * 4));
-    scores = reinterpret_cast<float*>(take(query_rows * kSpan * 4));
-    key_panel = reinterpret_cast<KV*>(take(depth * kPanel * 4));
-    value_panel = reinterpret_cast<float*>(take(kSpan * kPanel * 4));
-    running = reinterpret_cast<float*>(take(2 * query_rows * (head_dim + 2) * 4));
+    take(query, query_rows * depth);
+    take(scores, kRowsOfCall<KV> * kSpan);
+    take(weights, kRowsOfCall<KV> * kSpan);
+    take(keys, kPanelsOfSpan * depth * kPanel);
+    take(values, kPanelsOfSpan * head_dim * kPanel);
+    take(running, 2 * query_rows * (head_dim + 2));
   }
+
+ private:
+  int64_t size_ = 0;
 };
 
 // What a row has seen in some spans: largest score, sum of weights, weighted values. Of
@@ -85,55 +89,6 @@ static inline void merge(const PartialResult& earlier, const PartialResult& late
 // are added with weight 0 where they are computed for the rows beside it, which makes +0 of
 // -0. Adding 0 leaves one of them.
 static inline Floats finished_values(const float* values, float factor) { return load(values) * factor + 0.0f; }
-
-// Sixteen keys as packed weights [depth][16]: words (one float, or a pair of bfloat16) are
-// transposed.
-template <class KV>
-static inline void pack_keys(const KV* const* keys, int64_t head_dim, KV* panel) {
-  constexpr int64_t per_word = 4 / sizeof(KV);
-  const int64_t words = head_dim / per_word;
-  auto* to = reinterpret_cast<char*>(panel);
-#if defined(__AVX2__)
-  for (int half = 0; half < 2; half++) {
-    for (int64_t w = 0; w < words; w += 8) {
-      __m256 rows[8];
-      for (int i = 0; i < 8; i++) {
-        rows[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(keys[half * 8 + i] + w * per_word));
-      }
-      __m256 pairs[8], quads[8];
-      for (int i = 0; i < 8; i += 2) {
-        pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
-        pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
-      }
-      for (int i = 0; i < 8; i += 4) {
-        quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
-        quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
-        quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
-        quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
-      }
-      for (int i = 0; i < 4; i++) {
-        const __m256 low = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
-        const __m256 high = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
-        _mm256_storeu_ps(reinterpret_cast<float*>(to + (w + i) * 64 + half * 32), low);
-        _mm256_storeu_ps(reinterpret_cast<float*>(to + (w + i + 4) * 64 + half * 32), high);
-      }
-    }
-  }
-#else
-  for (int key = 0; key < kPanel; key++)
-    for (int64_t w = 0; w < words; w++) {
-      std::memcpy(to + w * 64 + key * 4, reinterpret_cast<const char*>(keys[key]) + w * 4, 4);
-    }
-#endif
-  const int64_t depth_words = padded_depth<KV>(head_dim) / per_word;
-  if (depth_words > words) std::memset(to + words * 64, 0, (depth_words - words) * 64);
-}
-
-// The cache lines in which `num` values of one row lie, if the first begins one.
-template <class KV>
-static inline void prefetch_row(const KV* row, int64_t num) {
-  for (int64_t d = 0; d < num; d += 64 / static_cast<int64_t>(sizeof(KV))) __builtin_prefetch(row + d, 0, 3);
-}
 
 // One layer's attention.
 template <class KV>
@@ -219,142 +174,120 @@ struct PagedAttention {
                     const PartialResult& result) const {
     const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim), rows = tile.num_rows * group();
     const int64_t begin = span * kSpan;
-    const int64_t end = std::min<int64_t>(begin + kSpan, tile.position + tile.num_rows);
-    const int num_keys = static_cast<int>(end - begin);
-    const int padded_keys = (num_keys + kPanel - 1) / kPanel * kPanel;
+    const int num_keys = static_cast<int>(std::min<int64_t>(kSpan, tile.position + tile.num_rows - begin));
+    const int first_panel = first_key(tile.position, begin) / kPanel;
+    const int num = (num_keys + kPanel - 1) / kPanel - first_panel;
+    // Panels of keys, then of values, and once more what comes last: each is asked for before its turn.
+    const KV* panels[2 * kPanelsOfSpan + kMostPanelsTogether];
+    const KV** values = panels + num;
+    for (int i = 0; i < num; i++) {
+      const int first = (first_panel + i) * kPanel;
+      find_panel(tile, head, begin + first, std::min(kPanel, num_keys - first), i, scratch, panels[i], values[i]);
+    }
+    for (int i = 0; i < kMostPanelsTogether; i++) values[num + i] = values[num - 1];
+
+    for (int64_t row = 0, count; row < rows; row += count) {
+      count = rows_of_call(rows - row);
+      // Panels that the last of these rows sees: those behind it are for others.
+      const int64_t last_position = tile.position + (row + count - 1) / group();
+      const int seen = static_cast<int>(std::min<int64_t>(num, last_position / kPanel + 1 - begin / kPanel - first_panel));
+      float* to = result.values + row * head_dim;
+      if (seen <= 0) {
+        std::fill_n(result.largest + row, count, kNothing);
+        std::fill_n(result.sums + row, count, 0.0f);
+        std::fill_n(to, count * head_dim, 0.0f);
+        continue;
+      }
+      multiply_keys<KV>(static_cast<int>(count), scratch.query + row * depth, depth, panels, seen, scratch.scores);
+      for (int64_t r = 0; r < count; r++) {
+        const int64_t position = tile.position + (row + r) / group();
+        const int base = first_panel * kPanel;
+        weigh(scratch.scores + r * kSpan, scratch.weights + r * kSpan, seen * kPanel, first_key(position, begin) - base,
+              static_cast<int>(std::min<int64_t>(position + 1 - begin, num_keys)) - base, &result.largest[row + r],
+              &result.sums[row + r]);
+      }
+      multiply_values<KV>(static_cast<int>(count), scratch.weights, values, seen, head_dim, to);
+    }
+  }
+
+  // Of `rows` the next call's: parts as equal as possible.
+  static int64_t rows_of_call(int64_t rows) {
+    const int64_t calls = (rows + kRowsOfCall<KV> - 1) / kRowsOfCall<KV>;
+    return (rows + calls - 1) / calls;
+  }
+
+  // The first key of the span at `begin` that a row at `position` sees, counted from there.
+  int first_key(int64_t position, int64_t begin) const {
+    if (options.sliding_window == 0) return 0;
+    return static_cast<int>(std::max<int64_t>(0, position - options.sliding_window + 1 - begin));
+  }
+
+  // The panels of the `num` keys from `position` on, a multiple of 16, and of their values: in the cache, or brought
+  // together as panel `index` of the scratch. Values behind the last one are zeros.
+  void find_panel(const AttentionTile& tile, int64_t head, int64_t position, int num, int index,
+                  AttentionScratch<KV>& scratch, const KV*& keys, const KV*& values) const {
+    const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim);
     const int32_t* blocks = batch.block_tables + tile.seq * batch.max_blocks;
-    const int64_t token = options.num_kv_heads * head_dim;
-    int64_t places[kSpan];  // of each key, in elements
-    int64_t block = begin / batch.block_size, slot = begin % batch.block_size;
-    const int num_in_table = static_cast<int>(std::clamp<int64_t>(tile.path_position - begin, 0, num_keys));
-    for (int i = 0; i < num_in_table; i++) {
-      places[i] = (blocks[block] * batch.block_size + slot) * token + head * head_dim;
-      if (++slot == batch.block_size) {
-        block++;
-        slot = 0;
-      }
-    }
-    for (int i = num_in_table; i < num_keys; i++)
-      places[i] = tile.path[begin + i - tile.path_position] * token + head * head_dim;
-
-    // Keys, then the values that are wanted when all scores are there.
-    const auto ask_for = [&](int i) {
-      if (i < num_keys) {
-        prefetch_row(key_cache + places[i], head_dim);
-      } else if (i < 2 * num_keys) {
-        prefetch_row(value_cache + places[i - num_keys], head_dim);
-      }
+    const auto slot_of = [&](int64_t key) {
+      if (key >= tile.path_position) return tile.path[key - tile.path_position];
+      return blocks[key / batch.block_size] * batch.block_size + key % batch.block_size;
     };
-    for (int i = 0; i < kKeysAhead; i++) ask_for(i);
-    alignas(64) float tile_scores[MostRows<KV>::value * kTileColumns];
-    for (int first = 0; first < padded_keys; first += kPanel) {
-      const int num = std::min(kPanel, num_keys - first);
-      const KV* keys[kPanel];
-      // Where there are no more, the last one again: `weigh` takes the scores of real keys only.
-      for (int i = 0; i < kPanel; i++) keys[i] = key_cache + places[first + std::min(i, num - 1)];
-      for (int i = first; i < first + kPanel; i++) ask_for(i + kKeysAhead);
-      pack_keys(keys, head_dim, scratch.key_panel);
-      for (int64_t row = 0; row < rows;) {
-        const int count = rows_of_next_call<KV>(rows - row);
-        multiply_tile<KV, PanelsIn::kCache>(count, scratch.query + row * depth, depth, scratch.key_panel, 1, depth,
-                                            tile_scores);
-        for (int r = 0; r < count; r++)
-          for (int v = 0; v < kVectorsPerPanel; v++)
-            store(scratch.scores + (row + r) * kSpan + first + v * kWidth,
-                  load(tile_scores + r * kTileColumns + v * kWidth) * options.scaling);
-        row += count;
-      }
-    }
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t position = tile.position + r / group();
-      const int last = static_cast<int>(std::min<int64_t>(position + 1 - begin, num_keys));
-      int first = 0;
-      if (options.sliding_window > 0)
-        first = static_cast<int>(std::max<int64_t>(0, position - options.sliding_window + 1 - begin));
-      weigh(scratch.scores + r * kSpan, padded_keys, first, last, &result.largest[r], &result.sums[r]);
-    }
+    const auto at = [&](int64_t slot) { return panel_at(slot, head, options.num_kv_heads, head_dim); };
+    // Of most keys the first one's slot says where all are.
+    const int64_t slot = slot_of(position);
+    int in_place = slot % kPanel == 0 ? 1 : 0;
+    if (in_place != 0 && batch.block_size % kPanel == 0)
+      in_place = static_cast<int>(std::clamp<int64_t>(tile.path_position - position, 1, num));
+    while (in_place > 0 && in_place < num && slot_of(position + in_place) == slot + in_place) in_place++;
+    keys = key_cache + at(slot);
+    values = value_cache + at(slot);
+    if (in_place == num && num == kPanel && depth == head_dim) return;
 
-    if (rows <= kRowsWithoutPanel) {
-      add_values_of(static_cast<int>(rows), value_cache, places, num_keys, scratch.scores, result.values);
-    } else {
-      add_values_by_panels(value_cache, places, num_keys, rows, scratch, result.values);
+    KV* own_keys = scratch.keys + index * depth * kPanel;
+    KV* own_values = scratch.values + index * head_dim * kPanel;
+    if (in_place < num || depth != head_dim) {
+      std::memcpy(own_keys, keys, head_dim * kPanel * sizeof(KV));
+      std::memset(static_cast<void*>(own_keys + head_dim * kPanel), 0, (depth - head_dim) * kPanel * sizeof(KV));
+      keys = own_keys;
+    }
+    if (in_place < num || num < kPanel) {
+      copy_values(values, head_dim, in_place, own_values);
+      values = own_values;
+    }
+    for (int i = in_place; i < num; i++) {
+      const int64_t from = slot_of(position + i);
+      copy_slot(key_cache + at(from), value_cache + at(from), from, own_keys, own_values, i);
     }
   }
 
-  // values [rows, head_dim] = scores [rows, num_keys at kSpan] times the cached rows at `places`, keys rising.
-  // Few rows take the values straight from the cache, into registers.
-  void add_values_of(int rows, const KV* cache, const int64_t* places, int num_keys, const float* scores,
-                     float* values) const {
-    for (int64_t column = 0; column < options.head_dim;) {
-      const bool is_wide = options.head_dim - column >= 4 * kWidth;
-      const auto add = [&]<int Rows, int Vectors>() {
-        add_columns<Rows, Vectors>(cache + column, places, num_keys, scores, values + column);
-      };
-      if (rows == 1) is_wide ? add.template operator()<1, 4>() : add.template operator()<1, kVectorsPerPanel>();
-      if (rows == 2) is_wide ? add.template operator()<2, 4>() : add.template operator()<2, kVectorsPerPanel>();
-      if (rows == 3) is_wide ? add.template operator()<3, 4>() : add.template operator()<3, kVectorsPerPanel>();
-      column += is_wide ? 4 * kWidth : kPanel;
-    }
+  // A key and its value, from one slot of a panel to another.
+  void copy_slot(const KV* keys, const KV* values, int64_t from, KV* to_keys, KV* to_values, int64_t to) const {
+    constexpr int64_t word = kPerWord<KV>;
+    for (int64_t d = 0; d < options.head_dim * kPanel; d += kPanel * word)
+      std::memcpy(to_keys + d + to * word, keys + d + from % kPanel * word, 4);
+    for (int64_t column = 0; column < options.head_dim * kPanel; column += kPanel * kPanel)
+      for (int64_t n = 0; n < kPanel; n++)
+        to_values[column + place_in_panel<KV>(to, n)] = values[column + place_in_panel<KV>(from % kPanel, n)];
   }
 
-  template <int Rows, int Vectors>
-  void add_columns(const KV* cache, const int64_t* places, int num_keys, const float* scores, float* values) const {
-    Floats sums[Rows][Vectors] = {};
-    for (int i = 0; i < num_keys; i++) {
-      prefetch_row(cache + places[std::min(i + kKeysAhead, num_keys - 1)], Vectors * kWidth);
-#pragma GCC unroll 4
-      for (int v = 0; v < Vectors; v++) {
-        const Floats value = load_wide(cache + places[i] + v * kWidth);
-#pragma GCC unroll 4
-        for (int r = 0; r < Rows; r++)
-          sums[r][v] = multiply_add(value, broadcast(scores[r * kSpan + i]), sums[r][v]);
-      }
-    }
-    for (int r = 0; r < Rows; r++)
-      for (int v = 0; v < Vectors; v++) store(values + r * options.head_dim + v * kWidth, sums[r][v]);
-  }
-
-  // The same for many rows: 16 columns of all keys are widened once.
-  void add_values_by_panels(const KV* cache, const int64_t* places, int num_keys, int64_t rows,
-                            AttentionScratch<KV>& scratch, float* values) const {
-    alignas(64) float tile_values[MostRows<float>::value * kTileColumns];
-    for (int64_t column = 0; column < options.head_dim; column += kPanel) {
-      for (int i = 0; i < num_keys; i++) {
-        prefetch_row(cache + places[std::min(i + kKeysAhead, num_keys - 1)] + column, kPanel);
-        for (int v = 0; v < kPanel; v += kWidth)
-          store(scratch.value_panel + i * kPanel + v, load_wide(cache + places[i] + column + v));
-      }
-      for (int64_t row = 0; row < rows;) {
-        const int count = rows_of_next_call<float>(rows - row);
-        multiply_tile<float, PanelsIn::kCache>(count, scratch.scores + row * kSpan, kSpan, scratch.value_panel, 1,
-                                               num_keys, tile_values);
-        for (int r = 0; r < count; r++)
-          std::memcpy(values + (row + r) * options.head_dim + column, tile_values + r * kTileColumns, kPanel * 4);
-        row += count;
-      }
-    }
-  }
-
-  // scores [num] → weights e^(score - largest), 0 for keys outside [first, last).
-  void weigh(float* scores, int num, int first, int last, float* largest, float* sum) const {
+  // scores [num] → weights e^(score - largest), 0 for keys outside [first, last), and their sum.
+  void weigh(float* scores, Activation<KV>* weights, int num, int first, int last, float* largest, float* sum) const {
+    const auto is_seen = [&](int i) { return (kLanes + i >= first) & (kLanes + i < last); };
     Floats most = broadcast(kNothing);
     for (int i = 0; i < num; i += kWidth) {
-      Floats value = load(scores + i);
+      Floats value = load(scores + i) * options.scaling;
       if (options.softcap > 0) value = hyperbolic_tangent(value / options.softcap) * options.softcap;
-      if (i < first || i + kWidth > last)
-        for (int lane = 0; lane < kWidth; lane++)
-          if (i + lane < first || i + lane >= last) value[lane] = kNothing;
+      if (i < first || i + kWidth > last) value = is_seen(i) ? value : broadcast(kNothing);
       store(scores + i, value);
       most = larger(value, most);
     }
     *largest = largest_of_lanes(most);
+    const KV* type = nullptr;
     Floats total{};
     for (int i = 0; i < num; i += kWidth) {
-      Floats weight = exponential(load(scores + i) - *largest);
-      if (i < first || i + kWidth > last)
-        for (int lane = 0; lane < kWidth; lane++)
-          if (i + lane < first || i + lane >= last) weight[lane] = 0.0f;
-      store(scores + i, weight);
+      Floats weight = rounded_to(exponential(load(scores + i) - *largest), type);
+      if (i < first || i + kWidth > last) weight = is_seen(i) ? weight : Floats{};
+      store_activation(weights + i, weight);
       total += weight;
     }
     *sum = sum_of_lanes(total);

@@ -25,10 +25,11 @@ inline thread_local int shaped_tiles = -1;
 // For a thread that may have run other code with tiles of its own, such as torch's.
 static inline void forget_tile_shapes() { shaped_tiles = -1; }
 
-// Tiles 0, 1: sums of the first rows for two panels; 2, 3: of the second rows. 4, 5: first
-// and second rows of x. 6, 7: weights of two panels.
-static inline void shape_tiles(int first_rows, int second_rows) {
-  const int key = first_rows * 32 + second_rows;
+// Tiles 0, 1: sums of the first rows for two panels; 2, 3: of the second rows, if there are some. 4, 5: first
+// and second rows of x. 6, 7: weights of two panels, `lines` pairs of k.
+static inline void shape_tiles(int first_rows, int second_rows, int lines = 16) {
+  if (second_rows < 1) second_rows = 1;
+  const int key = (first_rows * 32 + second_rows) * 32 + lines;
   if (key == shaped_tiles) return;
   shaped_tiles = key;
   TileShapes shapes;
@@ -37,7 +38,9 @@ static inline void shape_tiles(int first_rows, int second_rows) {
     shapes.rows[tile] = 16;
   }
   shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(first_rows);
-  shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(second_rows > 0 ? second_rows : 1);
+  shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(second_rows);
+  shapes.rows[6] = shapes.rows[7] = static_cast<uint8_t>(lines);
+  shapes.bytes_of_row[4] = shapes.bytes_of_row[5] = static_cast<uint16_t>(4 * lines);
   asm volatile("" : : "r"(&shapes) : "memory");  // GCC 12 takes only the first bytes to be read, and drops the rest
   _tile_loadconfig(&shapes);
 }

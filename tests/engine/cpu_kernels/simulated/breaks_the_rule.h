@@ -1,10 +1,12 @@
 // SIMULATED mistake: the product of panels.h with two sums for an output, added at the end,
 // once four rows or more (or as many as there are registers for) are computed together. What a kernel does that picks its order by
-// the size of the batch; the checks of batch invariance must catch it.
+// the size of the batch; the checks of batch invariance must catch it. Likewise the values of attention.
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
+#include "attention_products.h"
 #include "panels.h"
 
 namespace outrider {
@@ -25,6 +27,18 @@ static inline void multiply_tile_by_size(int rows, const Activation<Weight>* x, 
   }
 }
 
+template <class KV>
+static inline void multiply_values_by_size(int rows, const Activation<KV>* weights, const KV* const* values, int num,
+                                           int64_t head_dim, float* to) {
+  if (rows < 4 || num < 2) return multiply_values<KV>(rows, weights, values, num, head_dim, to);
+  const int first = num / 2;
+  std::vector<float> other(rows * head_dim);
+  multiply_values<KV>(rows, weights, values, first, head_dim, to);
+  multiply_values<KV>(rows, weights + first * kPanel, values + first, num - first, head_dim, other.data());
+  for (size_t i = 0; i < other.size(); i++) to[i] += other[i];
+}
+
 }  // namespace outrider
 
+#define multiply_values multiply_values_by_size
 #define multiply_tile multiply_tile_by_size

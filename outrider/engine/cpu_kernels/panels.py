@@ -1,0 +1,77 @@
+"""Keys or values of all layers as native kernels multiply with them: in panels of 16 slots. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary, PanelsStruct
+from outrider.engine.kv_cache.planes import PlaneSpec
+
+PANEL_SLOTS = 16
+_ALIGNMENT = 64  # of a panel, in bytes: a vector of the widest instruction path
+
+Bytes = npt.NDArray[np.uint8]
+Slots = npt.NDArray[np.int64]
+
+
+class PanelPlane:
+    """Plane "k" or "v" of a cache; its layout is in source/kv_panels.h. Rows go in and out as the wire has them.
+
+    Zeros at first, whose pages take no memory before they are written. Thread-safe as far as slots are: of several
+    threads each may write others.
+    """
+
+    def __init__(self, library: KernelLibrary, plane: PlaneSpec, num_slots: int) -> None:
+        """`plane` is of float32 or bfloat16, and its head_dim a multiple of 16."""
+        self._functions = library.functions
+        self._plane = plane
+        self._type = ElementType[plane.dtype.upper()]
+        shape = (plane.num_layers, -(-num_slots // PANEL_SLOTS), plane.num_heads, PANEL_SLOTS * plane.bytes_per_head)
+        memory = np.zeros(math.prod(shape) + _ALIGNMENT, dtype=np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        self.layers: Bytes = memory[start : start + math.prod(shape)].reshape(shape)
+        """[layers, panels, heads, 16 * head_dim * itemsize]."""
+
+    def read(self, layers: range, slots: Slots, heads: range) -> Bytes:
+        """[len(layers) * num_slots * len(heads) * head_dim * itemsize], layer by layer, token-major."""
+        rows: Bytes = np.empty(len(layers) * slots.size * len(heads) * self._plane.bytes_per_head, dtype=np.uint8)
+        self._move_rows(self._functions.outrider_read_rows, layers, slots, heads, rows)
+        return rows
+
+    def write(self, layers: range, slots: Slots, heads: range, rows: Bytes) -> None:
+        """Writes what `read` gave."""
+        self._move_rows(self._functions.outrider_write_rows, layers, slots, heads, rows)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], block_size: int) -> None:
+        """As PagedKVCache.copy_blocks."""
+        if block_size % PANEL_SLOTS == 0:
+            sources, destinations = map(list, zip(*pairs, strict=True))
+            blocks = self.layers.reshape(len(self.layers), -1, block_size * self._plane.bytes_per_token_per_layer)
+            for layer in blocks:
+                layer[destinations] = layer[sources]
+        else:
+            self.move_slots([(s * block_size + i, d * block_size + i) for s, d in pairs for i in range(block_size)])
+
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As PagedKVCache.move_slots."""
+        layers, heads = range(self._plane.num_layers), range(self._plane.num_heads)
+        sources, destinations = np.array(pairs, dtype=np.int64).T
+        self.write(layers, destinations, heads, self.read(layers, sources, heads))
+
+    def _move_rows(self, function: Any, layers: range, slots: Slots, heads: range, rows: Bytes) -> None:
+        slots = np.ascontiguousarray(slots)
+        struct = PanelsStruct(
+            self.layers.ctypes.data + layers.start * self.layers[0].nbytes,
+            len(layers),
+            self.layers[0].nbytes * self._plane.head_dim // self._plane.bytes_per_head,
+            self._plane.num_heads,
+            self._plane.head_dim,
+            self._type,
+            self._plane.name == "v",
+        )
+        function(struct, heads.start, len(heads), slots.ctypes.data, slots.size, rows.ctypes.data)

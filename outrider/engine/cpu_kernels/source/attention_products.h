@@ -1,0 +1,166 @@
+// The products of attention: a few rows times panels of the paged cache (kv_panels.h).
+//
+// As in panels.h, every output has one float32 accumulator, to which products are added with
+// rising k, whatever rows and columns are computed beside it.
+#pragma once
+
+#include <type_traits>
+
+#include "attention_plan.h"
+#include "kv_panels.h"
+#include "panels.h"
+
+namespace outrider {
+
+constexpr int kPanelsOfSpan = kSpan / kPanel;
+constexpr int kMostPanelsTogether = 4;
+
+// Rows and, by rows, panels whose sums stay in registers. A few rows take several panels at once: of one, the
+// multipliers would wait for each other's sums.
+#if defined(__AVX512F__)
+constexpr int kMostSums = 24;
+constexpr int kMostRowsTogether = 6;
+#else
+constexpr int kMostSums = 5;
+constexpr int kMostRowsTogether = 5;
+#endif
+
+// Rows that one call multiplies at most.
+template <class KV>
+constexpr int kRowsOfCall = kMostRowsTogether;
+#if defined(__AMX_BF16__)
+template <>
+constexpr int kRowsOfCall<BFloat16> = 32;
+#endif
+
+template <int Rows, int Panels>
+using Sums = Floats[Rows][Panels][kVectorsPerPanel];
+
+// sums += x [Rows, depth at `stride`] times `Panels` panels of so many inputs at `from`. What lies at `ahead` is asked
+// for: panels of one head are too far from each other for the processor to foresee the next one.
+template <class KV, int Rows, int Panels>
+[[gnu::always_inline]] static inline void add_products(const Activation<KV>* x, int64_t stride, const KV* const* from,
+                                                       const KV* const* ahead, int64_t depth, Sums<Rows, Panels>& sums) {
+  for (int64_t k = 0; k < depth; k += Step<KV>::kDepth) {
+#pragma GCC unroll 4
+    for (int p = 0; p < Panels; p++) {
+      __builtin_prefetch(ahead[p] + k * kPanel, 0, 3);
+#if defined(__AVX512BF16__)
+      if constexpr (sizeof(KV) == 2) {
+        const __m512bh pairs = (__m512bh)_mm512_loadu_si512(from[p] + k * kPanel);
+#pragma GCC unroll 6
+        for (int r = 0; r < Rows; r++) {
+          int32_t pair;
+          std::memcpy(&pair, x + r * stride + k, sizeof pair);
+          sums[r][p][0] = _mm512_dpbf16_ps(sums[r][p][0], pairs, (__m512bh)_mm512_set1_epi32(pair));
+        }
+        continue;
+      } else
+#endif
+      {
+        const Step<KV> step(from[p] + k * kPanel);
+#pragma GCC unroll 2
+        for (int d = 0; d < Step<KV>::kDepth; d++)
+#pragma GCC unroll 6
+          for (int r = 0; r < Rows; r++) {
+            const Floats value = broadcast(x[r * stride + k + d]);
+            for (int v = 0; v < kVectorsPerPanel; v++)
+              sums[r][p][v] = multiply_add(step.at[d][v], value, sums[r][p][v]);
+          }
+      }
+    }
+  }
+}
+
+template <int Rows, int Panels>
+[[gnu::always_inline]] static inline void store_sums(const Sums<Rows, Panels>& sums, float* to, int64_t stride) {
+  for (int r = 0; r < Rows; r++)
+    for (int p = 0; p < Panels; p++)
+      for (int v = 0; v < kVectorsPerPanel; v++) store(to + r * stride + p * kPanel + v * kWidth, sums[r][p][v]);
+}
+
+template <class KV, int Rows, int Panels>
+static inline void multiply_some_keys(const Activation<KV>* x, int64_t depth, const KV* const* keys, float* to) {
+  Sums<Rows, Panels> sums = {};
+  add_products<KV, Rows, Panels>(x, depth, keys, keys + Panels, depth, sums);
+  store_sums<Rows, Panels>(sums, to, kSpan);
+}
+
+template <class KV, int Rows, int Panels>
+static inline void multiply_some_values(const Activation<KV>* weights, const KV* const* values, int num, int64_t column,
+                                        float* to, int64_t stride) {
+  Sums<Rows, Panels> sums = {};
+  for (int i = 0; i < num; i++) {
+    const KV *from[Panels], *ahead[Panels];
+    for (int p = 0; p < Panels; p++) {
+      from[p] = values[i] + (column + p * kPanel) * kPanel;
+      ahead[p] = values[i + 1] + (column + p * kPanel) * kPanel;
+    }
+    add_products<KV, Rows, Panels>(weights + i * kPanel, kSpan, from, ahead, kPanel, sums);
+  }
+  store_sums<Rows, Panels>(sums, to, stride);
+}
+
+// Calls f(count) with a constant, of `count` in 1 … Most.
+template <int Most, class F>
+static inline void with_constant(int count, F&& f) {
+  if constexpr (Most > 1)
+    if (count < Most) return with_constant<Most - 1>(count, f);
+  f(std::integral_constant<int, Most>{});
+}
+
+// Calls f(index, count) for `num` panels in turn, 4, 2 or 1 at once: constants, as many as Rows leave room for.
+template <int Rows, class F>
+static inline void for_panels(int64_t num, F&& f) {
+  int64_t index = 0;
+  const auto take = [&]<int Count>() {
+    if constexpr (Count == 1 || Rows * Count <= kMostSums)
+      for (; index + Count <= num; index += Count) f(index, std::integral_constant<int, Count>{});
+  };
+  take.template operator()<kMostPanelsTogether>();
+  take.template operator()<2>();
+  take.template operator()<1>();
+}
+
+}  // namespace outrider
+
+#if defined(__AMX_BF16__)
+#include "attention_amx.h"
+#endif
+
+namespace outrider {
+
+// to [rows, num * 16 at kSpan] = x [rows, depth] times `num` panels of keys; rows at most kRowsOfCall. `keys` has
+// kMostPanelsTogether pointers more, to what is wanted next.
+template <class KV>
+static inline void multiply_keys(int rows, const Activation<KV>* x, int64_t depth, const KV* const* keys, int num,
+                                 float* to) {
+#if defined(__AMX_BF16__)
+  if constexpr (sizeof(KV) == 2) return multiply_keys_by_tiles(rows, x, depth, keys, num, to);
+  else
+#endif
+    with_constant<kMostRowsTogether>(rows, [&](auto count) {
+      for_panels<count.value>(num, [&](int64_t index, auto panels) {
+        multiply_some_keys<KV, count.value, panels.value>(x, depth, keys + index, to + index * kPanel);
+      });
+    });
+}
+
+// to [rows, head_dim] = weights [rows, num * 16 at kSpan] times `num` panels of values; rows at most kRowsOfCall.
+// `values` has one pointer more.
+template <class KV>
+static inline void multiply_values(int rows, const Activation<KV>* weights, const KV* const* values, int num,
+                                   int64_t head_dim, float* to) {
+#if defined(__AMX_BF16__)
+  if constexpr (sizeof(KV) == 2) return multiply_values_by_tiles(rows, weights, values, num, head_dim, to);
+  else
+#endif
+    with_constant<kMostRowsTogether>(rows, [&](auto count) {
+      for_panels<count.value>(head_dim / kPanel, [&](int64_t index, auto panels) {
+        multiply_some_values<KV, count.value, panels.value>(weights, values, num, index * kPanel, to + index * kPanel,
+                                                            head_dim);
+      });
+    });
+}
+
+}  // namespace outrider
