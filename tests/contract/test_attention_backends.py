@@ -138,7 +138,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     plan = attention.prepare(build_input_batch(parts, block_size))
     query, *caches = (each.to(device) for each in (torch.cat(queries), keys, values))
     if isinstance(attention, NativeAttention):
-        planes = (PlaneSpec(plane, 1, num_kv_heads, head_dim, str(dtype).removeprefix("torch.")) for plane in "kv")
+        planes = [PlaneSpec(plane, 1, num_kv_heads, head_dim, str(dtype).removeprefix("torch.")) for plane in "kv"]
         cache = PagedKVCache(planes, num_blocks=len(keys), block_size=block_size, kernels=attention.kernels)
         attention.store(
             keys.flatten(0, 1),

@@ -154,4 +154,4 @@ def test_a_model_that_was_seen_to_depend_on_the_batch_says_so(tmp_path, monkeypa
     monkeypatch.setattr(load_module, "depends_on_batch", lambda _model: True)
     numerics = [load_model(ModelConfig(id=str(directory), dtype=dtype)).info.numerics for dtype in TOLD]
     path = choose_kernels().path
-    assert numerics == [f"{promise} ({path}, by layers, {NUMERICS})" for promise in TOLD.values()]
+    assert numerics == [f"{promise} ({path} {KERNELS_REVISION}, by layers, {NUMERICS})" for promise in TOLD.values()]
