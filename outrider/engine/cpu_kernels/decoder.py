@@ -171,6 +171,7 @@ def batch_struct(batch: InputBatch) -> BatchStruct:
         _address(arrays.query_start_loc),
         _address(arrays.seq_lens),
         _address(arrays.block_tables),
+        _address(arrays.logits_rows),
         _address(arrays.path_starts) if batch.has_trees else None,
         _address(arrays.path_slots) if batch.has_trees else None,
     )

@@ -19,7 +19,7 @@ from typing import Any
 from outrider.engine.step_clock import ForwardPhases
 from outrider.errors import InternalError
 
-API_VERSION = 10
+API_VERSION = 11
 
 
 class ElementType(IntEnum):
@@ -54,6 +54,7 @@ class BatchStruct(ctypes.Structure):
         ("query_start_loc", c_void_p),
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
+        ("logits_rows", c_void_p),
         ("path_starts", c_void_p),
         ("path_slots", c_void_p),
         ("features", c_void_p),

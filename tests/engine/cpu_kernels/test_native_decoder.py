@@ -125,22 +125,27 @@ class Engine:
             for panels in (self.cache.keys, self.cache.values):
                 panels[:, block * BLOCK_SIZE // 16 : (block + 1) * BLOCK_SIZE // 16] = 0xFF  # NaN of any size
 
-    def run(self, plan, *, on_layer_done=None, wants_logits=True):
-        """`plan`: (sequence, rows, ids of wrong drafts behind them). Logits of the rows without the drafts."""
+    def run(self, plan, *, on_layer_done=None, wants_logits=True, num_left_out=()):
+        """`plan`: (sequence, rows, ids of wrong drafts behind them). Logits of the rows without the drafts.
+
+        `num_left_out`: by sequence, rows at the beginning whose logits are not computed; by default none.
+        """
         rows = []
-        for index, num_rows, drafts in plan:
+        num_left_out = num_left_out or [0] * len(plan)
+        for (index, num_rows, drafts), left_out in zip(plan, num_left_out, strict=True):
             sequence = self.sequences[index]
             first = sequence.num_computed
             self.reserve(sequence, first + num_rows + len(drafts))
             token_ids = [*sequence.token_ids[first : first + num_rows], *drafts]
-            rows.append(SequenceRows(token_ids, first, list(sequence.block_ids), len(token_ids) * wants_logits))
+            num_logits = (len(token_ids) - left_out) * wants_logits
+            rows.append(SequenceRows(token_ids, first, list(sequence.block_ids), num_logits))
             sequence.num_computed += num_rows
         logits = self.step.forward(build_input_batch(rows, BLOCK_SIZE), on_layer_done=on_layer_done)
         if not wants_logits:
             assert logits.shape == (0, VOCAB_SIZE)
             return []
-        parts = logits.split([len(part.token_ids) for part in rows])
-        return [part[:num_rows] for part, (_, num_rows, _) in zip(parts, plan, strict=True)]
+        parts = logits.split([part.num_logits for part in rows])
+        return [part[: len(part) - len(drafts)] for part, (_, _, drafts) in zip(parts, plan, strict=True)]
 
     def reserve(self, sequence, num_tokens):
         while len(sequence.block_ids) * BLOCK_SIZE < num_tokens:
@@ -189,14 +194,14 @@ def logits_alone(decoder, spec, kernels):
     return [prompt_alone(decoder, spec, kernels, index) for index in range(len(PROMPTS))]
 
 
-def rows_that_differ(alone, decoder, spec, kernels, seed):
+def rows_that_differ(alone, decoder, spec, kernels, seed, *, leaves_out=False):
     """(sequence, position) whose logits have other bits than alone, in a random schedule of everything.
 
     Chunks of any size, single rows, drafts that turn out wrong, mixed batches, prefixes
-    taken from the cache, preemption.
+    taken from the cache, preemption. `leaves_out`: the logits of rows at the beginning of chunks.
     """
     engine = Engine(decoder, spec, kernels, PROMPTS, seed)
-    choose, differing, num_compared = engine.random, [], 0
+    choose, differing, num_compared, num_left_out = engine.random, [], 0, 0
     num_preemptions = 2
     while unfinished := [i for i, s in enumerate(engine.sequences) if s.num_computed < len(s.token_ids)]:
         if num_preemptions and choose.random() < 0.15:
@@ -213,12 +218,17 @@ def rows_that_differ(alone, decoder, spec, kernels, seed):
             num_rows = min(left, choose.choice([1, 1, 5, choose.randint(1, 40), choose.randint(1, 300)]))
             drafts = [choose.randint(3, 319) for _ in range(choose.choice([0, 0, 4]))]
             plan.append((index, num_rows, drafts))
-        for (index, num_rows, _), logits in zip(plan, engine.run(plan), strict=True):
-            first = engine.sequences[index].num_computed - num_rows
-            expected = alone[index][first : first + num_rows]
+        left_out = [choose.randint(0, num_rows) if leaves_out else 0 for _, num_rows, _ in plan]
+        all_logits = engine.run(plan, num_left_out=left_out)
+        for (index, num_rows, _), num_out, logits in zip(plan, left_out, all_logits, strict=True):
+            first = engine.sequences[index].num_computed - num_rows + num_out
+            expected = alone[index][first : first + num_rows - num_out]
             differing += [(index, first + row) for row in differing_rows(logits, expected)]
-            num_compared += num_rows
-    assert num_compared >= len(LONG) + len(PROMPTS[2])
+            num_compared += len(logits)
+            num_left_out += num_out
+    assert num_compared + num_left_out >= len(LONG) + len(PROMPTS[2])
+    assert num_compared > 50
+    assert (num_left_out > 50) == leaves_out
     return differing
 
 
@@ -236,6 +246,7 @@ def test_a_tokens_logits_have_the_same_bits_in_any_schedule(library, teams, deco
     assert not torch.cat(alone).isnan().any()
     for num_threads in (1, 2, 3):
         assert rows_that_differ(alone, decoder, spec, teams(library, num_threads), seed=num_threads) == []
+    assert rows_that_differ(alone, decoder, spec, teams(library, 2), seed=4, leaves_out=True) == []
 
 
 def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):

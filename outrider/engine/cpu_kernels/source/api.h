@@ -17,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 10;
+constexpr int32_t OUTRIDER_API_VERSION = 11;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -84,7 +84,7 @@ OUTRIDER_API int32_t outrider_rms_norm(OutriderTeam* team, int32_t type, const v
 
 struct OutriderBatch {
   int64_t num_rows;
-  int64_t num_logits;               // rows whose logits are wanted; 0: the last layer gives keys and values only
+  int64_t num_logits;               // rows whose logits are wanted; for others the last layer gives keys and values only
   int64_t num_seqs;
   int64_t max_blocks;
   int64_t block_size;
@@ -94,6 +94,7 @@ struct OutriderBatch {
   const int32_t* query_start_loc;   // [num_seqs + 1]
   const int32_t* seq_lens;          // [num_seqs]
   const int32_t* block_tables;      // [num_seqs, max_blocks]
+  const int64_t* logits_rows;       // [num_logits], rising
   const int64_t* path_starts;       // [num_rows + 1], into path_slots; null: no row is in a tree
   const int64_t* path_slots;        // of a row in a tree: the slots of the last keys that it sees, its own last
   const void* features;             // [num_rows, hidden] of the decoder's type; of a drafter head alone

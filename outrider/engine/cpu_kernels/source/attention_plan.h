@@ -43,7 +43,10 @@ struct AttentionPlan {
   int64_t num_partials = 0;
   int64_t query_rows = 0;  // of the largest tile: rows times heads of a KV head
 
-  void make(const OutriderAttention& options, const OutriderBatch& batch, int num_members) {
+  // Of `num_rows` rows [num_rows], rising, or with null of all.
+  void make(const OutriderAttention& options, const OutriderBatch& batch, int num_members,
+            const int64_t* rows = nullptr, int64_t num_rows = 0) {
+    const auto is_wanted = [&](int64_t row) { return rows == nullptr || std::binary_search(rows, rows + num_rows, row); };
     tiles.clear();
     spans.clear();
     num_partials = 0;
@@ -54,7 +57,8 @@ struct AttentionPlan {
       const int64_t begin = batch.query_start_loc[seq], end = batch.query_start_loc[seq + 1];
       for (int64_t row = begin, num; row < end; row += num) {
         num = 1;
-        while (num < together && row + num < end && follows_row_before(batch, row + num)) num++;
+        if (!is_wanted(row)) continue;
+        while (num < together && row + num < end && is_wanted(row + num) && follows_row_before(batch, row + num)) num++;
         AttentionTile tile{seq, row, num, batch.positions[row], 0, 0, num_partials, nullptr, 0};
         const int64_t last = tile.position + tile.num_rows - 1;
         tile.path_position = last + 1;

@@ -79,23 +79,47 @@ class DecoderStep final : public Job {
   static constexpr bool kIsQuantised = sizeof(Weight) == 1;
   using Row = Activation<Type>;
 
+  // Some rows of the batch.
+  struct Rows {
+    int64_t num;
+    const int64_t* ids;  // [num], rising; null: all
+
+    int64_t operator[](int64_t index) const { return ids == nullptr ? index : ids[index]; }
+    int64_t index_of(int64_t row) const { return ids == nullptr ? row : std::lower_bound(ids, ids + num, row) - ids; }
+  };
+
+  struct PlanOfLayers {
+    int64_t window;
+    const int64_t* rows;
+    std::unique_ptr<AttentionPlan> plan;
+  };
+
   bool is_last(size_t index) const { return first_ + static_cast<int64_t>(index) + 1 == decoder_.num_layers; }
+
+  // Rows for which a layer does more than write keys and values: in the last one those whose logits are wanted, unless
+  // features are made of what comes after it.
+  Rows rows_of(size_t index) const {
+    const bool is_tapped = std::find(taps_.begin(), taps_.end(), decoder_.num_layers) != taps_.end();
+    if (!is_last(index) || is_tapped || batch_.num_logits == num_rows_) return Rows{num_rows_, nullptr};
+    return Rows{batch_.num_logits, batch_.logits_rows};
+  }
 
   void plan_attention(int num_members) {
     int64_t partials = 0;
-    for (const OutriderLayer& layer : layers_) {
-      const OutriderAttention options = attention_options(layer);
+    for (size_t index = 0; index < layers_.size(); index++) {
+      const OutriderAttention options = attention_options(layers_[index]);
+      const Rows rows = rows_of(index);
       AttentionPlan* plan = nullptr;
-      for (auto& [window, made] : plans_)
-        if (window == options.sliding_window) plan = made.get();
+      for (PlanOfLayers& made : plans_)
+        if (made.window == options.sliding_window && made.rows == rows.ids) plan = made.plan.get();
       if (plan == nullptr) {
-        plans_.emplace_back(options.sliding_window, std::make_unique<AttentionPlan>());
-        plan = plans_.back().second.get();
-        plan->make(options, batch_, num_members);
+        plans_.push_back({options.sliding_window, rows.ids, std::make_unique<AttentionPlan>()});
+        plan = plans_.back().plan.get();
+        plan->make(options, batch_, num_members, rows.ids, rows.num);
       }
       plan_of_layer_.push_back(plan);
       if (plan->is_split) partials = std::max(partials, plan->num_partials);
-      query_rows_ = plan->query_rows;
+      query_rows_ = std::max(query_rows_, plan->query_rows);
     }
     partials_ = workspace_.partials.of<float>(partials * decoder_.num_kv_heads *
                                               PartialResult::size(query_rows_, decoder_.head_dim));
@@ -176,36 +200,37 @@ class DecoderStep final : public Job {
   }
 
   // A phase: the rows of the residual stream, normalised; after so many layers, of which there may be taps.
-  void normalise(Phase& phase, Member member, Ahead& ahead, const float* weight, int64_t num_layers = -1) {
+  void normalise(Phase& phase, Member member, Ahead& ahead, const Rows& rows, const float* weight,
+                 int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
     const auto normalise_rows = [&](int64_t unit) {
-      for_rows(unit, num_rows_, [&](int64_t row) {
-        tap(row, num_layers);
-        rms_norm_row<Type>(residual_ + row * width, width, weight, decoder_.epsilon, normalised_ + row * width);
-        quantise<Weight>(normalised_, row, width, quantised_);
+      for_rows(unit, rows.num, [&](int64_t index) {
+        tap(rows[index], num_layers);
+        rms_norm_row<Type>(residual_ + rows[index] * width, width, weight, decoder_.epsilon, normalised_ + index * width);
+        quantise<Weight>(normalised_, index, width, quantised_);
       });
     };
-    phase.share(member, row_units(num_rows_), normalise_rows, ahead);
+    phase.share(member, row_units(rows.num), normalise_rows, ahead);
   }
 
   // A phase, for int8 weights: rows as the next product takes them.
-  void quantise_rows(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t width) {
+  void quantise_rows(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t num_rows, int64_t width) {
     if (!kIsQuantised) return;
     const auto quantise_unit = [&](int64_t unit) {
-      for_rows(unit, num_rows_, [&](int64_t row) { quantise<Weight>(rows, row, width, quantised_); });
+      for_rows(unit, num_rows, [&](int64_t row) { quantise<Weight>(rows, row, width, quantised_); });
     };
-    phase.share(member, row_units(num_rows_), quantise_unit, ahead);
+    phase.share(member, row_units(num_rows), quantise_unit, ahead);
   }
 
   // A phase: rows times one matrix. Who waits for others asks for `next`, the matrix of the product after it (or null).
   template <class Finish>
-  void multiply(Phase& phase, Member member, Ahead& ahead, const Row* rows, const OutriderMatrix& matrix,
-                const OutriderMatrix* next, Finish&& finish) {
+  void multiply(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t num_rows,
+                const OutriderMatrix& matrix, const OutriderMatrix* next, Finish&& finish) {
     const Matrix<Weight> typed(matrix);
-    ahead = next != nullptr && num_rows_ <= kRowsThatWaitForMemory ? Ahead(Matrix<Weight>(*next), member) : Ahead();
+    ahead = next != nullptr && num_rows <= kRowsThatWaitForMemory ? Ahead(Matrix<Weight>(*next), member) : Ahead();
     const auto multiply_rows = [&](int64_t unit) {
       multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
-                            num_rows_, typed, finish);
+                            num_rows, typed, finish);
     };
     phase.share(member, num_units(typed), multiply_rows, ahead);
   }
@@ -213,14 +238,18 @@ class DecoderStep final : public Job {
   void run_layer(size_t index, Phase* phases, Member member, Ahead& ahead) {
     const OutriderLayer& layer = layers_[index];
     const OutriderMatrix* next_qkv = index + 1 < layers_.size() ? &layers_[index + 1].qkv : nullptr;
-    const int64_t width = decoder_.hidden_size;
+    const int64_t width = decoder_.hidden_size, attended_width = decoder_.num_heads * decoder_.head_dim;
+    const Rows all{num_rows_, nullptr}, rows = rows_of(index);
     const auto note = [&](OutriderPhase kind) {
       if (member.index == 0) workspace_.times.note(kind);  // the caller, who is never late
     };
+    const auto add = [&](const TileRow& tile) {
+      AddTo<float>{residual_, width}(TileRow{rows[tile.row], tile.column, tile.num, tile.values});
+    };
     if (batch_.features == nullptr || first_ + static_cast<int64_t>(index) > 0)
-      normalise(phases[0], member, ahead, layer.input_norm, first_ + static_cast<int64_t>(index));
+      normalise(phases[0], member, ahead, all, layer.input_norm, first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
-    multiply(phases[1], member, ahead, normalised_, layer.qkv, &layer.output,
+    multiply(phases[1], member, ahead, normalised_, num_rows_, layer.qkv, &layer.output,
              StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
     note(OUTRIDER_LINEAR);
     const auto rotate_rows = [&](int64_t unit) {
@@ -228,19 +257,18 @@ class DecoderStep final : public Job {
     };
     phases[2].share(member, row_units(num_rows_), rotate_rows, ahead);
     note(OUTRIDER_ROPE);
-    const bool is_tapped = std::find(taps_.begin(), taps_.end(), decoder_.num_layers) != taps_.end();
-    if (batch_.num_logits == 0 && is_last(index) && !is_tapped) return;
+    if (rows.num == 0) return;
     attend(phases[3], phases[4], index, member, ahead);
     note(OUTRIDER_ATTENTION);
-    quantise_rows(phases[5], member, ahead, attended_, decoder_.num_heads * decoder_.head_dim);
-    multiply(phases[6], member, ahead, attended_, layer.output, &layer.gate_up, AddTo<float>{residual_, width});
+    quantise_rows(phases[5], member, ahead, attended_, rows.num, attended_width);
+    multiply(phases[6], member, ahead, attended_, rows.num, layer.output, &layer.gate_up, add);
     note(OUTRIDER_LINEAR);
-    normalise(phases[7], member, ahead, layer.post_attention_norm);
+    normalise(phases[7], member, ahead, rows, layer.post_attention_norm);
     note(OUTRIDER_NORM);
-    multiply(phases[8], member, ahead, normalised_, layer.gate_up, &layer.down,
+    multiply(phases[8], member, ahead, normalised_, rows.num, layer.gate_up, &layer.down,
              SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
-    quantise_rows(phases[9], member, ahead, gated_, decoder_.intermediate_size);
-    multiply(phases[10], member, ahead, gated_, layer.down, next_qkv, AddTo<float>{residual_, width});
+    quantise_rows(phases[9], member, ahead, gated_, rows.num, decoder_.intermediate_size);
+    multiply(phases[10], member, ahead, gated_, rows.num, layer.down, next_qkv, add);
     note(OUTRIDER_LINEAR);
   }
 
@@ -269,13 +297,14 @@ class DecoderStep final : public Job {
   void attend(Phase& tasks, Phase& merges, size_t index, Member member, Ahead& ahead) {
     const AttentionPlan& plan = *plan_of_layer_[index];
     const OutriderAttention options = attention_options(layers_[index]);
+    const Rows rows = rows_of(index);
     const int64_t head_dim = decoder_.head_dim;
     const PagedAttention<Type> attention{options, batch_, plan, projected_, heads_ * head_dim,
                                          static_cast<const Type*>(key_caches_[index]),
                                          static_cast<const Type*>(value_caches_[index]), partials_};
     const auto store_row = [&](int64_t row, int64_t head, const float* from, float factor) {
       const Type* type = nullptr;
-      Row* to = attended_ + (row * decoder_.num_heads + head) * head_dim;
+      Row* to = attended_ + (rows.index_of(row) * decoder_.num_heads + head) * head_dim;
       for (int64_t d = 0; d < head_dim; d += kWidth)
         store_activation(to + d, rounded_to(finished_values(from + d, factor), type));
     };
@@ -302,7 +331,7 @@ class DecoderStep final : public Job {
   const int64_t first_;  // layer
   const int64_t num_rows_;
   std::vector<Phase> phases_;
-  std::vector<std::pair<int64_t, std::unique_ptr<AttentionPlan>>> plans_;  // by sliding window
+  std::vector<PlanOfLayers> plans_;
   std::vector<AttentionPlan*> plan_of_layer_;
   int64_t heads_ = 0;                          // of a projected row: query, key and value
   int64_t query_rows_ = 0;
