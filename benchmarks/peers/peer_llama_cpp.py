@@ -22,7 +22,7 @@ OPTIONS = (
 MOST_CLIENTS = 16  # slots
 TOKENS_PER_CLIENT = 1024
 LOOKUP = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "6")
-GGUF_TYPES = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
+GGUF_TYPES = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "q8_0"}
 
 
 class LlamaCpp:

@@ -1,4 +1,7 @@
-"""OpenVINO GenAI's continuous batching. Its keys and values are in 8 bits by default, and are left so."""
+"""OpenVINO GenAI's continuous batching. Its keys and values are in 8 bits by default, and are left so.
+
+With dtype int8 weights are exported in 8 bits, and OpenVINO chooses how it computes with them.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +34,29 @@ class OpenVino:
 
     def install(self, model: Path) -> None:
         self._environment.install(REQUIREMENTS, without=WITHOUT)
-        exported = self._exported(model)
+        for weights in ("fp16", "int8"):
+            self._export(model, weights)
+
+    def _export(self, model: Path, weights: str) -> None:
+        exported = self._exported(model, weights)
         if (exported / "openvino_tokenizer.xml").exists():  # the last file of an export
             return
         shutil.rmtree(exported, ignore_errors=True)
         command = [str(self._environment.directory / "bin" / "optimum-cli"), "export", "openvino"]
-        command += ["--model", str(model), "--task", "text-generation-with-past", "--weight-format", "fp16"]
+        command += ["--model", str(model), "--task", "text-generation-with-past", "--weight-format", weights]
         run_logged([*command, str(exported)], log=self._environment.log, seconds=INSTALL_SECONDS, HF_HUB_OFFLINE="1")
 
     @contextmanager
     def start(self, setup: Setup) -> Started:
-        command = [str(self._environment.python), str(SCRIPT), str(self._exported(setup.model))]
-        command += ["--dtype", setup.dtype, "--threads", str(setup.num_threads), "--max-tokens", str(setup.max_tokens)]
+        weights, dtype = ("int8", "auto") if setup.dtype == "int8" else ("fp16", setup.dtype)
+        command = [str(self._environment.python), str(SCRIPT), str(self._exported(setup.model, weights))]
+        command += ["--dtype", dtype, "--threads", str(setup.num_threads), "--max-tokens", str(setup.max_tokens)]
         command += ["--lookup"] if setup.speculation else []
         with ServerProcess(command, environment={}, log=setup.log, speaks_lines=True) as process:
             server = LineServer(process, seconds=setup.answer_seconds)
             process.wait_until(lambda: server.is_ready, seconds=setup.start_seconds)
             yield Server(process, StreamAsker(server.stream, max_tokens=setup.max_tokens))
 
-    def _exported(self, model: Path) -> Path:
-        return self._environment.directory / "models" / model.name
+    def _exported(self, model: Path, weights: str) -> Path:
+        name = model.name if weights == "fp16" else f"{model.name}-{weights}"
+        return self._environment.directory / "models" / name

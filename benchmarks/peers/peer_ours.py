@@ -46,8 +46,10 @@ class Ours:
 
 def _command(setup: Setup, status: Path) -> list[str]:
     settings: Sequence[str] = SETTINGS if setup.speculation else (*SETTINGS, *PLAIN)
+    weights, dtype = ("int8", "auto") if setup.dtype == "int8" else ("auto", setup.dtype)
+    settings = (*settings, f"model.weights={weights}")
     command = [sys.executable, "-m", "outrider.cli.main", "up", "--port", "0", "--json-status", str(status)]
-    command += ["--model", str(setup.model), "--dtype", setup.dtype]
+    command += ["--model", str(setup.model), "--dtype", dtype]
     command += ["--draft", "ngram" if setup.speculation else "none"]
     return command + [word for one in settings for word in ("--set", one)]
 

@@ -19,8 +19,6 @@ constexpr int64_t kDepthOfGroup = 64;  // k, and bytes of a line of an AMX tile
 constexpr int64_t kQuad = 4;           // k that lie together
 constexpr int kWeightOffset = 128;
 
-typedef int8_t Bytes __attribute__((vector_size(kWidth)));
-
 struct QuantisedGroup {
   int8_t values[kDepthOfGroup];
   float scale;    // NaN where a value is infinite or NaN
@@ -30,18 +28,31 @@ static_assert(sizeof(QuantisedGroup) == kDepthOfGroup + 8);
 
 static inline int64_t groups_of(int64_t width) { return (width + kDepthOfGroup - 1) / kDepthOfGroup; }
 
+static inline void store_bytes(int8_t* to, Ints values) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // which GCC converts one by one
+  const __m256i wide = reinterpret_cast<__m256i>(values);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(words, words));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+  const Bytes bytes = __builtin_convertvector(values, Bytes);
+  std::memcpy(to, &bytes, sizeof bytes);
+#endif
+}
+
 // x [width] to its groups, the last one filled up with zeros. What is below 1e-36 counts as zero.
 template <class T>
 static inline void quantise_row(const T* x, int64_t width, QuantisedGroup* to) {
   for (int64_t first = 0; first < width; first += kDepthOfGroup, to++) {
-    alignas(64) float values[kDepthOfGroup];
-    const int64_t num = std::min(width - first, kDepthOfGroup);
-    int64_t k = 0;
-    for (; k + kWidth <= num; k += kWidth) store(values + k, load_wide(x + first + k));
-    for (; k < kDepthOfGroup; k++) values[k] = k < num ? widen(x[first + k]) : 0.0f;
+    constexpr int kVectors = kDepthOfGroup / kWidth;
+    const bool is_whole = width - first >= kDepthOfGroup;
+    float tail[kDepthOfGroup];
+    for (int64_t k = 0; !is_whole && k < kDepthOfGroup; k++) tail[k] = first + k < width ? widen(x[first + k]) : 0.0f;
+    Floats values[kVectors];
     Words largest{};  // of magnitudes as bits: NaN is above infinity
-    for (k = 0; k < kDepthOfGroup; k += kWidth) {
-      const Words magnitude = reinterpret_cast<Words>(load(values + k)) & 0x7fffffff;
+    for (int v = 0; v < kVectors; v++) {
+      values[v] = is_whole ? load_wide(x + first + v * kWidth) : load(tail + v * kWidth);
+      const Words magnitude = reinterpret_cast<Words>(values[v]) & 0x7fffffff;
       largest = magnitude > largest ? magnitude : largest;
     }
     uint32_t bits = 0;
@@ -50,18 +61,18 @@ static inline void quantise_row(const T* x, int64_t width, QuantisedGroup* to) {
     std::memcpy(&magnitude, &bits, sizeof magnitude);
     const bool is_finite = bits < 0x7f800000;
     const float steps = is_finite && magnitude > 1e-36f ? 127.0f / magnitude : 0.0f;
-    Ints sum{};
-    for (k = 0; k < kDepthOfGroup; k += kWidth) {
+    Ints sums{};
+    for (int v = 0; v < kVectors; v++) {
       // Adding 1.5 * 2^23 leaves the nearest integer, of ties the even one, in the low bits of the mantissa.
-      const Floats shifted = load(values + k) * steps + 12582912.0f;
+      const Floats shifted = values[v] * steps + 12582912.0f;
       const Ints whole = is_finite ? reinterpret_cast<Ints>(shifted) - 0x4b400000 : Ints{};
-      const Bytes bytes = __builtin_convertvector(whole, Bytes);
-      std::memcpy(to->values + k, &bytes, sizeof bytes);
-      sum += whole;
+      store_bytes(to->values + v * kWidth, whole);
+      sums += whole;
     }
+    int32_t sum = 0;
+    for (int lane = 0; lane < kWidth; lane++) sum += sums[lane];
     to->scale = is_finite ? magnitude / 127.0f : __builtin_nanf("");
-    to->start = 0;
-    for (int lane = 0; lane < kWidth; lane++) to->start -= kWeightOffset * sum[lane];
+    to->start = -kWeightOffset * sum;
   }
 }
 

@@ -24,7 +24,7 @@ struct PanelSums {
   Ints columns(int) const { return reinterpret_cast<Ints>(sums); }
 };
 #elif defined(__AVX2__)
-constexpr int kByteRows = 3;  // of one panel: each has four registers of sums
+constexpr int kByteRows = 2;  // of one panel: a row has four registers of sums
 
 struct PanelQuad {
   __m256i words[4];  // four columns each
@@ -40,7 +40,7 @@ struct PanelSums {
     for (__m256i& pair : pairs) pair = _mm256_set1_epi64x(static_cast<uint32_t>(start));
   }
   void add(const PanelQuad& weights, int32_t quad) {
-    const __m256i x = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(quad)));
+    const __m256i x = _mm256_cvtepi8_epi16(_mm_set1_epi32(quad));
     for (int i = 0; i < 4; i++) pairs[i] = _mm256_add_epi32(pairs[i], _mm256_madd_epi16(weights.words[i], x));
   }
   Ints columns(int vector) const {
