@@ -14,6 +14,7 @@ namespace outrider {
 
 constexpr int kPanelsOfSpan = kSpan / kPanel;
 constexpr int kMostPanelsTogether = 4;
+constexpr int kPanelsAhead = 4;
 
 // Rows and, by rows, panels whose sums stay in registers. A few rows take several panels at once: of one, the
 // multipliers would wait for each other's sums.
@@ -37,7 +38,7 @@ template <int Rows, int Panels>
 using Sums = Floats[Rows][Panels][kVectorsPerPanel];
 
 // sums += x [Rows, depth at `stride`] times `Panels` panels of so many inputs at `from`. What lies at `ahead` is asked
-// for: panels of one head are too far from each other for the processor to foresee the next one.
+// for, kPanelsAhead before its turn: panels of one head do not lie together, so no processor foresees the next one.
 template <class KV, int Rows, int Panels>
 [[gnu::always_inline]] static inline void add_products(const Activation<KV>* x, int64_t stride, const KV* const* from,
                                                        const KV* const* ahead, int64_t depth, Sums<Rows, Panels>& sums) {
@@ -82,7 +83,7 @@ template <int Rows, int Panels>
 template <class KV, int Rows, int Panels>
 static inline void multiply_some_keys(const Activation<KV>* x, int64_t depth, const KV* const* keys, float* to) {
   Sums<Rows, Panels> sums = {};
-  add_products<KV, Rows, Panels>(x, depth, keys, keys + Panels, depth, sums);
+  add_products<KV, Rows, Panels>(x, depth, keys, keys + kPanelsAhead, depth, sums);
   store_sums<Rows, Panels>(sums, to, kSpan);
 }
 
@@ -94,7 +95,7 @@ static inline void multiply_some_values(const Activation<KV>* weights, const KV*
     const KV *from[Panels], *ahead[Panels];
     for (int p = 0; p < Panels; p++) {
       from[p] = values[i] + (column + p * kPanel) * kPanel;
-      ahead[p] = values[i + 1] + (column + p * kPanel) * kPanel;
+      ahead[p] = values[i + kPanelsAhead] + (column + p * kPanel) * kPanel;
     }
     add_products<KV, Rows, Panels>(weights + i * kPanel, kSpan, from, ahead, kPanel, sums);
   }
@@ -131,7 +132,7 @@ static inline void for_panels(int64_t num, F&& f) {
 namespace outrider {
 
 // to [rows, num * 16 at kSpan] = x [rows, depth] times `num` panels of keys; rows at most kRowsOfCall. `keys` has
-// kMostPanelsTogether pointers more, to what is wanted next.
+// kPanelsAhead pointers more, to what is wanted next.
 template <class KV>
 static inline void multiply_keys(int rows, const Activation<KV>* x, int64_t depth, const KV* const* keys, int num,
                                  float* to) {
@@ -147,7 +148,7 @@ static inline void multiply_keys(int rows, const Activation<KV>* x, int64_t dept
 }
 
 // to [rows, head_dim] = weights [rows, num * 16 at kSpan] times `num` panels of values; rows at most kRowsOfCall.
-// `values` has one pointer more.
+// `values` has as many pointers more.
 template <class KV>
 static inline void multiply_values(int rows, const Activation<KV>* weights, const KV* const* values, int num,
                                    int64_t head_dim, float* to) {

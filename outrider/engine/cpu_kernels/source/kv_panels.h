@@ -30,8 +30,8 @@ static inline int64_t panel_at(int64_t slot, int64_t head, int64_t num_kv_heads,
   return (slot / kPanel * num_kv_heads + head) * kPanel * head_dim;
 }
 
-// The key of one slot, [head_dim] at `row`, which may have any address. Other slots of the panel are not touched: other
-// threads may write them.
+// The key of one slot, [head_dim] at `row`, which may have any address. Other slots of the panel are not touched:
+// other threads may write them.
 template <class KV>
 static inline void write_key(const void* row, int64_t head_dim, int64_t slot, KV* panel) {
   const char* from = static_cast<const char*>(row);

@@ -135,8 +135,9 @@ static inline Floats load_wide(const BFloat16* from) {
 
 static inline void store_rounded(float* to, Floats value) { store(to, value); }
 
-static inline void store_rounded(BFloat16* to, Floats value) {
-  const Words bits = reinterpret_cast<Words>(rounded_to_bfloat16(value)) >> 16;
+// The upper halves of floats, as bfloat16.
+static inline void store_upper_halves(BFloat16* to, Words floats) {
+  const Words bits = floats >> 16;
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(bits)));
 #elif defined(__AVX2__)
@@ -146,6 +147,10 @@ static inline void store_rounded(BFloat16* to, Floats value) {
 #else
   for (int i = 0; i < kWidth; i++) to[i].bits = static_cast<uint16_t>(bits[i]);
 #endif
+}
+
+static inline void store_rounded(BFloat16* to, Floats value) {
+  store_upper_halves(to, reinterpret_cast<Words>(rounded_to_bfloat16(value)));
 }
 
 // The value as it would be after storing and loading it in T, without the memory.

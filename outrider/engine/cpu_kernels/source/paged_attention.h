@@ -124,7 +124,7 @@ struct PagedAttention {
       const AttentionTile& tile = plan.tiles[tile_index];
       load_queries(tile, head, scratch);
       compute_span(tile, head, span, scratch,
-                   partial(tile.partial + span - tile.first_span, head, tile.num_rows * group()));
+                   partial(tile.partial + span - tile.first_span, head, tile.num_rows * group()), span, head_after(head));
       return;
     }
     const AttentionTile& tile = plan.tiles[index];
@@ -133,7 +133,9 @@ struct PagedAttention {
     const PartialResult next(scratch.running + PartialResult::size(num, options.head_dim), num);
     load_queries(tile, head, scratch);
     for (int64_t span = tile.first_span; span < tile.last_span; span++) {
-      compute_span(tile, head, span, scratch, span == tile.first_span ? running : next);
+      const bool is_last = span + 1 == tile.last_span;
+      compute_span(tile, head, span, scratch, span == tile.first_span ? running : next,
+                   is_last ? tile.first_span : span + 1, is_last ? head_after(head) : head);
       if (span > tile.first_span) merge(running, next, num, options.head_dim);
     }
     store_tile(tile, head, running, store_row);
@@ -170,21 +172,28 @@ struct PagedAttention {
     }
   }
 
+  // Of the task that most likely comes next.
+  int64_t head_after(int64_t head) const { return (head + 1) % options.num_kv_heads; }
+
+  // `next_span`, `next_head`: whose keys are wanted then.
   void compute_span(const AttentionTile& tile, int64_t head, int64_t span, AttentionScratch<KV>& scratch,
-                    const PartialResult& result) const {
+                    const PartialResult& result, int64_t next_span, int64_t next_head) const {
     const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim), rows = tile.num_rows * group();
     const int64_t begin = span * kSpan;
     const int num_keys = static_cast<int>(std::min<int64_t>(kSpan, tile.position + tile.num_rows - begin));
     const int first_panel = first_key(tile.position, begin) / kPanel;
     const int num = (num_keys + kPanel - 1) / kPanel - first_panel;
-    // Panels of keys, then of values, and once more what comes last: each is asked for before its turn.
-    const KV* panels[2 * kPanelsOfSpan + kMostPanelsTogether];
+    // Panels of keys, then of values, then the next keys: each is asked for before its turn.
+    const KV* panels[2 * kPanelsOfSpan + kPanelsAhead];
     const KV** values = panels + num;
     for (int i = 0; i < num; i++) {
       const int first = (first_panel + i) * kPanel;
       find_panel(tile, head, begin + first, std::min(kPanel, num_keys - first), i, scratch, panels[i], values[i]);
     }
-    for (int i = 0; i < kMostPanelsTogether; i++) values[num + i] = values[num - 1];
+    for (int i = 0; i < kPanelsAhead; i++) {
+      const int64_t position = std::min(next_span * kSpan + i * kPanel, tile.position);
+      values[num + i] = key_cache + panel_at(slot_of(tile, position), next_head, options.num_kv_heads, head_dim);
+    }
 
     for (int64_t row = 0, count; row < rows; row += count) {
       count = rows_of_call(rows - row);
@@ -222,23 +231,25 @@ struct PagedAttention {
     return static_cast<int>(std::max<int64_t>(0, position - options.sliding_window + 1 - begin));
   }
 
+  // Where the key at a position lies for the last row of a tile.
+  int64_t slot_of(const AttentionTile& tile, int64_t position) const {
+    if (position >= tile.path_position) return tile.path[position - tile.path_position];
+    const int32_t* blocks = batch.block_tables + tile.seq * batch.max_blocks;
+    return blocks[position / batch.block_size] * batch.block_size + position % batch.block_size;
+  }
+
   // The panels of the `num` keys from `position` on, a multiple of 16, and of their values: in the cache, or brought
   // together as panel `index` of the scratch. Values behind the last one are zeros.
   void find_panel(const AttentionTile& tile, int64_t head, int64_t position, int num, int index,
                   AttentionScratch<KV>& scratch, const KV*& keys, const KV*& values) const {
     const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim);
-    const int32_t* blocks = batch.block_tables + tile.seq * batch.max_blocks;
-    const auto slot_of = [&](int64_t key) {
-      if (key >= tile.path_position) return tile.path[key - tile.path_position];
-      return blocks[key / batch.block_size] * batch.block_size + key % batch.block_size;
-    };
     const auto at = [&](int64_t slot) { return panel_at(slot, head, options.num_kv_heads, head_dim); };
     // Of most keys the first one's slot says where all are.
-    const int64_t slot = slot_of(position);
+    const int64_t slot = slot_of(tile, position);
     int in_place = slot % kPanel == 0 ? 1 : 0;
     if (in_place != 0 && batch.block_size % kPanel == 0)
       in_place = static_cast<int>(std::clamp<int64_t>(tile.path_position - position, 1, num));
-    while (in_place > 0 && in_place < num && slot_of(position + in_place) == slot + in_place) in_place++;
+    while (in_place > 0 && in_place < num && slot_of(tile, position + in_place) == slot + in_place) in_place++;
     keys = key_cache + at(slot);
     values = value_cache + at(slot);
     if (in_place == num && num == kPanel && depth == head_dim) return;
@@ -255,7 +266,7 @@ struct PagedAttention {
       values = own_values;
     }
     for (int i = in_place; i < num; i++) {
-      const int64_t from = slot_of(position + i);
+      const int64_t from = slot_of(tile, position + i);
       copy_slot(key_cache + at(from), value_cache + at(from), from, own_keys, own_values, i);
     }
   }
@@ -273,24 +284,39 @@ struct PagedAttention {
   // scores [num] → weights e^(score - largest), 0 for keys outside [first, last), and their sum.
   void weigh(float* scores, Activation<KV>* weights, int num, int first, int last, float* largest, float* sum) const {
     const auto is_seen = [&](int i) { return (kLanes + i >= first) & (kLanes + i < last); };
+    const float scaling = options.scaling, softcap = options.softcap;
     Floats most = broadcast(kNothing);
     for (int i = 0; i < num; i += kWidth) {
-      Floats value = load(scores + i) * options.scaling;
-      if (options.softcap > 0) value = hyperbolic_tangent(value / options.softcap) * options.softcap;
+      Floats value = load(scores + i) * scaling;
+      if (softcap > 0) value = hyperbolic_tangent(value / softcap) * softcap;
       if (i < first || i + kWidth > last) value = is_seen(i) ? value : broadcast(kNothing);
       store(scores + i, value);
       most = larger(value, most);
     }
-    *largest = largest_of_lanes(most);
-    const KV* type = nullptr;
+    const float most_of_all = largest_of_lanes(most);
     Floats total{};
     for (int i = 0; i < num; i += kWidth) {
-      Floats weight = rounded_to(exponential(load(scores + i) - *largest), type);
+      Floats weight = exponential(load(scores + i) - most_of_all);
       if (i < first || i + kWidth > last) weight = is_seen(i) ? weight : Floats{};
-      store_activation(weights + i, weight);
-      total += weight;
+      total += store_weights(weights + i, weight);
     }
+    *largest = most_of_all;
     *sum = sum_of_lanes(total);
+  }
+
+  // As stored: rounded to the type of the values. A weight is not negative, or a NaN, of bfloat16 keys one whose lower
+  // half is zeros, so that nothing is carried into its exponent.
+  static Floats store_weights(Activation<KV>* to, Floats weight) {
+    if constexpr (sizeof(KV) == 4) {
+      store(to, weight);
+      return weight;
+    } else {
+      const Words bits = reinterpret_cast<Words>(weight);
+      const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+      if constexpr (sizeof *to == 2) store_upper_halves(to, rounded);
+      else store(to, reinterpret_cast<Floats>(rounded));
+      return reinterpret_cast<Floats>(rounded);
+    }
   }
 };
 
