@@ -16,7 +16,7 @@ static inline void multiply_by_pairs(const BFloat16* x, int64_t stride, const BF
 #pragma GCC unroll 2
     for (int p = 0; p < Panels; p++) {
       const BFloat16* from = panels + p * panel_size + k * kPanel;
-      if (In == PanelsIn::kMemory) __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, 0, 3);
+      if (In == PanelsIn::kMemory) __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytesOfDots, 0, 3);
       const __m512bh weights = (__m512bh)_mm512_loadu_si512(from);
 #pragma GCC unroll 16
       for (int r = 0; r < Rows; r++) {

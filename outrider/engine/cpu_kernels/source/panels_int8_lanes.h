@@ -89,7 +89,7 @@ static inline void multiply_by_quads(const QuantisedGroup* x, int64_t stride, co
 #pragma GCC unroll 2
       for (int p = 0; p < Panels; p++) {
         const int8_t* from = panels + p * panel_size + (first + k) * kPanel;
-        if (In == PanelsIn::kMemory) __builtin_prefetch(from + kPrefetchBytes, 0, 3);
+        if (In == PanelsIn::kMemory) __builtin_prefetch(from + kPrefetchBytesOfDots, 0, 3);
         const PanelQuad weights(from);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; r++) {
