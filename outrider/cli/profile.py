@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,13 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
     def fetch(options: ProfileOptions) -> list[tuple[Profile, bytes]]:
         return asyncio.run(_fetch_all(targets, options, credentials, arguments.server_name))
 
-    ended = ended_serials(arguments.page) if arguments.page else set()
+    ended, started_at = ended_serials(arguments.page) if arguments.page else set(), time.monotonic()
     _say(f"{', '.join(targets)}: {arguments.seconds:g} s")
     profiles = [profile for profile, _ in fetch(options)]
     print("\n".join(engine_lines(profiles)))
     if arguments.page:
         requests = list(request_times(arguments.page, ended_serials(arguments.page) - ended))
-        print("\n".join(["", *request_lines(requests, profiles)]))
+        seconds = time.monotonic() - started_at
+        whole = [each for each in requests if each.age <= seconds]  # else some of their steps were not profiled
+        print("\n".join(["", *request_lines(whole or requests, profiles)]))
     if any(not profile.steps for profile in profiles):
         sys.stdout.flush()
         _say("a node without steps serves no requests: profile it under load")

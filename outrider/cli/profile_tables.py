@@ -92,6 +92,7 @@ def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile])
         *((f"prefill {part}", num_chunks * seconds) for part, seconds in in_prompt.items()),
         ("prefill: others, wire", prefill - num_chunks * sum(in_prompt.values())),
         ("KV out and in, exposed", fmean(each.transfer for each in requests)),
+        ("KV commit", fmean(each.commit for each in requests)),
         ("decode: joins the batch", first_token - sum(in_decode.values())),
         *((f"decode {part}", num_steps * seconds) for part, seconds in in_decode.items()),
         ("decode: unexplained", decoding - (num_steps - 1) * sum(in_decode.values())),

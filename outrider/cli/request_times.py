@@ -27,15 +27,17 @@ class RequestTimes:
     queue: float
     open: float  # until the decode node has granted its place
     prefill: float  # from the call to the end of the last chunk
-    transfer: float  # from there to the word of the decode node that all KV is there
+    transfer: float  # from there until the decode node has acknowledged the last frame of KV: what nothing hid
+    commit: float  # from there to its word that all KV is there
     first_token: float  # from there
     decoding: float  # from the first token to the last
     total: float  # from arrival to the end
+    age: float  # from arrival to now
 
     @property
     def unexplained(self) -> float:
-        known = (self.encode, self.queue, self.open, self.prefill, self.transfer, self.first_token, self.decoding)
-        return self.total - sum(known)
+        until_decoding = self.encode + self.queue + self.open + self.prefill + self.transfer + self.commit
+        return self.total - until_decoding - self.first_token - self.decoding
 
 
 def ended_serials(page: str) -> set[int]:
@@ -60,6 +62,7 @@ def _times(request: dict[str, Any]) -> RequestTimes | None:
         return None
     (prefill,), (decode,) = spans["prefill"], spans["decode"]
     computed_at = max(span["end"] for span in chunks)
+    pushed_at = max([computed_at, *(span["end"] for span in spans.get("kv_frame", ()))])
 
     def seconds(kind: str) -> float:
         return sum((span["end"] - span["start"] for span in spans.get(kind, ())), 0.0)
@@ -74,10 +77,12 @@ def _times(request: dict[str, Any]) -> RequestTimes | None:
         queue=seconds("queue"),
         open=seconds("open"),
         prefill=computed_at - prefill["start"],
-        transfer=decode["start"] - computed_at,
+        transfer=pushed_at - computed_at,
+        commit=decode["start"] - pushed_at,
         first_token=request["ttft_seconds"] - decode["start"],
         decoding=steps[-1]["at"] - request["ttft_seconds"],
         total=request["e2e_seconds"],
+        age=request["age_seconds"],
     )
 
 

@@ -66,6 +66,7 @@ REQUEST = {
     "num_prompt_tokens": 12,
     "ttft_seconds": 0.5,
     "e2e_seconds": 0.7,
+    "age_seconds": 3.5,
     "spans": [
         span("encode", 0.0, 0.01),
         span("queue", 0.01, 0.04),
@@ -73,6 +74,8 @@ REQUEST = {
         span("prefill", 0.05, 0.4, "prefill"),
         span("decode", 0.35, 0.69, "decode"),
         span("prefill_chunk", 0.2, 0.3, "prefill"),
+        span("kv_frame", 0.25, 0.28, "prefill"),
+        span("kv_frame", 0.29, 0.33, "prefill"),
     ],
     "steps": [{"at": 0.5}, {"at": 0.65}],
 }
@@ -118,7 +121,8 @@ def test_the_rows_of_a_request_add_up_to_its_time(page):
         "prefill cpu_turn              60.0 ms    8.6%",
         "prefill forward.linear        40.0 ms    5.7%",
         "prefill: others, wire        150.0 ms   21.4%",
-        "KV out and in, exposed        50.0 ms    7.1%",
+        "KV out and in, exposed        30.0 ms    4.3%",
+        "KV commit                     20.0 ms    2.9%",
         "decode: joins the batch      133.3 ms   19.0%",
         "decode forward.linear          9.3 ms    1.3%",
         "decode forward.rest            4.0 ms    0.6%",
