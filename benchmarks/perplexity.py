@@ -68,7 +68,7 @@ def forwards(variant: str, pieces: Sequence[list[int]]) -> Iterator[Tensor]:
     """Logits [num_tokens, vocab_size] of each piece."""
     loaded = load_model(ModelConfig(**VARIANTS[variant]))
     blocks = range(PIECE // BLOCK_SIZE)
-    cache = PagedKVCache(loaded.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE)
+    cache = PagedKVCache(loaded.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
     runner = ModelRunner(loaded, cache, make_attention_backend())
     for ids in pieces:
         yield runner.forward(build_input_batch([SequenceRows(ids, 0, list(blocks), len(ids))], BLOCK_SIZE))
