@@ -65,7 +65,7 @@ def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
     event_loop = (sum(step.event_loop_nanoseconds for step in column.steps) for column in columns)
     yield _row("beside: event loop", map(Column.cell, columns, event_loop))
     forward = [part for part in parts if part.startswith(Part.FORWARD)]
-    shares = (sum(map(column.spent, forward)) / covered(column.profile) for column in columns)
+    shares = (sum(map(column.spent, forward)) / (column.profile.seconds * 1e9) for column in columns)
     yield f"  forward passes of all nodes: {sum(shares):.1%} of the wall clock"
 
 

@@ -52,7 +52,7 @@ def test_the_columns_of_a_node_add_up_to_its_time():
         "beside: event loop 0.2% 0.500 1.0% 0.500 0.5% 0.500",
     ]
     assert len({len(line) for line in table}) == 1
-    assert last == "  forward passes of all nodes: 40.0% of the wall clock"
+    assert last == "  forward passes of all nodes: 12.0% of the wall clock"
 
 
 def span(kind, start, end, node=""):
