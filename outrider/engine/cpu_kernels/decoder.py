@@ -20,6 +20,7 @@ from outrider.engine.cpu_kernels.reduction import NativeReduction
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.errors import InternalError
 
 
 class NativeDecoder:
@@ -90,6 +91,8 @@ class NativeStep:
         self._team = decoder.kernels.team
         self.phases = self._workspace = Workspace(decoder.kernels.library)
         pointers = ctypes.c_void_p * struct.num_layers
+        if isinstance(kv_cache.keys, tuple):  # of tensors, for torch
+            raise InternalError("a native decoder needs a KV cache that was made for its kernels")
         self._keys = pointers(*(keys.ctypes.data for keys in kv_cache.keys))
         self._values = pointers(*(values.ctypes.data for values in kv_cache.values))
         self._features = self._reduction = None

@@ -18,6 +18,7 @@ from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_na
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.errors import InternalError
 from outrider.model_hub.support import describe_decoder
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
 from tests.engine.cpu_kernels.operations import differing_rows
@@ -247,6 +248,12 @@ def test_a_tokens_logits_have_the_same_bits_in_any_schedule(library, teams, deco
     for num_threads in (1, 2, 3):
         assert rows_that_differ(alone, decoder, spec, teams(library, num_threads), seed=num_threads) == []
     assert rows_that_differ(alone, decoder, spec, teams(library, 2), seed=4, leaves_out=True) == []
+
+
+def test_a_cache_that_was_made_for_torch_is_refused(portable_library, decoders):
+    decoder, spec = decoders(portable_library, "llama", "float32")
+    with pytest.raises(InternalError, match="made for its kernels"):
+        NativeStep(decoder, PagedKVCache(spec.planes, num_blocks=1, block_size=BLOCK_SIZE))
 
 
 def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):

@@ -157,6 +157,7 @@ def _case(*values):
 @_case(torch.float32, Heads(), SPANS, 16, 257, None, 2)
 @_case(torch.bfloat16, Heads(16, 3, 8), [(33, 270), (5, 254), (1, 511)], 256, None, 0.5, 3)
 @_case(torch.float32, Heads(16, 1, 7), [(5, 300), (1, 511), (33, 0)], 5, 30, 50.0, 1)
+@_case(torch.bfloat16, Heads(48, 2, 3), [(5, 300), (33, 7), (1, 260)], 24, None, None, 2)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(DTYPES),
@@ -249,20 +250,13 @@ def test_bits_of_heads_of_any_size(library, teams, head_dim):
         assert rows_that_differ(*kernels, cache, COMPANIES["mixed_batch"], OPTIONS["full"]) == []
 
 
+SCATTERED = (1, 3, 8, 24, 40)  # sizes of blocks none, or not each, of which is made of panels
+
+
 def test_bits_do_not_depend_on_where_the_blocks_lie(kernels):
     outputs = [
         Cache([530], Heads(), torch.bfloat16, block_size=block_size).attend(kernels, [(0, 30, 500)], OPTIONS["full"])
-        for block_size in (
-            16,
-            32,
-            64,
-            256,
-            1,
-            3,
-            8,
-            24,
-            40,
-        )  # of the last ones no block, or not each, is made of panels
+        for block_size in (16, 32, 64, 256, *SCATTERED)
     ]
     for output in outputs[1:]:
         assert differing_rows(output, outputs[0]) == []

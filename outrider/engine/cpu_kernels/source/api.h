@@ -84,7 +84,7 @@ OUTRIDER_API int32_t outrider_rms_norm(OutriderTeam* team, int32_t type, const v
 
 struct OutriderBatch {
   int64_t num_rows;
-  int64_t num_logits;               // rows whose logits are wanted; for others the last layer gives keys and values only
+  int64_t num_logits;               // rows whose logits are wanted: of others the last layer makes keys and values only
   int64_t num_seqs;
   int64_t max_blocks;
   int64_t block_size;

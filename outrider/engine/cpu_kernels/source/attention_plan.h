@@ -46,7 +46,9 @@ struct AttentionPlan {
   // Of `num_rows` rows [num_rows], rising, or with null of all.
   void make(const OutriderAttention& options, const OutriderBatch& batch, int num_members,
             const int64_t* rows = nullptr, int64_t num_rows = 0) {
-    const auto is_wanted = [&](int64_t row) { return rows == nullptr || std::binary_search(rows, rows + num_rows, row); };
+    const auto is_wanted = [&](int64_t row) {
+      return rows == nullptr || std::binary_search(rows, rows + num_rows, row);
+    };
     tiles.clear();
     spans.clear();
     num_partials = 0;
@@ -66,8 +68,8 @@ struct AttentionPlan {
           tile.path = batch.path_slots + batch.path_starts[row + num - 1];
           tile.path_position -= batch.path_starts[row + num] - batch.path_starts[row + num - 1];
         }
-        const int64_t first = options.sliding_window > 0 ? std::max<int64_t>(0, tile.position - options.sliding_window + 1) : 0;
-        tile.first_span = first / kSpan;
+        const int64_t first = options.sliding_window > 0 ? tile.position - options.sliding_window + 1 : 0;
+        tile.first_span = std::max<int64_t>(0, first) / kSpan;
         tile.last_span = last / kSpan + 1;
         num_partials += tile.last_span - tile.first_span;
         query_rows = std::max(query_rows, tile.num_rows * group);
@@ -86,7 +88,8 @@ struct AttentionPlan {
 
   // What the results of all spans take if the plan is split.
   int64_t partial_bytes(const OutriderAttention& options) const {
-    return num_partials * options.num_kv_heads * query_rows * (options.head_dim + 2) * static_cast<int64_t>(sizeof(float));
+    const int64_t floats = options.num_kv_heads * query_rows * (options.head_dim + 2);
+    return num_partials * floats * static_cast<int64_t>(sizeof(float));
   }
 };
 

@@ -40,8 +40,9 @@ using Sums = Floats[Rows][Panels][kVectorsPerPanel];
 // sums += x [Rows, depth at `stride`] times `Panels` panels of so many inputs at `from`. What lies at `ahead` is asked
 // for, kPanelsAhead before its turn: panels of one head do not lie together, so no processor foresees the next one.
 template <class KV, int Rows, int Panels>
-[[gnu::always_inline]] static inline void add_products(const Activation<KV>* x, int64_t stride, const KV* const* from,
-                                                       const KV* const* ahead, int64_t depth, Sums<Rows, Panels>& sums) {
+[[gnu::always_inline]] static inline void add_products(const Activation<KV>* x, int64_t stride,
+                                                       const KV* const* from, const KV* const* ahead, int64_t depth,
+                                                       Sums<Rows, Panels>& sums) {
   for (int64_t k = 0; k < depth; k += Step<KV>::kDepth) {
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; p++) {

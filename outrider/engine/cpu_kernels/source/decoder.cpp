@@ -166,7 +166,7 @@ class DecoderStep final : public Job {
       if (num_layers == decoder_.num_layers && features_.takes_final_norm) {
         rms_norm_row<Type>(from, width, decoder_.final_norm, decoder_.epsilon, to);
       } else {
-        for (int64_t d = 0; d < width; d += kWidth) store_activation(to + d, rounded_to(load(from + d), type));
+        for (int64_t d = 0; d < width; d += kWidth) store_rounded(to + d, rounded_to(load(from + d), type));
       }
     }
   }
@@ -206,7 +206,8 @@ class DecoderStep final : public Job {
     const auto normalise_rows = [&](int64_t unit) {
       for_rows(unit, rows.num, [&](int64_t index) {
         tap(rows[index], num_layers);
-        rms_norm_row<Type>(residual_ + rows[index] * width, width, weight, decoder_.epsilon, normalised_ + index * width);
+        const float* from = residual_ + rows[index] * width;
+        rms_norm_row<Type>(from, width, weight, decoder_.epsilon, normalised_ + index * width);
         quantise<Weight>(normalised_, index, width, quantised_);
       });
     };
@@ -287,9 +288,10 @@ class DecoderStep final : public Job {
       rotate_head<Type>(from, head_dim, decoder_.cosines + angle, decoder_.sines + angle, from);
     }
     for (int64_t head = 0; head < decoder_.num_kv_heads; head++) {
-      const Type* key = heads + (decoder_.num_heads + head) * head_dim;
-      write_key(key, head_dim, slot, keys + head * kPanel * head_dim);
-      write_value(key + decoder_.num_kv_heads * head_dim, head_dim, slot, values + head * kPanel * head_dim);
+      const auto* key = reinterpret_cast<const char*>(heads + (decoder_.num_heads + head) * head_dim);
+      const auto* value = key + decoder_.num_kv_heads * head_dim * sizeof(Type);
+      copy_key(keys + head * kPanel * head_dim, head_dim, slot, key);
+      copy_value(values + head * kPanel * head_dim, head_dim, slot, value);
     }
   }
 
@@ -306,10 +308,11 @@ class DecoderStep final : public Job {
       const Type* type = nullptr;
       Row* to = attended_ + (rows.index_of(row) * decoder_.num_heads + head) * head_dim;
       for (int64_t d = 0; d < head_dim; d += kWidth)
-        store_activation(to + d, rounded_to(finished_values(from + d, factor), type));
+        store_rounded(to + d, rounded_to(finished_values(from + d, factor), type));
     };
     const auto run_task = [&](int64_t task) {
-      AttentionScratch<Type> scratch(workspace_.own[member.index].attention.template get<char>(), query_rows_, head_dim);
+      auto* memory = workspace_.own[member.index].attention.template get<char>();
+      AttentionScratch<Type> scratch(memory, query_rows_, head_dim);
       attention.run(task, scratch, store_row);
     };
     tasks.share(member, attention.num_tasks(), run_task, ahead);

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "numbers.h"
 
@@ -30,39 +31,27 @@ static inline int64_t panel_at(int64_t slot, int64_t head, int64_t num_kv_heads,
   return (slot / kPanel * num_kv_heads + head) * kPanel * head_dim;
 }
 
-// The key of one slot, [head_dim] at `row`, which may have any address. Other slots of the panel are not touched:
-// other threads may write them.
-template <class KV>
-static inline void write_key(const void* row, int64_t head_dim, int64_t slot, KV* panel) {
-  const char* from = static_cast<const char*>(row);
-  char* to = reinterpret_cast<char*>(panel) + slot % kPanel * 4;
-  for (int64_t word = 0; word < head_dim / kPerWord<KV>; word++) std::memcpy(to + word * kPanel * 4, from + word * 4, 4);
+// Copies numbers of a slot from its row to its panel, or to the row if that may be written.
+template <class KV, class Row>
+static inline void copy_numbers(KV* in_panel, Row* in_row, size_t num) {
+  if constexpr (std::is_const_v<Row>) std::memcpy(in_panel, in_row, num * sizeof(KV));
+  else std::memcpy(in_row, in_panel, num * sizeof(KV));
 }
 
-template <class KV>
-static inline void read_key(const KV* panel, int64_t head_dim, int64_t slot, void* row) {
-  const char* from = reinterpret_cast<const char*>(panel) + slot % kPanel * 4;
-  char* to = static_cast<char*>(row);
-  for (int64_t word = 0; word < head_dim / kPerWord<KV>; word++) std::memcpy(to + word * 4, from + word * kPanel * 4, 4);
+// The key of one slot, between its panel and bytes at `row` [head_dim], which may have any address. Other slots of the
+// panel are not touched: other threads may write them.
+template <class KV, class Row>
+static inline void copy_key(KV* panel, int64_t head_dim, int64_t slot, Row* row) {
+  for (int64_t d = 0; d < head_dim; d += kPerWord<KV>)
+    copy_numbers(panel + place_in_panel<KV>(d, slot % kPanel), row + d * sizeof(KV), kPerWord<KV>);
 }
 
 // The same of a value.
-template <class KV>
-static inline void write_value(const void* row, int64_t head_dim, int64_t slot, KV* panel) {
-  const char* from = static_cast<const char*>(row);
-  for (int64_t column = 0; column < head_dim; column += kPanel) {
-    KV* to = panel + column * kPanel + place_in_panel<KV>(slot % kPanel, 0);
-    for (int n = 0; n < kPanel; n++) std::memcpy(to + n * kPerWord<KV>, from + (column + n) * sizeof(KV), sizeof(KV));
-  }
-}
-
-template <class KV>
-static inline void read_value(const KV* panel, int64_t head_dim, int64_t slot, void* row) {
-  char* to = static_cast<char*>(row);
-  for (int64_t column = 0; column < head_dim; column += kPanel) {
-    const KV* from = panel + column * kPanel + place_in_panel<KV>(slot % kPanel, 0);
-    for (int n = 0; n < kPanel; n++) std::memcpy(to + (column + n) * sizeof(KV), from + n * kPerWord<KV>, sizeof(KV));
-  }
+template <class KV, class Row>
+static inline void copy_value(KV* panel, int64_t head_dim, int64_t slot, Row* row) {
+  for (int64_t column = 0; column < head_dim; column += kPanel)
+    for (int64_t n = 0; n < kPanel; n++)
+      copy_numbers(panel + column * kPanel + place_in_panel<KV>(slot % kPanel, n), row + (column + n) * sizeof(KV), 1);
 }
 
 // to [16 * head_dim] = the first `num` values of a panel, and zeros for the others: their weights are zeros, which a

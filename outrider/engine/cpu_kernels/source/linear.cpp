@@ -63,9 +63,8 @@ const Activation<Weight>* as_activations(OutriderWorkspace& workspace, const T* 
   To* to = workspace.activations.of<To>(num_rows * depth);
   for (int64_t row = 0; row < num_rows; row++) {
     int64_t k = 0;
-    for (; k + kWidth <= width; k += kWidth) store_activation(to + row * depth + k, load_wide(x + row * width + k));
-    for (; k < depth; k++)
-      StoreTo<To>::store_one(to + row * depth + k, k < width ? widen(x[row * width + k]) : 0.0f);
+    for (; k + kWidth <= width; k += kWidth) store_rounded(to + row * depth + k, load_wide(x + row * width + k));
+    for (; k < depth; k++) store_one(to + row * depth + k, k < width ? widen(x[row * width + k]) : 0.0f);
   }
   return to;
 }
@@ -142,7 +141,8 @@ int32_t outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_
       const Matrix<Weight> typed(*matrix);
       Team& threads = *reinterpret_cast<Team*>(team);
       if (activation_type == OUTRIDER_BFLOAT16) {
-        linear<Weight>(threads, *workspace, static_cast<const BFloat16*>(x), num_rows, typed, static_cast<BFloat16*>(y));
+        const auto* rows = static_cast<const BFloat16*>(x);
+        linear<Weight>(threads, *workspace, rows, num_rows, typed, static_cast<BFloat16*>(y));
       } else {
         linear<Weight>(threads, *workspace, static_cast<const float*>(x), num_rows, typed, static_cast<float*>(y));
       }

@@ -52,7 +52,7 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   const int panels = columns > kPanel ? 2 : 1;
   const Weight* packed = matrix.packed + column * matrix.depth;
   for (int64_t row = 0; row < num_rows;) {
-    const int rows = rows_of_next_call<Weight>(num_rows - row);
+    const int rows = static_cast<int>(equal_part(num_rows - row, MostRows<Weight>::value));
     const auto multiply = row == 0 ? multiply_tile<Weight, PanelsIn::kMemory> : multiply_tile<Weight, PanelsIn::kCache>;
     multiply(rows, x + row * stride, stride, packed, panels, matrix.depth, tile);
     for (int r = 0; r < rows; r++) {
@@ -113,8 +113,6 @@ struct StoreTo {
     for (; c + kWidth <= tile.num; c += kWidth) store_rounded(to + c, load(tile.values + c));
     for (; c < tile.num; c++) store_one(to + c, tile.values[c]);
   }
-  static void store_one(float* to, float value) { *to = value; }
-  static void store_one(BFloat16* to, float value) { *to = round_to_bfloat16(value); }
 };
 
 // Added to what is there: the residual stream.
@@ -125,7 +123,7 @@ struct AddTo {
 
   void operator()(const TileRow& tile) const {
     T* to = y + tile.row * width + tile.column;
-    for (int c = 0; c < tile.num; c++) StoreTo<T>::store_one(to + c, widen(to[c]) + tile.values[c]);
+    for (int c = 0; c < tile.num; c++) store_one(to + c, widen(to[c]) + tile.values[c]);
   }
 };
 
@@ -145,9 +143,9 @@ struct SiluMultiplyTo {
       const Floats up = rounded_to(load(tile.values + kPanel + c), type);
       const Floats value = rounded_to(gate * sigmoid(gate) * up, type);
       if (c + kWidth <= left) {
-        store_activation(to + c, value);
+        store_rounded(to + c, value);
       } else {
-        for (int i = 0; c + i < left; i++) StoreTo<To>::store_one(to + c + i, value[i]);
+        for (int i = 0; c + i < left; i++) store_one(to + c + i, value[i]);
       }
     }
   }

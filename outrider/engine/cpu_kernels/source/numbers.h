@@ -133,6 +133,9 @@ static inline Floats load_wide(const BFloat16* from) {
 #endif
 }
 
+static inline void store_one(float* to, float value) { *to = value; }
+static inline void store_one(BFloat16* to, float value) { *to = round_to_bfloat16(value); }
+
 static inline void store_rounded(float* to, Floats value) { store(to, value); }
 
 // The upper halves of floats, as bfloat16.

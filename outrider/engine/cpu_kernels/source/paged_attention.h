@@ -113,9 +113,8 @@ struct PagedAttention {
     return static_cast<int64_t>(plan.is_split ? plan.spans.size() : plan.tiles.size()) * options.num_kv_heads;
   }
 
-  // One task. `store_row(row, head, values, factor)` receives finished rows, for it to apply
-  // `finished_values` to; those of a split
-  // plan are finished by the tasks of `finish_split`, once all of these are done.
+  // One task. `store_row(row, head, values, factor)` receives finished rows, for it to apply `finished_values` to; those
+  // of a split plan are finished by the tasks of `finish_split`, once all of these are done.
   template <class Store>
   void run(int64_t task, AttentionScratch<KV>& scratch, Store&& store_row) const {
     const int64_t index = task / options.num_kv_heads, head = task % options.num_kv_heads;
@@ -123,8 +122,8 @@ struct PagedAttention {
       const auto [tile_index, span] = plan.spans[index];
       const AttentionTile& tile = plan.tiles[tile_index];
       load_queries(tile, head, scratch);
-      compute_span(tile, head, span, scratch,
-                   partial(tile.partial + span - tile.first_span, head, tile.num_rows * group()), span, head_after(head));
+      const PartialResult result = partial(tile.partial + span - tile.first_span, head, tile.num_rows * group());
+      compute_span(tile, head, span, scratch, result, span, head_after(head));
       return;
     }
     const AttentionTile& tile = plan.tiles[index];
@@ -165,9 +164,10 @@ struct PagedAttention {
   void load_queries(const AttentionTile& tile, int64_t head, AttentionScratch<KV>& scratch) const {
     const int64_t depth = padded_depth<KV>(options.head_dim);
     for (int64_t r = 0; r < tile.num_rows * group(); r++) {
-      const KV* from = query + (tile.row + r / group()) * query_stride + (head * group() + r % group()) * options.head_dim;
+      const int64_t first = (head * group() + r % group()) * options.head_dim;
+      const KV* from = query + (tile.row + r / group()) * query_stride + first;
       Activation<KV>* to = scratch.query + r * depth;
-      for (int64_t d = 0; d < options.head_dim; d += kWidth) store_activation(to + d, load_wide(from + d));
+      for (int64_t d = 0; d < options.head_dim; d += kWidth) store_rounded(to + d, load_wide(from + d));
       for (int64_t d = options.head_dim; d < depth; d++) to[d] = Activation<KV>{};
     }
   }
@@ -196,10 +196,11 @@ struct PagedAttention {
     }
 
     for (int64_t row = 0, count; row < rows; row += count) {
-      count = rows_of_call(rows - row);
+      count = equal_part(rows - row, kRowsOfCall<KV>);
       // Panels that the last of these rows sees: those behind it are for others.
       const int64_t last_position = tile.position + (row + count - 1) / group();
-      const int seen = static_cast<int>(std::min<int64_t>(num, last_position / kPanel + 1 - begin / kPanel - first_panel));
+      const int64_t panels_seen = last_position / kPanel + 1 - begin / kPanel - first_panel;
+      const int seen = static_cast<int>(std::min<int64_t>(num, panels_seen));
       float* to = result.values + row * head_dim;
       if (seen <= 0) {
         std::fill_n(result.largest + row, count, kNothing);
@@ -217,12 +218,6 @@ struct PagedAttention {
       }
       multiply_values<KV>(static_cast<int>(count), scratch.weights, values, seen, head_dim, to);
     }
-  }
-
-  // Of `rows` the next call's: parts as equal as possible.
-  static int64_t rows_of_call(int64_t rows) {
-    const int64_t calls = (rows + kRowsOfCall<KV> - 1) / kRowsOfCall<KV>;
-    return (rows + calls - 1) / calls;
   }
 
   // The first key of the span at `begin` that a row at `position` sees, counted from there.

@@ -141,7 +141,8 @@ static inline void multiply_by_adds(const float* x, int64_t stride, const Weight
   }
   for (int r = 0; r < Rows; r++)
     for (int p = 0; p < Panels; p++)
-      for (int v = 0; v < kVectorsPerPanel; v++) store(tile + r * kTileColumns + p * kPanel + v * kWidth, sums[r][p][v]);
+      for (int v = 0; v < kVectorsPerPanel; v++)
+        store(tile + r * kTileColumns + p * kPanel + v * kWidth, sums[r][p][v]);
 }
 
 }  // namespace outrider
@@ -247,16 +248,11 @@ static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t 
     multiply_at_most<Weight, In, MostRows<Weight>::value>(rows, x, stride, panels, panel_size, num_panels, depth, tile);
 }
 
-// How many of `rows` the next call should take: as equal parts as possible, so that no call
-// is left with one row and half the registers.
-template <class Weight>
-static inline int rows_of_next_call(int64_t rows) {
-  constexpr int64_t most = MostRows<Weight>::value;
+// How many of `rows` the next call should take, of at most so many: as equal parts as possible,
+// so that no call is left with one row and half the registers.
+static inline int64_t equal_part(int64_t rows, int64_t most) {
   const int64_t calls = (rows + most - 1) / most;
-  return static_cast<int>((rows + calls - 1) / calls);
+  return (rows + calls - 1) / calls;
 }
-
-static inline void store_activation(float* to, Floats value) { store(to, value); }
-static inline void store_activation(BFloat16* to, Floats value) { store_rounded(to, value); }
 
 }  // namespace outrider

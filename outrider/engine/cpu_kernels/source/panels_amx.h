@@ -28,6 +28,7 @@ static inline void forget_tile_shapes() { shaped_tiles = -1; }
 // Tiles 0, 1: sums of the first rows for two panels; 2, 3: of the second rows, if there are some. 4, 5: first
 // and second rows of x. 6, 7: weights of two panels, `lines` pairs of k.
 static inline void shape_tiles(int first_rows, int second_rows, int lines = 16) {
+  asm volatile("" : : : "memory");  // GCC 12 does not know that tiles read memory: what was stored comes first
   if (second_rows < 1) second_rows = 1;
   const int key = (first_rows * 32 + second_rows) * 32 + lines;
   if (key == shaped_tiles) return;
@@ -45,43 +46,55 @@ static inline void shape_tiles(int first_rows, int second_rows, int lines = 16) 
   _tile_loadconfig(&shapes);
 }
 
-template <PanelsIn In>
-static inline void multiply_by_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* panels,
-                                     int num_panels, int64_t depth, float* tile) {
-  const int first = rows < 16 ? rows : 16, second = rows - first;
-  const int64_t panel_size = depth * kPanel, x_bytes = stride * 2;
-  constexpr int64_t tile_bytes = 2 * kPanel * 4;  // of a row of the result
-  shape_tiles(first, second);
-  const bool has_two_panels = num_panels == 2;
+// Adds x [rows, depth at `stride`] times one or two panels at `from` to tiles 0 … 3, which are shaped for these rows and
+// for steps of 2 * `lines` of depth. Prefetches what lies at `ahead`, if that is not null.
+static inline void add_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* const* from,
+                             const BFloat16* const* ahead, int num, int64_t depth, int lines) {
+  const int64_t x_bytes = stride * 2;
+  for (int64_t k = 0; k < depth; k += 2 * lines) {
+    for (int p = 0; ahead != nullptr && p < num; p++)
+      for (int line = 0; line < lines; line++) __builtin_prefetch(ahead[p] + (k + 2 * line) * kPanel, 0, 3);
+    _tile_loadd(6, (from[0] + k * kPanel), (64));
+    _tile_loadd(4, (x + k), (x_bytes));
+    _tile_dpbf16ps(0, 4, 6);
+    if (num == 2) {
+      _tile_loadd(7, (from[1] + k * kPanel), (64));
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (rows > 16) {
+      _tile_loadd(5, (x + 16 * stride + k), (x_bytes));
+      _tile_dpbf16ps(2, 5, 6);
+      if (num == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
+static inline void zero_tiles() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t k = 0; k < depth; k += 32) {
-    const BFloat16* weights = panels + k * kPanel;
-    for (int line = 0; In == PanelsIn::kMemory && line < 16; line++) {
-      __builtin_prefetch(reinterpret_cast<const char*>(weights) + 2 * kPrefetchBytes + line * 64, 0, 3);
-      __builtin_prefetch(reinterpret_cast<const char*>(weights + panel_size) + 2 * kPrefetchBytes + line * 64, 0, 3);
-    }
-    _tile_loadd(6, (weights), (64));
-    _tile_loadd(4, (x + k), (x_bytes));
-    _tile_dpbf16ps(0, 4, 6);
-    if (has_two_panels) {
-      _tile_loadd(7, (weights + panel_size), (64));
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if (second > 0) {
-      _tile_loadd(5, (x + 16 * stride + k), (x_bytes));
-      _tile_dpbf16ps(2, 5, 6);
-      if (has_two_panels) _tile_dpbf16ps(3, 5, 7);
-    }
+}
+
+static inline void store_tiles(int rows, int num, float* to, int64_t stride) {
+  const int64_t bytes = stride * 4;
+  _tile_stored(0, (to), (bytes));
+  if (num == 2) _tile_stored(1, (to + kPanel), (bytes));
+  if (rows > 16) {
+    _tile_stored(2, (to + 16 * stride), (bytes));
+    if (num == 2) _tile_stored(3, (to + 16 * stride + kPanel), (bytes));
   }
-  _tile_stored(0, (tile), (tile_bytes));
-  if (has_two_panels) _tile_stored(1, (tile + kPanel), (tile_bytes));
-  if (second > 0) {
-    _tile_stored(2, (tile + 16 * 2 * kPanel), (tile_bytes));
-    if (has_two_panels) _tile_stored(3, (tile + 16 * 2 * kPanel + kPanel), (tile_bytes));
-  }
+}
+
+template <PanelsIn In>
+static inline void multiply_by_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* panels,
+                                     int num_panels, int64_t depth, float* tile) {
+  const BFloat16* const from[2] = {panels, panels + depth * kPanel};
+  const BFloat16* const ahead[2] = {from[0] + kPrefetchBytes, from[1] + kPrefetchBytes};  // twice as many bytes
+  shape_tiles(rows < 16 ? rows : 16, rows - 16);
+  zero_tiles();
+  add_tiles(rows, x, stride, from, In == PanelsIn::kMemory ? ahead : nullptr, num_panels, depth, 16);
+  store_tiles(rows, num_panels, tile, kTileColumns);
 }
 
 }  // namespace outrider

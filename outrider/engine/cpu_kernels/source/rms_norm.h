@@ -29,11 +29,7 @@ static inline void rms_norm_row(const From* x, int64_t width, const float* weigh
   for (; i < width; i++) {
     const Floats value = rounded_to(broadcast(widen(x[i]) * factor), type);
     const Floats scaled = rounded_to(value * weight[i], type);
-    if constexpr (sizeof(To) == 4) {
-      to[i] = scaled[0];
-    } else {
-      to[i] = round_to_bfloat16(scaled[0]);
-    }
+    store_one(to + i, scaled[0]);
   }
 }
 

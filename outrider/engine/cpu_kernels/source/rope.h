@@ -22,13 +22,8 @@ static inline void rotate_head(const From* from, int64_t head_dim, const float* 
     const float low = widen(from[i]), high = widen(from[half + i]);
     const Floats first = rounded_to(broadcast(low * cosines[i] - high * sines[i]), type);
     const Floats second = rounded_to(broadcast(high * cosines[i] + low * sines[i]), type);
-    if constexpr (sizeof(To) == 4) {
-      to[i] = first[0];
-      to[half + i] = second[0];
-    } else {
-      to[i] = round_to_bfloat16(first[0]);
-      to[half + i] = round_to_bfloat16(second[0]);
-    }
+    store_one(to + i, first[0]);
+    store_one(to + half + i, second[0]);
   }
 }
 
