@@ -358,7 +358,7 @@ def test_a_frame_of_the_hand_off_waits_for_its_own_copy_only(gpu, monkeypatch):
     with unset_fake_temporarily():
         slots = torch.arange(5, 60)
     with OneDevice(takes_frames=True):
-        frame = cache._copies.gather(cache._rows("k", range(1, 3), slots, None), slots, cache.fence())
+        frame = cache._copies.gather(cache._rows("k", range(1, 3), range(2)), slots, cache.fence())
         assert (frame.shape, frame.device.type) == ((2, 55, 2 * 16), "cpu")
         cache.write("v", range(1, 3), slots, bytes(2 * 55 * 2 * 16 * 2))
     assert [line for line in log if line.startswith("host")] == ["host waits for copies"] * 2
