@@ -64,10 +64,6 @@ class ProfiledStep:
     nanoseconds: Mapping[str, int]  # by part; "forward.NAME" for the forward's phases
     event_loop_nanoseconds: int  # processor time of the event loop meanwhile: gRPC, beside the step
 
-    @property
-    def busy_nanoseconds(self) -> int:
-        return sum(self.nanoseconds.values()) - self.nanoseconds.get(Part.IDLE, 0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:

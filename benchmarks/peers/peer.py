@@ -18,7 +18,7 @@ class Setup:
     """How a peer is started. `speculation`: with prompt lookup, else plain."""
 
     model: Path  # directory with config.json, model.safetensors and tokenizer.json
-    dtype: str  # "auto", "float32", "bfloat16"
+    dtype: str  # "auto", "float32", "bfloat16", "int8"
     speculation: bool
     max_tokens: int  # of every answer
     num_threads: int

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import grpc
@@ -19,6 +19,7 @@ from outrider.cli.connection import (
     read_tls,
     read_token,
 )
+from outrider.cli.printable import printable
 from outrider.cli.profile_tables import engine_lines, request_lines
 from outrider.cli.request_times import ended_serials, request_times
 from outrider.client import Client
@@ -100,17 +101,19 @@ def run(arguments: argparse.Namespace) -> int:
     ended, started_at = ended_serials(arguments.page) if arguments.page else set(), time.monotonic()
     _say(f"{', '.join(targets)}: {arguments.seconds:g} s")
     profiles = [profile for profile, _ in fetch(options)]
-    print("\n".join(engine_lines(profiles)))
+    _show(engine_lines(profiles))
     if arguments.page:
         requests = list(request_times(arguments.page, ended_serials(arguments.page) - ended))
         seconds = time.monotonic() - started_at
         whole = [each for each in requests if each.age <= seconds]  # else some of their steps were not profiled
-        print("\n".join(["", *request_lines(whole or requests, profiles)]))
+        _show(["", *request_lines(whole or requests, profiles)])
     if any(not profile.steps for profile in profiles):
         sys.stdout.flush()
         _say("a node without steps serves no requests: profile it under load")
     elif arguments.output:
         ((profile, trace),) = fetch(traced)
+        if not trace:
+            raise NotFoundError(f"no step to trace within {traced.timeout_seconds:g} s: {arguments.output} is empty")
         arguments.output.write_bytes(trace)
         print(f"trace: {profile.num_traced_steps} steps in {arguments.output}")
     return 0 if any(profile.steps for profile in profiles) else 1
@@ -147,5 +150,9 @@ async def _fetch_all(
     return await asyncio.gather(*map(fetch, targets))
 
 
+def _show(lines: Iterable[str]) -> None:
+    print("\n".join(map(printable, lines)))
+
+
 def _say(message: str) -> None:
-    sys.stderr.write(f"outrider profile: {message}\n")
+    sys.stderr.write(f"outrider profile: {printable(message)}\n")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from outrider.cli.request_times import RequestTimes
+from outrider.cli.request_times import BEFORE_PREFILL, RequestTimes
 from outrider.profile import Part, Profile, ProfiledStep, StepKind, parts_in_order
 
 NAME_WIDTH, COLUMN_WIDTH = 24, 28
@@ -22,7 +22,7 @@ class Column:
 
     def cell(self, nanoseconds: int) -> str:
         """The share of the node's time, and milliseconds a step: means add up, medians do not."""
-        return f"{nanoseconds / covered(self.profile):.1%}{nanoseconds / len(self.steps) / 1e6:>11.3f}"
+        return f"{nanoseconds / max(covered(self.profile), 1):.1%}{nanoseconds / len(self.steps) / 1e6:>11.3f}"
 
     def spent(self, part: str) -> int:
         """Nanoseconds in all."""
@@ -34,15 +34,6 @@ def covered(profile: Profile) -> int:
     return sum(sum(step.nanoseconds.values()) for step in profile.steps)
 
 
-def columns_of(profiles: Iterable[Profile]) -> list[Column]:
-    return [
-        Column(profile, kind, steps)
-        for profile in profiles
-        for kind in StepKind
-        if (steps := [step for step in profile.steps if step.kind is kind])
-    ]
-
-
 def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
     """The engine threads' time by part of a step: the columns of a node add up to 100 % of the wall clock."""
     for profile in profiles:
@@ -51,7 +42,12 @@ def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
             f"{profile.seconds:.2f} s; a token has {profile.kv_bytes_per_token:,} bytes of K and V, "
             f"{profile.feature_bytes_per_token:,} of features"
         )
-    columns = columns_of(profiles)
+    columns = [
+        Column(profile, kind, steps)
+        for profile in profiles
+        for kind in StepKind
+        if (steps := [step for step in profile.steps if step.kind is kind])
+    ]
     if not columns:
         return
     yield ""
@@ -65,7 +61,7 @@ def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
     event_loop = (sum(step.event_loop_nanoseconds for step in column.steps) for column in columns)
     yield _row("beside: event loop", map(Column.cell, columns, event_loop))
     forward = [part for part in parts if part.startswith(Part.FORWARD)]
-    shares = (sum(map(column.spent, forward)) / (column.profile.seconds * 1e9) for column in columns)
+    shares = (sum(map(column.spent, forward)) / max(column.profile.seconds * 1e9, 1) for column in columns)
     yield f"  forward passes of all nodes: {sum(shares):.1%} of the wall clock"
 
 
@@ -75,40 +71,36 @@ def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile])
     What neither the router's timeline nor the steps explain is a row of its own.
     """
     if not requests:
-        yield "no request without a move ended meanwhile"
+        yield "no request ended meanwhile that one prefill and one decode node computed"
         return
-    columns = columns_of(profiles)
-    prompt = [column.steps for column in columns if column.profile.node in {each.prefill_node for each in requests}]
-    decode = [column.steps for column in columns if column.profile.node in {each.decode_node for each in requests}]
-    num_chunks, num_steps = fmean(each.num_chunks for each in requests), fmean(each.num_steps for each in requests)
-    in_prompt, in_decode = _mean_step(prompt), _mean_step(decode)
-    prefill = fmean(each.prefill for each in requests)
-    first_token = fmean(each.first_token for each in requests)
-    decoding = fmean(each.decoding for each in requests)
+
+    def mean(name: str) -> float:
+        return fmean(getattr(each, name) for each in requests)
+
+    in_prompt = _mean_step(profiles, {each.prefill_node for each in requests})
+    in_decode = _mean_step(profiles, {each.decode_node for each in requests})
+    num_chunks, num_steps, step, total = mean("num_chunks"), mean("num_steps"), sum(in_decode.values()), mean("total")
     rows = [
-        ("encode", fmean(each.encode for each in requests)),
-        ("queue", fmean(each.queue for each in requests)),
-        ("open (grant)", fmean(each.open for each in requests)),
+        *((name, mean(name)) for name in BEFORE_PREFILL),
         *((f"prefill {part}", num_chunks * seconds) for part, seconds in in_prompt.items()),
-        ("prefill: others, wire", prefill - num_chunks * sum(in_prompt.values())),
-        ("KV out and in, exposed", fmean(each.transfer for each in requests)),
-        ("KV commit", fmean(each.commit for each in requests)),
-        ("decode: joins the batch", first_token - sum(in_decode.values())),
+        ("prefill: others, wire", mean("prefill") - num_chunks * sum(in_prompt.values())),
+        ("KV out and in, exposed", mean("transfer")),
+        ("KV commit", mean("commit")),
+        ("decode: joins the batch", mean("first_token") - step),
         *((f"decode {part}", num_steps * seconds) for part, seconds in in_decode.items()),
-        ("decode: unexplained", decoding - (num_steps - 1) * sum(in_decode.values())),
-        ("router: unexplained", fmean(each.unexplained for each in requests)),
+        ("decode: unexplained", mean("decoding") - (num_steps - 1) * step),
     ]
-    total = fmean(each.total for each in requests)
-    tokens = f"{fmean(each.num_prompt_tokens for each in requests):.0f} prompt tokens"
+    rows.append(("router: unexplained", total - sum(seconds for _, seconds in rows)))
+    tokens = f"{mean('num_prompt_tokens'):.0f} prompt tokens"
     yield f"a request, mean of {len(requests)}: {tokens}, {num_chunks:.1f} chunks, {num_steps:.0f} steps"
     for name, seconds in rows:
-        yield f"  {name:<{NAME_WIDTH}}{seconds * 1e3:>10.1f} ms{seconds / total:>8.1%}"
-    yield f"  {'total':<{NAME_WIDTH}}{sum(seconds for _, seconds in rows) * 1e3:>10.1f} ms"
+        yield f"  {name:<{NAME_WIDTH}}{seconds * 1e3:>10.1f} ms{seconds / max(total, 1e-9):>8.1%}"
+    yield f"  {'total':<{NAME_WIDTH}}{total * 1e3:>10.1f} ms"
 
 
-def _mean_step(groups: Sequence[Sequence[ProfiledStep]]) -> Mapping[str, float]:
-    """Seconds of a step by part, without idle time: of a step that a request waits for."""
-    steps = [step for group in groups for step in group]
+def _mean_step(profiles: Iterable[Profile], nodes: Collection[str]) -> Mapping[str, float]:
+    """Seconds of a step of these nodes by part, without idle time: of a step that a request waits for."""
+    steps = [step for profile in profiles if profile.node in nodes for step in profile.steps]
     return {part: fmean(step.nanoseconds.get(part, 0) for step in steps) / 1e9 for part in parts_in_order(steps)}
 
 
@@ -118,4 +110,6 @@ def _shape(steps: Sequence[ProfiledStep]) -> str:
 
 
 def _row(name: str, cells: Iterable[str]) -> str:
-    return f"  {name:<{NAME_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
+    """Of a long address the port is left."""
+    ends = (cell[1 - COLUMN_WIDTH :] for cell in cells)
+    return f"  {name:<{NAME_WIDTH}.{NAME_WIDTH}}" + "".join(f"{end:>{COLUMN_WIDTH}}" for end in ends)

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from outrider.cli.config import sections_of
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.cli.printable import printable
 from outrider.client import Client
 from outrider.client.replay import Difference, check_model, describe_gap, replay, why_not_replayable
 from outrider.config.arguments import add_settings_arguments, load_arguments
@@ -92,8 +93,7 @@ def _replay(client: Client, receipt: Receipt) -> int:
 
 def _say(text: str, file: TextIO | None = None) -> None:
     """A line on standard output, or in `file`. What receipts and nodes say is not for a terminal to obey."""
-    shown = "".join(character if character.isprintable() else "?" for character in text)
-    (file or sys.stdout).write(f"{shown}\n")
+    (file or sys.stdout).write(f"{printable(text)}\n")
 
 
 def _describe(client: Client, found: Difference) -> str:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-from urllib.error import URLError
+from http import HTTPStatus
+from http.client import HTTPException
+from typing import Any, TypeVar
+from urllib.error import HTTPError
 
+from outrider.cli.printable import printable
 from outrider.errors import PeerLostError
 
 PAGE_SECONDS = 10.0
+MAX_PAGE_BYTES = 32 << 20
+ENDED = "finished"
+BEFORE_PREFILL = ("encode", "queue", "open")
+MAX_NUMBER = 1e9
+"""Of seconds and tokens: a request has fewer, and sums of these are finite."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """One request that ended, in seconds of the router's clock, one after the other: together they are `total`."""
+    """One request that ended. `encode` to `decoding` follow each other, in seconds of the router's clock."""
 
     prefill_node: str
     decode_node: str
@@ -34,63 +44,70 @@ class RequestTimes:
     total: float  # from arrival to the end
     age: float  # from arrival to now
 
-    @property
-    def unexplained(self) -> float:
-        until_decoding = self.encode + self.queue + self.open + self.prefill + self.transfer + self.commit
-        return self.total - until_decoding - self.first_token - self.decoding
-
 
 def ended_serials(page: str) -> set[int]:
     """Of requests that have ended. Raises: PeerLostError."""
-    return {each["serial"] for each in _get(page, "/api/requests")["requests"] if each["state"] == "finished"}
+    return _get(page, "", lambda found: {int(one["serial"]) for one in found["requests"] if one["state"] == ENDED})
 
 
 def request_times(page: str, serials: set[int]) -> Iterator[RequestTimes]:
-    """Of those that were computed in one attempt by a prefill and a decode node. Raises: PeerLostError."""
-    for serial in sorted(serials):
-        found = _times(_get(page, f"/api/requests/{serial}"))
-        if found is not None:
-            yield found
+    """Of those that a prefill and a decode node computed in one attempt, and that the page still knows from end to end.
+
+    Raises: PeerLostError.
+    """
+    return filter(None, (_get(page, f"/{serial}", _times) for serial in sorted(serials)))
 
 
-def _times(request: dict[str, Any]) -> RequestTimes | None:
+def _times(request: Any) -> RequestTimes | None:
+    """`request`: None where it is forgotten. Raises what comes of values of other types."""
+    if request is None or request["attempts"] != 1 or request["num_dropped_steps"]:
+        return None
     spans: dict[str, list[dict[str, Any]]] = {}
     for span in request["spans"]:
+        if span["end"] is None:
+            return None
         spans.setdefault(span["kind"], []).append(span)
-    steps, chunks = request["steps"], spans.get("prefill_chunk")
-    if request["attempts"] != 1 or not chunks or not steps or len(spans.get("decode", ())) != 1:
+    prefills, chunks, decodes = (spans.get(kind, ()) for kind in ("prefill", "prefill_chunk", "decode"))
+    if not (len(prefills) == len(decodes) == 1 and chunks and request["steps"]):
         return None
-    (prefill,), (decode,) = spans["prefill"], spans["decode"]
     computed_at = max(span["end"] for span in chunks)
     pushed_at = max([computed_at, *(span["end"] for span in spans.get("kv_frame", ()))])
-
-    def seconds(kind: str) -> float:
-        return sum((span["end"] - span["start"] for span in spans.get(kind, ())), 0.0)
-
+    decoding_at, first_token_at = decodes[0]["start"], request["ttft_seconds"]
+    numbers: dict[str, Any] = {
+        "num_prompt_tokens": request["num_prompt_tokens"],
+        **{kind: sum(span["end"] - span["start"] for span in spans.get(kind, ())) for kind in BEFORE_PREFILL},
+        "prefill": computed_at - prefills[0]["start"],
+        "transfer": pushed_at - computed_at,
+        "commit": decoding_at - pushed_at,
+        "first_token": first_token_at - decoding_at,
+        "decoding": request["steps"][-1]["at"] - first_token_at,
+        "total": request["e2e_seconds"],
+        "age": request["age_seconds"],
+    }
+    if not all(abs(number) <= MAX_NUMBER for number in numbers.values()):  # nor is it so of NaN
+        raise ValueError(f"no times of a request: {numbers}")
     return RequestTimes(
-        prefill_node=prefill["node"],
-        decode_node=decode["node"],
-        num_prompt_tokens=request["num_prompt_tokens"],
+        prefill_node=str(prefills[0]["node"]),
+        decode_node=str(decodes[0]["node"]),
         num_chunks=len(chunks),
-        num_steps=len({step["at"] for step in steps}),
-        encode=seconds("encode"),
-        queue=seconds("queue"),
-        open=seconds("open"),
-        prefill=computed_at - prefill["start"],
-        transfer=pushed_at - computed_at,
-        commit=decode["start"] - pushed_at,
-        first_token=request["ttft_seconds"] - decode["start"],
-        decoding=steps[-1]["at"] - request["ttft_seconds"],
-        total=request["e2e_seconds"],
-        age=request["age_seconds"],
+        num_steps=len({step["at"] for step in request["steps"]}),
+        **numbers,
     )
 
 
-def _get(page: str, path: str) -> dict[str, Any]:
-    url = f"{page if '://' in page else f'http://{page}'}".rstrip("/") + path
+def _get(page: str, path: str, parse: Callable[[Any], T]) -> T:
+    """What `parse` makes of a page's figures, or of None where it does not know them. Raises: PeerLostError."""
+    url = f"{page if '://' in page else f'http://{page}'}".rstrip("/") + "/api/requests" + path
     try:
-        with urllib.request.urlopen(url, timeout=PAGE_SECONDS) as answer:  # noqa: S310 whose scheme the operator chose
-            value: dict[str, Any] = json.load(answer)
-    except (URLError, TimeoutError, ValueError) as error:
-        raise PeerLostError(f"{url}: {error}") from error
-    return value
+        try:
+            with urllib.request.urlopen(url, timeout=PAGE_SECONDS) as answer:  # noqa: S310 whose scheme the operator chose
+                found = json.loads(answer.read(MAX_PAGE_BYTES))
+        except HTTPError as error:
+            if error.code != HTTPStatus.NOT_FOUND:
+                raise
+            found = None
+        return parse(found)
+    except (OSError, HTTPException) as error:
+        raise PeerLostError(printable(f"{url}: {error}")) from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise PeerLostError(printable(f"{url} has no figures of requests: {error!r}")) from error

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import socket
+from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -55,6 +58,13 @@ def test_the_columns_of_a_node_add_up_to_its_time():
     assert last == "  forward passes of all nodes: 12.0% of the wall clock"
 
 
+def test_a_node_may_say_anything():
+    nothing = Profile(node="\x1b[2Jx" * 9, seconds=0.0, steps=(step(), step(StepKind.PROMPT, **{"p" * 99: 0})))
+    lines = [*engine_lines([nothing]), *request_lines([], [nothing])]
+    assert "0.0% of the wall clock" in lines[-2]
+    assert len({len(line) for line in lines[2:-2]}) == 1  # columns stay below each other
+
+
 def span(kind, start, end, node=""):
     return {"kind": kind, "start": start, "end": end, "node": node}
 
@@ -67,6 +77,7 @@ REQUEST = {
     "ttft_seconds": 0.5,
     "e2e_seconds": 0.7,
     "age_seconds": 3.5,
+    "num_dropped_steps": 0,
     "spans": [
         span("encode", 0.0, 0.01),
         span("queue", 0.01, 0.04),
@@ -81,22 +92,16 @@ REQUEST = {
 }
 
 
-@pytest.fixture
-def page():
-    """A router's page that knows one request, one that was aborted, and one that moved."""
-    requests = {
-        7: REQUEST,
-        8: REQUEST | {"serial": 8, "state": "aborted"},
-        9: REQUEST | {"serial": 9, "attempts": 2},
-    }
+@contextmanager
+def serving(answer):
+    """host:port of a page; `answer` gets the path and returns bytes, or None for what is not there."""
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self):
-            serial = self.path.removeprefix("/api/requests/")
-            found = requests[int(serial)] if serial.isdecimal() else {"requests": list(requests.values())}
-            self.send_response(200)
+            found = answer(self.path)
+            self.send_response(404 if found is None else 200)
             self.end_headers()
-            self.wfile.write(json.dumps(found).encode())
+            self.wfile.write(found or b"")
 
         def log_message(self, *_arguments):
             pass
@@ -109,15 +114,38 @@ def page():
         thread.join(30)
 
 
+@pytest.fixture
+def page():
+    """A router's page that knows one request, and others that are left out, each for another reason."""
+    cut = [span("decode", 0.35, None, "decode"), *(each for each in REQUEST["spans"] if each["kind"] != "decode")]
+    requests = {
+        7: REQUEST,
+        8: REQUEST | {"serial": 8, "state": "aborted"},
+        9: REQUEST | {"serial": 9, "attempts": 2},
+        10: REQUEST | {"serial": 10, "num_dropped_steps": 3},
+        11: REQUEST | {"serial": 11, "spans": cut},
+        12: REQUEST | {"serial": 12, "spans": [*REQUEST["spans"], span("prefill", 0.04, 0.05, "prefill")]},
+        13: REQUEST | {"serial": 13, "steps": []},
+    }
+
+    def answer(path):
+        serial = path.removeprefix("/api/requests/")
+        found = requests.get(int(serial)) if serial.isdecimal() else {"requests": list(requests.values())}
+        return None if found is None else json.dumps(found).encode()
+
+    with serving(answer) as address:
+        yield address
+
+
 def test_the_rows_of_a_request_add_up_to_its_time(page):
-    assert ended_serials(page) == {7, 9}
-    requests = list(request_times(f"http://{page}/", {7, 9}))
+    assert ended_serials(page) == {7, 9, 10, 11, 12, 13}
+    requests = list(request_times(f"http://{page}/", {*ended_serials(page), 14}))  # 14 is forgotten meanwhile
     lines = [line.strip() for line in request_lines(requests, [PREFILL, DECODE])]
     assert lines == [
         "a request, mean of 1: 12 prompt tokens, 1.0 chunks, 2 steps",
         "encode                        10.0 ms    1.4%",
         "queue                         30.0 ms    4.3%",
-        "open (grant)                  10.0 ms    1.4%",
+        "open                          10.0 ms    1.4%",
         "prefill cpu_turn              60.0 ms    8.6%",
         "prefill forward.linear        40.0 ms    5.7%",
         "prefill: others, wire        150.0 ms   21.4%",
@@ -135,8 +163,56 @@ def test_the_rows_of_a_request_add_up_to_its_time(page):
 
 
 def test_a_page_that_does_not_answer_is_named():
-    with pytest.raises(PeerLostError, match=r"http://127\.0\.0\.1:1/api/requests"):
-        ended_serials("127.0.0.1:1")
+    for page in ("127.0.0.1:1", "127.0.0.1:none"):
+        with pytest.raises(PeerLostError, match=rf"http://{page}/api/requests: "):
+            ended_serials(page)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        b'{"requests": [{"serial": "\x1b"}]}',
+        None,
+        *(
+            json.dumps(REQUEST | changed).encode()
+            for changed in (
+                {"spans": [{}]},
+                {"steps": "x"},
+                {"ttft_seconds": None},
+                {"e2e_seconds": float("nan")},
+                {"e2e_seconds": 10**400},
+                {"num_prompt_tokens": "12"},
+            )
+        ),
+    ],
+)
+def test_a_page_of_something_else_is_named(answer):
+    with serving(lambda _path: answer) as page:
+        with pytest.raises(PeerLostError, match="no figures of requests") as caught:
+            ended_serials(page)
+        if answer and answer.startswith(b'{"serial"'):
+            with pytest.raises(PeerLostError, match="no figures of requests") as caught:
+                list(request_times(page, {1}))
+    assert str(caught.value).isprintable()
+
+
+def test_a_page_that_hangs_up_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
+        host, port = silent.getsockname()
+
+        def hang_up():
+            silent.accept()[0].close()
+
+        hanging_up = Thread(target=hang_up)
+        hanging_up.start()
+        with pytest.raises(PeerLostError, match=r"/api/requests: "):
+            ended_serials(f"{host}:{port}")
+        hanging_up.join(30)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +230,35 @@ def test_what_cannot_be_profiled_is_one_clear_line(capsys, arguments, message):
     shown = capsys.readouterr().err.splitlines()[-1]
     assert shown.startswith("outrider profile: ")
     assert message in shown
+
+
+@pytest.fixture
+def profiled(monkeypatch):
+    """Sets what a node answers, profile by profile: (profile, trace)."""
+
+    def answer(*profiles):
+        answers = iter(profiles)
+
+        async def fetch(_channel, _options, *, target):
+            assert target == "node:1"
+            return next(answers)
+
+        monkeypatch.setattr("outrider.cli.profile.fetch_profile", fetch)
+
+    return answer
+
+
+def test_a_trace_without_steps_is_not_said_to_be_one(profiled, tmp_path, capsys):
+    profiled((DECODE, b""), (Profile(node="decode"), b""))
+    assert main(["profile", "--node", "node:1", "--output", str(tmp_path / "trace.json.gz")]) == 1
+    shown = capsys.readouterr()
+    assert "trace:" not in shown.out
+    assert "no step to trace within 30 s" in shown.err
+
+
+def test_what_a_node_says_is_not_for_a_terminal_to_obey(profiled, capsys):
+    profiled((replace(DECODE, node="\x1b[2J"), b""))
+    assert main(["profile", "--node", "node:1"]) == 0
+    shown = capsys.readouterr().out
+    assert "?[2J: 3 steps" in shown
+    assert shown.replace("\n", "").isprintable()

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.engine.kv_cache.base import AttentionKernels
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.copy_stream import CopyStream, Fence
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
 from outrider.engine.memory import free_main_memory_bytes
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.transfer import upload_ids
@@ -181,7 +181,7 @@ class PagedKVCache:
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         """The ranges of heads in which `read` is cheapest: here all are in one place."""
-        return (range(self._plane(plane).num_heads),)
+        return (range(find_plane(self.planes, plane).num_heads),)
 
     def read(
         self, plane: str, layers: range, slots: Tensor, after: Fence | None = None, *, heads: range | None = None
@@ -221,7 +221,7 @@ class PagedKVCache:
         InternalError, nothing written, when a range or the size does not fit.
         """
         heads = self._checked(plane, layers, slots, heads)
-        expected = len(layers) * slots.numel() * len(heads) * self._plane(plane).bytes_per_head
+        expected = len(layers) * slots.numel() * len(heads) * find_plane(self.planes, plane).bytes_per_head
         view = memoryview(payload).cast("B")
         if view.nbytes != expected:
             raise InternalError(f"{view.nbytes} bytes for {expected} of plane {plane}, layers {layers}")
@@ -238,25 +238,15 @@ class PagedKVCache:
         data: np.ndarray = rows.view(torch.uint8).numpy()
         data[:, slots.numpy()] = array.reshape(len(layers), slots.numel(), -1)
 
-    def _plane(self, name: str) -> PlaneSpec:
-        for plane in self.planes:
-            if plane.name == name:
-                return plane
-        raise InternalError(f"no plane {name!r} in the KV cache, only {', '.join(plane.name for plane in self.planes)}")
-
     def _checked(self, plane: str, layers: range, slots: Tensor, heads: range | None) -> range:
         """The heads, after all bounds have been checked."""
-        spec = self._plane(plane)
+        spec = find_plane(self.planes, plane)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
             raise InternalError(f"layers {layers} of {spec.num_layers}")
         ids = slots.numpy()
         if ids.size and not 0 <= ids.min() <= ids.max() < self.num_blocks * self.block_size:
             raise InternalError(f"slots outside {self.num_blocks} blocks of {self.block_size}")
-        if heads is None:
-            return range(spec.num_heads)
-        if heads.step != 1 or not 0 <= heads.start < heads.stop <= spec.num_heads:
-            raise InternalError(f"heads {heads} of {spec.num_heads}")
-        return heads
+        return spec.checked_heads(heads)
 
     def _rows(self, plane: str, layers: range, heads: range) -> Tensor:
         """The plane as [layers, slots, heads * dim]."""

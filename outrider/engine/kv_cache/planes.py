@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.errors import InternalError
 from outrider.node import DTYPE_BYTES
 
 FEATURE_PLANE_PREFIX = "feature-"
@@ -39,3 +41,19 @@ class PlaneSpec:
     def bytes_per_token(self) -> int:
         """In all layers."""
         return self.num_layers * self.bytes_per_token_per_layer
+
+    def checked_heads(self, heads: range | None) -> range:
+        """All where it is None. Raises: InternalError."""
+        if heads is None:
+            return range(self.num_heads)
+        if heads.step != 1 or not 0 <= heads.start < heads.stop <= self.num_heads:
+            raise InternalError(f"heads {heads} of {self.num_heads}")
+        return heads
+
+
+def find_plane(planes: Sequence[PlaneSpec], name: str) -> PlaneSpec:
+    """Raises: InternalError."""
+    for plane in planes:
+        if plane.name == name:
+            return plane
+    raise InternalError(f"no plane {name!r} in the KV cache, only {', '.join(plane.name for plane in planes)}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.engine.kv_cache.copy_stream import Fence
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import find_plane
 from outrider.engine.ranks.commands import CopyBlocks, Mark, MoveSlots, ReadKv, WriteKv
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.heads import HeadShare, shares_of, split_heads
@@ -43,16 +43,15 @@ class ShardedKVCache:
             plane if plane.is_feature else replace(plane, num_heads=plane.num_heads * ranks.size)
             for plane in local.planes
         )
-        self._planes = {plane.name: plane for plane in self.planes}
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         """Those of each rank, in order; of features rank 0 alone has any."""
-        spec = self._plane(plane)
+        spec = find_plane(self.planes, plane)
         return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
 
     def layers(self, plane: str) -> tuple[Tensor, ...]:
         """Of a plane that rank 0 alone has."""
-        assert self._plane(plane).is_feature
+        assert find_plane(self.planes, plane).is_feature
         return self.local.layers(plane)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -72,7 +71,7 @@ class ShardedKVCache:
         self, plane: str, layers: range, slots: Tensor, after: RankFence | None = None, *, heads: range | None = None
     ) -> np.ndarray:
         """As PagedKVCache.read, of the whole model's heads. Raises RankLostError as well."""
-        heads = self._checked(plane, heads)
+        heads = find_plane(self.planes, plane).checked_heads(heads)
         fence = after or self.fence()
         parts = []
         for share in shares_of(heads, self.head_ranges(plane)):
@@ -98,10 +97,10 @@ class ShardedKVCache:
         heads: range | None = None,
     ) -> None:
         """Writes what `read` gave; each rank its own heads. Raises: InternalError, RankLostError."""
-        heads = self._checked(plane, heads)
+        heads = find_plane(self.planes, plane).checked_heads(heads)
         view = memoryview(payload).cast("B")
         num_cells = len(layers) * slots.numel()
-        head_bytes = self._plane(plane).bytes_per_head
+        head_bytes = find_plane(self.planes, plane).bytes_per_head
         if view.nbytes != num_cells * len(heads) * head_bytes:
             raise InternalError(f"{view.nbytes} bytes for {num_cells} cells of plane {plane}, {len(heads)} heads")
         if not num_cells:
@@ -117,16 +116,3 @@ class ShardedKVCache:
                     plane=plane, layers=layers, slots=slots.numpy(), heads=share.local, after=fence.mark, payload=part
                 )
                 self._ranks.ask(share.rank, request)
-
-    def _plane(self, name: str) -> PlaneSpec:
-        if name not in self._planes:
-            raise InternalError(f"no plane {name!r} in the KV cache, only {', '.join(self._planes)}")
-        return self._planes[name]
-
-    def _checked(self, plane: str, heads: range | None) -> range:
-        num_heads = self._plane(plane).num_heads
-        if heads is None:
-            return range(num_heads)
-        if heads.step != 1 or not 0 <= heads.start < heads.stop <= num_heads:
-            raise InternalError(f"heads {heads} of {num_heads}")
-        return heads
