@@ -1,8 +1,8 @@
-"""Others' words on a terminal."""
+"""Text from other processes, made safe to print on a terminal."""
 
 from __future__ import annotations
 
 
-def printable(words: str) -> str:
-    """On one line, with question marks for what a terminal would obey."""
-    return "".join(character if character.isprintable() else "?" for character in words)
+def printable(text: str) -> str:
+    """On one line, with a question mark for each control character, which a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -37,9 +37,9 @@ class RequestTimes:
     queue: float
     open: float  # until the decode node has granted its place
     prefill: float  # from the call to the end of the last chunk
-    transfer: float  # from there until the decode node has acknowledged the last frame of KV: what nothing hid
-    commit: float  # from there to its word that all KV is there
-    first_token: float  # from there
+    transfer: float  # from the end of `prefill` until the decode node has acknowledged the last frame of KV
+    commit: float  # from the end of `transfer` until the decode node says that all KV is there
+    first_token: float  # from the end of `commit` to the first token
     decoding: float  # from the first token to the last
     total: float  # from arrival to the end
     age: float  # from arrival to now
@@ -59,7 +59,10 @@ def request_times(page: str, serials: set[int]) -> Iterator[RequestTimes]:
 
 
 def _times(request: Any) -> RequestTimes | None:
-    """`request`: None where it is forgotten. Raises what comes of values of other types."""
+    """`request`: None where the page does not have it any more.
+
+    Raises: ValueError, TypeError, KeyError or IndexError where it is not of the expected form.
+    """
     if request is None or request["attempts"] != 1 or request["num_dropped_steps"]:
         return None
     spans: dict[str, list[dict[str, Any]]] = {}
@@ -96,7 +99,7 @@ def _times(request: Any) -> RequestTimes | None:
 
 
 def _get(page: str, path: str, parse: Callable[[Any], T]) -> T:
-    """What `parse` makes of a page's figures, or of None where it does not know them. Raises: PeerLostError."""
+    """What `parse` makes of the JSON under this path, or of None where the page has none. Raises: PeerLostError."""
     url = f"{page if '://' in page else f'http://{page}'}".rstrip("/") + "/api/requests" + path
     try:
         try:

@@ -174,8 +174,8 @@ struct OutriderDecoder {
   int32_t keeps_normalised;   // what is kept of a row as its own hidden state: behind the final norm
 };
 
-// What is kept of each row for a drafter head (../../features.py): the residual stream after some layers ("taps"), in the
-// decoder's type, normalised where there are norms, and multiplied by a matrix.
+// What is kept of each row for a drafter head (../../features.py): the residual stream after some layers ("taps"),
+// in the decoder's type, normalised where there are norms, and multiplied by a matrix.
 struct OutriderFeatures {
   int64_t num_taps;
   const int64_t* taps;        // [num_taps]: numbers of layers, 0 … num_layers
@@ -196,9 +196,9 @@ OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspa
                                              void* const* key_caches, void* const* value_caches,
                                              const OutriderFeatures* features, int64_t first, int64_t last);
 
-// Logits [num_logits, vocab_size] of the given rows [num_logits] after the last layer; for none of
-// them nothing is done. With `columns` [decoder->vocab_size], each logit goes to that one of num_columns, and the others
-// are -infinity. `states` [num_logits, hidden] of the decoder's type or null: hidden states of these rows.
+// Logits [num_logits, vocab_size] of the given rows [num_logits] after the last layer; for none of them nothing is
+// done. With `columns` [decoder->vocab_size], each logit goes to that one of num_columns, and the others are
+// -infinity. `states` [num_logits, hidden] of the decoder's type or null: hidden states of these rows.
 OUTRIDER_API int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
                                              const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
                                              float* logits, const int64_t* columns, int64_t num_columns, void* states);

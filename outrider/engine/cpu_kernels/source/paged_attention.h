@@ -113,8 +113,8 @@ struct PagedAttention {
     return static_cast<int64_t>(plan.is_split ? plan.spans.size() : plan.tiles.size()) * options.num_kv_heads;
   }
 
-  // One task. `store_row(row, head, values, factor)` receives finished rows, for it to apply `finished_values` to; those
-  // of a split plan are finished by the tasks of `finish_split`, once all of these are done.
+  // One task. `store_row(row, head, values, factor)` receives finished rows, for it to apply `finished_values` to;
+  // those of a split plan are finished by the tasks of `finish_split`, once all of these are done.
   template <class Store>
   void run(int64_t task, AttentionScratch<KV>& scratch, Store&& store_row) const {
     const int64_t index = task / options.num_kv_heads, head = task % options.num_kv_heads;

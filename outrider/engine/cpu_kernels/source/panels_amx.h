@@ -46,8 +46,8 @@ static inline void shape_tiles(int first_rows, int second_rows, int lines = 16) 
   _tile_loadconfig(&shapes);
 }
 
-// Adds x [rows, depth at `stride`] times one or two panels at `from` to tiles 0 … 3, which are shaped for these rows and
-// for steps of 2 * `lines` of depth. Prefetches what lies at `ahead`, if that is not null.
+// Adds x [rows, depth at `stride`] times one or two panels at `from` to tiles 0 … 3, which are shaped for these rows
+// and for steps of 2 * `lines` of depth. Prefetches what lies at `ahead`, if that is not null.
 static inline void add_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* const* from,
                              const BFloat16* const* ahead, int num, int64_t depth, int lines) {
   const int64_t x_bytes = stride * 2;

@@ -29,7 +29,8 @@ static inline Products multiply_even_lanes(Products a, Products b) {
 // Both halves of the 64-bit products of all lanes.
 static inline void multiply_wide(Words a, uint32_t multiplier, Words& high, Words& low) {
   const Products factors = reinterpret_cast<Products>(a), multipliers = Products{} + multiplier;
-  const Products even = multiply_even_lanes(factors, multipliers), odd = multiply_even_lanes(factors >> 32, multipliers);
+  const Products even = multiply_even_lanes(factors, multipliers);
+  const Products odd = multiply_even_lanes(factors >> 32, multipliers);
   high = reinterpret_cast<Words>((even >> 32) | (odd & ~0xffffffffull));
   low = reinterpret_cast<Words>((even & 0xffffffff) | (odd << 32));
 }

@@ -127,7 +127,8 @@ void Turns::announce() {
 
 void Turns::wait(uint32_t seen, int64_t nanoseconds) const {
 #if defined(__linux__)
-  const timespec limit{static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
+  const int64_t seconds = nanoseconds / 1'000'000'000, rest = nanoseconds % 1'000'000'000;
+  const timespec limit{static_cast<time_t>(seconds), static_cast<long>(rest)};
   if (nanoseconds > 0) syscall(SYS_futex, &changes_, FUTEX_WAIT, seen, &limit, nullptr, 0);
 #else
   constexpr int64_t kLook = 200'000;  // there is nothing to sleep on
