@@ -34,6 +34,7 @@ from outrider.config.resolve import parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.locate import is_at_hand
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
 
@@ -138,6 +139,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
             for role, settings in by_role.items()
         },
         log_directory=arguments.log_dir,
+        locate_model=not is_at_hand(sections["model"]),
     )
     return Cluster(config, launch)
 

@@ -38,7 +38,7 @@ class Launch:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     log_directory: Path | None = None  # None: a temporary one, removed after an end without errors
     command: Callable[[str], Sequence[str]] = lambda role: [sys.executable, "-m", role]  # of a role
-    locate_model: bool = True
+    locate_model: bool = True  # by a process before all others, which shows how far a download is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

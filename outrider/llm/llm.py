@@ -29,7 +29,7 @@ from outrider.llm.outputs import RequestOutput
 from outrider.llm.prompts import PromptType, Request, Source, for_each, read_conversations, read_prompts
 from outrider.llm.sampling_params import SamplingParams
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
-from outrider.model_hub.locate import locate_model
+from outrider.model_hub.locate import is_at_hand, locate_model
 
 SEED_BITS = 53
 """As the router draws seeds."""
@@ -88,6 +88,7 @@ class LLM:
             overrides=(*resolved.overrides, *overrides),
             node_overrides=memory_shares(config, resolved),
             log_directory=None if log_dir is None else Path(log_dir),
+            locate_model=not is_at_hand(self._model),
             # -P: what lies in the working directory of a script is not mistaken for a service.
             command=lambda role: [sys.executable, "-P", "-m", role],
         )

@@ -54,6 +54,11 @@ _PIP = (
 """pip, but gone with the process that wanted it: otherwise it would go on loading for nobody."""
 
 
+def default_directory(cache_directory: Path) -> Path:
+    """Where the converted model is, or will be: complete or absent."""
+    return cache_directory / DIRECTORY_NAME
+
+
 def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progress) -> Path:
     """The directory of the converted model; downloads and converts at the first call on this machine.
 
@@ -62,7 +67,7 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
     checked by size and samples against what was written. Raises ModelError when it cannot
     be fetched, or when the cache is damaged, full or not writable.
     """
-    directory = cache_directory / DIRECTORY_NAME
+    directory = default_directory(cache_directory)
     try:
         if not directory.is_dir():
             cache_directory.mkdir(parents=True, exist_ok=True)

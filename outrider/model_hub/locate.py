@@ -9,7 +9,7 @@ from pathlib import Path
 from outrider.cache_directory import user_cache_directory
 from outrider.errors import ModelError, NotFoundError
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
-from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, ensure_default_model
+from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, default_directory, ensure_default_model
 from outrider.model_hub.progress import Progress, no_progress
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -29,6 +29,13 @@ class ModelLocation:
 def cache_directory(config: ModelConfig) -> Path:
     """Where converted models are kept."""
     return Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_directory()
+
+
+def is_at_hand(config: ModelConfig) -> bool:
+    """Whether nodes find the model on this machine, with nothing to download or to convert."""
+    if config.id == DEFAULT_MODEL_ID:
+        return default_directory(cache_directory(config)).is_dir()
+    return (Path(config.id).expanduser() / "config.json").is_file()
 
 
 def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> ModelLocation:
