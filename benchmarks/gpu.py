@@ -29,12 +29,13 @@ from benchmarks.three_lines.models import ModelPair
 from outrider.bench.machine import describe_machine
 from outrider.bench.prompts import DEFAULT_PROMPTS
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.device import device_type
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.load import load_model
@@ -128,7 +129,7 @@ class Node:
 
     def busy(self, shape: Shape, repeats: int = 5) -> float | None:
         """The share of time in which the device computes; None on a CPU."""
-        if self.device.type != "cuda":
+        if device_type(self.device) != "cuda":
             return None
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             started = time.perf_counter()
@@ -138,9 +139,11 @@ class Node:
         return sum(event.self_device_time_total for event in profile.key_averages()) * 1e-6 / passed
 
 
-def bytes_per_second(device: torch.device) -> float:
+def bytes_per_second(device: str) -> float:
     """Of a large copy, reads and writes together: the best of ten."""
-    source = torch.ones(COPY_BYTES if device.type == "cuda" else COPY_BYTES >> 4, dtype=torch.uint8, device=device)
+    source = torch.ones(
+        COPY_BYTES if device_type(device) == "cuda" else COPY_BYTES >> 4, dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(10):
@@ -152,8 +155,8 @@ def bytes_per_second(device: torch.device) -> float:
     return 2 * source.numel() / best
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
+def wait(device: str) -> None:
+    if device_type(device) == "cuda":
         torch.cuda.synchronize(device)
 
 
@@ -188,7 +191,7 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
     )
     node = Node(config, num_seqs=max(arguments.batches), context=arguments.context)
     machine = describe_machine()
-    is_gpu = node.device.type == "cuda"
+    is_gpu = device_type(node.device) == "cuda"
     name = torch.cuda.get_device_name(node.device) if is_gpu else machine.processor
     bandwidth = bytes_per_second(node.device)
     yield f"# {node.loaded.info.name} on {name}\n"

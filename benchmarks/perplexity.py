@@ -71,7 +71,8 @@ def forwards(variant: str, pieces: Sequence[list[int]]) -> Iterator[Tensor]:
     cache = PagedKVCache(loaded.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
     runner = ModelRunner(loaded, cache, make_attention_backend())
     for ids in pieces:
-        yield runner.forward(build_input_batch([SequenceRows(ids, 0, list(blocks), len(ids))], BLOCK_SIZE))
+        batch = build_input_batch([SequenceRows(ids, 0, list(blocks), len(ids))], BLOCK_SIZE)
+        yield torch.as_tensor(runner.forward(batch))
 
 
 if __name__ == "__main__":

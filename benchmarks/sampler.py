@@ -1,4 +1,4 @@
-"""What a step's decisions cost, by torch and by the native kernels: milliseconds for several logits and settings.
+"""What a step's decisions cost, by numpy, torch and the native kernels: milliseconds for several logits and settings.
 
     python benchmarks/sampler.py [--vocab-size 49152] [--threads 2] [--rounds 200]
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.bench.machine import describe_machine
+from outrider.engine.arrays import Array
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary, Team
 from outrider.engine.cpu_kernels.paths import choose_kernels
@@ -76,7 +77,7 @@ class Timed:
         ]
         self.seconds: list[float] = []
 
-    def decide(self, logits: torch.Tensor, position: int) -> list[int]:
+    def decide(self, logits: Array, position: int) -> list[int]:
         draft = (1,) * (self._num_rows - 1)
         rows = [SampleRows(state, position, draft) for state in self._states]
         started = time.perf_counter()
@@ -98,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     library = KernelLibrary(choice.library)
     team = CpuKernels(library, Team(library, arguments.threads))
-    known = torch.ones(arguments.vocab_size, dtype=torch.bool)
+    known = np.ones(arguments.vocab_size, dtype=np.bool_)
     samplers = {
         name: Sampler(vocab_size=arguments.vocab_size, known_token_ids=known, kernels=kernels)
-        for name, kernels in (("native", team), ("torch", None))
+        for name, kernels in (("native", team), ("numpy", None), ("torch", None))
     }
     machine = describe_machine()
     print(f"{machine.processor}, {machine.num_cores} cores, {machine.system}, commit {machine.commit}")
@@ -109,13 +110,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     rng = np.random.default_rng(0)
     for kind, make in KINDS.items():
         for num_sequences, num_rows in STEPS:
-            logits = torch.from_numpy(make(rng, num_sequences * num_rows, arguments.vocab_size))
+            logits = make(rng, num_sequences * num_rows, arguments.vocab_size)
+            given = {"native": logits, "numpy": logits, "torch": torch.from_numpy(logits)}
             for setting, params in SETTINGS.items():
                 timed = {name: Timed(sampler, params, num_sequences, num_rows) for name, sampler in samplers.items()}
                 for i in range(arguments.rounds):
-                    decided = [each.decide(logits, i * POSITIONS_BETWEEN_ROUNDS) for each in timed.values()]
-                    if decided[0] != decided[1]:
-                        print(f"native and torch differ: {kind}, {setting}, position {i * POSITIONS_BETWEEN_ROUNDS}")
+                    position = i * POSITIONS_BETWEEN_ROUNDS
+                    decided = [each.decide(given[name], position) for name, each in timed.items()]
+                    if decided != decided[:1] * len(decided):
+                        print(f"{', '.join(timed)} differ: {kind}, {setting}, position {position}")
                         return 1
                 figures = ", ".join(f"{name} {median(each.seconds) * 1000:.3f}" for name, each in timed.items())
                 print(f"{kind:13} {num_sequences:2} x {num_rows}  {setting:28} {figures}")

@@ -66,12 +66,12 @@ def make_build(
         from decode_node.sequence_group_manager import SequenceGroupManager
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import Engine
+        from outrider.engine.graph_shapes import GraphShapes
         from outrider.engine.sampler import Sampler
         from outrider.engine.sampler.warm_up import warm_up_sampler
         from outrider.engine.scheduler import Scheduler
-        from outrider.engine.step_graphs import GraphShapes
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.heads.open import reduction_of
+        from outrider.heads.locate import reduction_of
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
         from outrider.service.engine_failure import end_process
@@ -108,7 +108,7 @@ def make_build(
         sampler = Sampler(
             vocab_size=info.vocab_size,
             known_token_ids=model.known_token_ids,
-            device=model.device,
+            device=str(model.device),
             kernels=model.cpu_kernels,
             constraints=model.constraints,
         )

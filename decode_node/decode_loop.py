@@ -38,11 +38,11 @@ from decode_node.statistics import StepStats
 from decode_node.step import PlannedSequence, StepReport, Verdict, apply_stop_conditions, step_kind, step_stats
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import Engine
+from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import take_scored_rows
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
-from outrider.engine.transfer import read
 from outrider.faults import fault_point
 from outrider.profile import EndProfile, Part, StartProfile
 from outrider.speculation.verify.base import Verified

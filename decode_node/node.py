@@ -81,7 +81,12 @@ class DecodeNode:
         self._metrics: DecodeMetrics | None = None
         self._metrics_task: asyncio.Task[None] | None = None
         self._servicer = DecodeServicer()
-        self._profiles = ProfileDesk(is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit)
+        self._profiles = ProfileDesk(
+            is_allowed=allows_profiles,
+            can_be_traced=lambda: self._parts is not None and self._parts.engine.runner.can_be_traced,
+            node_name=lambda: self._name,
+            submit=self._submit,
+        )
         self._thread: EngineThread[DecodeParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._sessions = Sessions(

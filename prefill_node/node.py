@@ -89,7 +89,12 @@ class PrefillNode:
         self._kv_bytes = RecentSum()
         self._servicer = PrefillServicer(tracer)
         self._jobs = PendingJobs(submit=self._submit, max_jobs=max_jobs)
-        self._profiles = ProfileDesk(is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit)
+        self._profiles = ProfileDesk(
+            is_allowed=allows_profiles,
+            can_be_traced=lambda: self._parts is not None and self._parts.engine.runner.can_be_traced,
+            node_name=lambda: self._name,
+            submit=self._submit,
+        )
         self._thread: EngineThread[PrefillParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
 

@@ -14,15 +14,13 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import PromptEngine
+from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import take_scored_rows
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
-from outrider.engine.transfer import read
 from outrider.errors import PeerLostError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import TransferSpec
@@ -105,7 +103,6 @@ class PrefillLoop:
             self._is_stopping = True
         self._inbox.put(command)
 
-    @torch.inference_mode()
     def run(self) -> None:
         """Until `Stop`. What it raises is a bug of ours."""
         while not self._is_stopped:

@@ -223,6 +223,18 @@ def sampler_kernels(request):
     return native_kernels() or pytest.skip(str(choose_kernels()))
 
 
+@pytest.fixture(scope="session", params=["torch", "numpy", "native"])
+def sampler_kind(request):
+    """What a Sampler decides with, and arrays of which library it is given. All must pass the same tests."""
+    from outrider.engine.cpu_kernels.paths import choose_kernels
+    from tests.support.native_kernels import native_kernels
+    from tests.support.sampler_kinds import NUMPY, TORCH
+
+    if request.param == "native":
+        return NUMPY._replace(kernels=native_kernels() or pytest.skip(str(choose_kernels())))
+    return {"torch": TORCH, "numpy": NUMPY}[request.param]
+
+
 @pytest.fixture
 def one_thread():
     """Torch computes in one thread."""

@@ -15,9 +15,9 @@ from outrider.bench.prompts import BenchPrompt, load_prompts
 from outrider.client import ChatMessage
 from outrider.engine.engine import Engine
 from outrider.engine.features import FeatureReduction
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step_graphs import GraphShapes
-from outrider.heads.open import reduction_of
+from outrider.heads.locate import reduction_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSettings, make_proposer, parse_draft_choice

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from benchmarks.three_lines.simulated_model import ORDER, SetTime, SimulatedKVCache, SimulatedModel
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -67,7 +66,7 @@ class SimulatedHeadForward(PathSampler):
             found = [self._logits(row) for row in rows if row.num_decisions]
             if not found:
                 return [Decided(()) for _ in rows]
-            decided = self._decide(torch.from_numpy(np.stack(found)), rows)
+            decided = self._decide(np.stack(found), rows)
             return [replace(each, state=self._depth(row)) for row, each in zip(rows, decided, strict=True)]
 
     def _logits(self, row: PathRows) -> np.ndarray:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from outrider.engine.input_batch import InputBatch
 
@@ -120,12 +118,12 @@ class SimulatedRunner:
     is_asynchronous: bool = field(default=False, init=False)
     padded_rows: tuple[int, ...] = field(default=(), init=False)
 
-    def forward(self, batch: InputBatch, *, on_layer_done: None = None) -> Tensor:
+    def forward(self, batch: InputBatch, *, on_layer_done: None = None) -> npt.NDArray[np.float32]:
         """Logits of the rows that need them.  # [num_logits, vocab_size] float32"""
         with self.time.forward(len(batch.arrays.token_ids)):
             return self._logits(batch)
 
-    def _logits(self, batch: InputBatch) -> Tensor:
+    def _logits(self, batch: InputBatch) -> npt.NDArray[np.float32]:
         arrays, size = batch.arrays, batch.block_size
         slots = self.kv_cache.slots
         slots[np.asarray(arrays.slot_mapping)] = np.asarray(arrays.token_ids)
@@ -140,4 +138,4 @@ class SimulatedRunner:
                 path = arrays.path_slots[arrays.path_starts[row] : arrays.path_starts[row + 1]][-ORDER:]
                 places[len(places) - len(path) :] = path
             found[index] = self.model.logits(slots[places].tolist())
-        return torch.from_numpy(found)
+        return found

@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, cast
 
-import torch
+import numpy as np
 
 from benchmarks.three_lines.simulated_head import (
     FORMAT,
@@ -181,7 +181,7 @@ def _pool() -> BlockPool:
 def _sampler(simulation: Simulation) -> Sampler:
     return Sampler(
         vocab_size=simulation.vocab_size,
-        known_token_ids=torch.ones(simulation.vocab_size, dtype=torch.bool),
+        known_token_ids=np.ones(simulation.vocab_size, dtype=np.bool_),
         kernels=_kernels(),
     )
 
@@ -189,5 +189,5 @@ def _sampler(simulation: Simulation) -> Sampler:
 def _kernels() -> CpuKernels | None:
     """Those that decide tokens on this machine, with one thread; None: torch does."""
     config = ModelConfig(num_threads=1)
-    choice = choose_model_kernels(config, torch.device("cpu"))
+    choice = choose_model_kernels(config, "cpu")
     return start_kernels(choice, config) if choice.library is not None else None

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
@@ -26,7 +25,7 @@ class FeaturePlane:
         Engine thread only: blocks may go to another sequence between two steps. Returns bytes as they are sent.
         """
         slots = [kv.slot(place) for kv, start, end in ranges for place in range(start, end)]
-        rows = self.kv_cache.read(self.plane.name, range(1), torch.tensor(slots))
+        rows = self.kv_cache.read(self.plane.name, range(1), np.asarray(slots, dtype=np.int64))
         size = self.plane.bytes_per_token_per_layer
         ends = np.cumsum([(end - start) * size for _, start, end in ranges])
         return [part.tobytes() for part in np.split(rows, ends[:-1])]

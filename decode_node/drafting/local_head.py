@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from decode_node.config import DecodeNodeConfig
 from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
 from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.scheduler import EngineSequence
-from outrider.engine.transfer import upload_ids
 from outrider.heads.locate import head_folder
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.loaded_model import LoadedModel
-from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CATCH_UP_SECONDS = 0.01
 MAX_CATCH_UP_ROWS = 256
@@ -40,6 +40,8 @@ class PlaneFeatures:
             # A slice keeps the interpreter's lock. index_select would hand it to the event loop, and wait while that
             # sends the tokens of the last step; the head's kernels, which come next, run beside it.
             return self.rows[slots[0] : slots[-1] + 1]
+        from outrider.engine.transfer import upload_ids
+
         return self.rows.index_select(0, upload_ids(slots, self.rows.device))
 
 
@@ -53,6 +55,8 @@ def open_local_head(
     folder = head_folder(model_config)
     if folder is None or not config.local_head or not config.num_speculative_tokens:
         return None, None
+    from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer  # imports torch
+
     target = HeadTarget.of(model)
     proposer = make_head_proposer(
         load_head(folder, target), target, max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS

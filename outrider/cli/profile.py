@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="then write a trace of more steps of one node to this file (Chrome trace, .json.gz)",
+        help="then write torch's trace of more steps of one node to this file (Chrome trace, .json.gz); native kernels "
+        "have none",
     )
     parser.add_argument(
         "--traced-steps",

@@ -13,8 +13,7 @@ from outrider.engine.step_clock import StepClock
 from outrider.profile import Part
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from outrider.engine.arrays import Array
     from outrider.engine.kv_cache.base import KVCache
     from outrider.engine.model_runner import ModelRunner
     from outrider.engine.sampler import Sampler
@@ -41,13 +40,13 @@ class PromptEngine:
         rows: Sequence[SequenceRows],
         *,
         on_layer_done: Callable[[int], None] | None = None,
-    ) -> Tensor:
+    ) -> Array:
         """Copies the shared blocks that the step writes to, then runs one forward pass.
 
         `on_layer_done(layer)` follows each layer, rising, once its keys and values are in the cache.
 
         Returns:
-            Logits of the rows that need them, in order.  # [num_logits, vocab_size] float32
+            Logits of the rows that need them, in order, as of ModelRunner.forward.
         """
         if block_copies:
             self.kv_cache.copy_blocks(block_copies)

@@ -1,18 +1,18 @@
-"""One forward's input, and how it is laid out from the rows of each sequence."""
+"""One forward's input, and how it is laid out from the rows of each sequence. Torch-free but for its tensors."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from outrider.engine.transfer import upload
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class SequenceRows(NamedTuple):
@@ -70,7 +70,7 @@ class InputBatch:
     arrays: BatchFields[array[int]]  # none may grow or shrink from here on: tensors and kernels hold addresses
     max_blocks: int  # of a sequence
     block_size: int
-    _tensors: dict[torch.device, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _tensors: dict[str, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process makes tensors of its own."""
@@ -102,25 +102,23 @@ class InputBatch:
         )
         return slots
 
-    def on(self, device: torch.device) -> BatchFields[Tensor]:
+    def on(self, device: torch.device | str) -> BatchFields[Tensor]:
         """As tensors on `device`: on a CPU views of the arrays, elsewhere a copy that is made once."""
+        device = str(device)
         if device not in self._tensors:
-            if device.type == "cpu":
-                self._tensors[device] = self._shaped({name: _view(getattr(self.arrays, name)) for name in FIELD_NAMES})
+            if device == "cpu":
+                from outrider.engine.batch_tensors import views_of
+
+                self._tensors[device] = views_of(self)
             else:
                 self.copy_to(device)
         return self._tensors[device]
 
-    def copy_to(self, device: torch.device) -> Tensor:
+    def copy_to(self, device: torch.device | str) -> Tensor:
         """One transfer of all fields; `on` gives views of it from here on. Returns it: [bytes] uint8, as `packed`."""
-        buffer = upload(self.packed(), device)
-        tensors, start = {}, 0
-        for name in FIELD_NAMES:
-            values = getattr(self.arrays, name)
-            size = len(values) * values.itemsize
-            tensors[name] = buffer.narrow(0, start, size).view(_dtype(values))
-            start += size + -size % ALIGNMENT
-        self._tensors[device] = self._shaped(tensors)
+        from outrider.engine.batch_tensors import copies_of
+
+        buffer, self._tensors[str(device)] = copies_of(self, device)
         return buffer
 
     def packed(self) -> npt.NDArray[np.uint8]:
@@ -130,10 +128,6 @@ class InputBatch:
             packed += getattr(self.arrays, name)
             packed += bytes(-len(packed) % ALIGNMENT)
         return np.frombuffer(packed, dtype=np.uint8)
-
-    def _shaped(self, tensors: dict[str, Tensor]) -> BatchFields[Tensor]:
-        tensors["block_tables"] = tensors["block_tables"].view(self.num_seqs, self.max_blocks)
-        return BatchFields(**tensors)
 
 
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:
@@ -224,12 +218,3 @@ def _path_arrays(paths: dict[int, list[int]], num_rows: int) -> tuple[array[int]
             path_slots.extend(paths.get(row, ()))
             starts.append(len(path_slots))
     return starts, path_slots
-
-
-def _dtype(values: array[int]) -> torch.dtype:
-    return torch.int64 if values.itemsize == 8 else torch.int32
-
-
-def _view(values: array[int]) -> Tensor:
-    """A tensor over the array's memory, which it keeps alive."""
-    return torch.frombuffer(values, dtype=_dtype(values)) if values else torch.empty(0, dtype=_dtype(values))

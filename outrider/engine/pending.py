@@ -1,21 +1,32 @@
-"""A result of a step that a device is still to compute (see `transfer.read`). Torch-free."""
+"""Results of a step that a device may still have to compute. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
+import numpy as np
+
+from outrider.engine.arrays import Array, Arrays
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[Result]):
-    """A result that is queued on a device. `finish` makes it from the tensors' numbers, once they are on the host."""
+    """A result that may be queued on a device. `finish` makes it of the arrays' numbers, once they are on the host."""
 
-    tensors: tuple[Tensor, ...]  # int64 or float64, all on one device; may be none
-    finish: Callable[[list[npt.NDArray[Any]]], Result]  # of the tensors' numbers, in their shapes
+    arrays: tuple[Array, ...]  # all of one kind; on a device int64 or float64; may be none
+    finish: Callable[[Arrays], Result]  # of the arrays' numbers, in their shapes
+
+
+def read(*pending: Pending[Any]) -> list[Any]:
+    """The results, in order. From a GPU their numbers come in one transfer, for which the host waits."""
+    arrays = [array for each in pending for array in each.arrays]
+    if not all(isinstance(array, np.ndarray) for array in arrays):
+        from outrider.engine.transfer import numbers_of
+
+        arrays = numbers_of(arrays)
+    numbers = iter(arrays)
+    return [each.finish([next(numbers) for _ in each.arrays]) for each in pending]

@@ -1,6 +1,7 @@
 """Small arrays to and from a device.
 
-Work is queued first, with its results as `Pending`; `read` then waits once and takes all of them in one transfer.
+Work is queued first, with its results as `Pending`; `pending.read` then waits once and takes all of them in one
+transfer.
 """
 
 from __future__ import annotations
@@ -12,10 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from outrider.engine.pending import Pending
-
-Arrays = list[npt.NDArray[Any]]
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -42,14 +39,9 @@ def upload_ids(values: Sequence[int], device: torch.device) -> Tensor:
     return upload(np.asarray(values, dtype=np.int64), device)
 
 
-def read(*pending: Pending[Any]) -> list[Any]:
-    """The results, in order. From a GPU their numbers come in one transfer."""
-    arrays = iter(_numbers_of([tensor for each in pending for tensor in each.tensors]))
-    return [each.finish([next(arrays) for _ in each.tensors]) for each in pending]
-
-
-def _numbers_of(tensors: Sequence[Tensor]) -> Arrays:
-    if not tensors or tensors[0].device.type == "cpu":
+def numbers_of(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """What the tensors hold, which are on one device: int64 or float64 on a GPU."""
+    if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     numbers = download(torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors]))
     arrays, start = [], 0

@@ -14,10 +14,6 @@ from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.forms import FORMS
 from outrider.heads.head_files import HeadFiles
-from outrider.heads.locate import head_folder
-from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.locate import locate_model
-from outrider.model_hub.progress import Progress, no_progress
 
 
 def open_head(
@@ -38,14 +34,6 @@ def read_reduction(folder: Path, target: Target) -> FeatureReduction:
     """What the target's nodes compute for this head; the rest of it is not read. Raises: as `open_head`."""
     with _opened(folder, target, torch.device("cpu"), torch.float32) as (head, _):
         return head.reduction
-
-
-def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> FeatureReduction | None:
-    """Of the head that `model.head` names; None without one. Raises: as `open_head` and `locate_model`."""
-    folder = head_folder(config)
-    if folder is None:
-        return None
-    return read_reduction(folder, Target.open(locate_model(config, progress=progress).directory))
 
 
 @contextmanager

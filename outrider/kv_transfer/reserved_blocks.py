@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from outrider.engine.kv_cache.base import KVCache, Slots
 from outrider.kv_transfer.base import Region
-
-if TYPE_CHECKING:
-    from outrider.engine.kv_cache.base import KVCache
 
 
 class ReservedBlocks:
@@ -37,15 +34,12 @@ class ReservedBlocks:
         slots = self._slots_of(region)
         return self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads).data
 
-    def _slots_of(self, region: Region) -> Tensor:
+    def _slots_of(self, region: Region) -> Slots:
         return self._slots[region.start_token : region.end_token]
 
 
-def slots_of(block_ids: Sequence[int], num_tokens: int, block_size: int) -> Tensor:
-    """Cache slots of tokens [0, num_tokens).
-
-    Returns:
-        [num_tokens] int64
-    """
-    positions = torch.arange(num_tokens)
-    return torch.tensor(block_ids, dtype=torch.int64)[positions // block_size] * block_size + positions % block_size
+def slots_of(block_ids: Sequence[int], num_tokens: int, block_size: int) -> Slots:
+    """Cache slots of tokens [0, num_tokens)."""
+    positions = np.arange(num_tokens)
+    slots: Slots = np.asarray(block_ids, dtype=np.int64)[positions // block_size] * block_size + positions % block_size
+    return slots

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_turns import CpuTurns
-from outrider.engine.features import FeatureReduction
+from outrider.engine.device import device_type
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.model_runner import ModelRunner, open_runner
 from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
-from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
@@ -23,6 +23,7 @@ from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 
 if TYPE_CHECKING:
+    from outrider.engine.features import FeatureReduction
     from outrider.engine.kv_cache.base import KVCache
 
 PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
@@ -56,7 +57,7 @@ class Compute:
             "model": info.name,
             "fingerprint": info.fingerprint,
             "dtype": info.dtype,
-            "device": str(model.device),
+            "device": model.device,
             "ranks": config.tensor_parallel_size,
             "attention_backend": self.runner.attention_name,
             "threads": model.num_threads,
@@ -91,7 +92,7 @@ def open_compute(
     `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
     PagedKVCache.sized_for do, and RankLostError.
     """
-    num_rows = max_rows_per_step or PROMPT_ROWS[resolve_device(config.device).type]
+    num_rows = max_rows_per_step or PROMPT_ROWS[device_type(resolve_device(config.device))]
     if config.tensor_parallel_size > 1:
         from outrider.model_hub.ranks import open_ranks  # imports torch.distributed
 
@@ -105,7 +106,9 @@ def open_compute(
         )
         return Compute(*parts, num_rows)
     model = open_model(config, progress=progress).with_features(features)
-    attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
+    attention = None
+    if model.model is not None:
+        attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
     graphs = graphs if config.cuda_graphs else None
     cache, runner = open_runner(
         model,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary, Team
 from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
+from outrider.engine.device import device_type, has_gpu_driver
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.processor import usable_cpus
 from outrider.errors import ConfigError
@@ -16,12 +15,10 @@ from outrider.model_hub.progress import Progress, no_progress
 TRITON = "triton"
 
 
-def choose_model_kernels(
-    config: ModelConfig, device: torch.device, *, progress: Progress = no_progress
-) -> KernelChoice:
+def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
     """What `model.kernels` means on this machine; may compile them. Raises ConfigError when it is impossible."""
-    if device.type != "cpu":
-        return torch_instead(config, f"the device is {device.type}")
+    if device_type(device) != "cpu":
+        return torch_instead(config, f"the device is {device_type(device)}")
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if config.attention != AUTO:
@@ -29,24 +26,24 @@ def choose_model_kernels(
     return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))
 
 
-def attention_of(config: ModelConfig, device: torch.device) -> str:
+def attention_of(config: ModelConfig, device: str) -> str:
     """The attention backend that nodes ask for. Raises ConfigError where `model.deterministic` cannot be kept."""
     if not config.deterministic:
         return config.attention
-    if device.type == "cpu":
+    if device_type(device) == "cpu":
         return config.attention  # native kernels, as `check_deterministic` made sure
     if config.attention not in (AUTO, TRITON):
         raise ConfigError(f"model.attention {config.attention} is not deterministic: set it to auto or triton")
     return TRITON
 
 
-def check_deterministic(config: ModelConfig, device: torch.device, kernels: KernelChoice) -> None:
+def check_deterministic(config: ModelConfig, device: str, kernels: KernelChoice) -> None:
     """Raises ConfigError where `model.deterministic` is set and cannot be kept."""
     if not config.deterministic:
         return
-    if device.type == "cpu" and kernels.library is None:
+    if device_type(device) == "cpu" and kernels.library is None:
         raise ConfigError(f"model.deterministic needs native kernels on a CPU: {kernels}")
-    if device.type != "cpu":
+    if device_type(device) != "cpu":
         attention_of(config, device)
         if reason := why_no_triton(device):
             raise ConfigError(f"model.deterministic {reason}")
@@ -66,14 +63,18 @@ def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
     return CpuKernels(library, Team(library, config.num_threads or len(usable_cpus())))
 
 
-def resolve_device(name: str) -> torch.device:
-    """The torch device that a setting means. Raises ConfigError when it is not there."""
+def resolve_device(name: str) -> str:
+    """The device that a setting means, as torch names it. Raises ConfigError when it is not there."""
+    if name == "cpu" or (name == "auto" and not has_gpu_driver()):
+        return "cpu"
+    import torch
+
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"model.device {name!r} is no device: use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"model.device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu")
-    return device
+    return str(device)

@@ -20,7 +20,8 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers, why_no_native_layers
-from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
+from outrider.engine.device import device_type
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.linear import replace_linear_layers
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch
@@ -138,7 +139,7 @@ def _make_native(
     return native
 
 
-def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig, *, is_native: bool) -> str:
+def resolve_dtype(name: str, device: str, config: PretrainedConfig, *, is_native: bool) -> str:
     """The dtype that weights, KV and activations have.
 
     "auto" is the checkpoint's own, but float32 on a CPU without native kernels, where
@@ -146,10 +147,10 @@ def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig, *, 
     """
     if name != "auto":
         return name
-    if device.type == "cpu" and not is_native:
+    if device_type(device) == "cpu" and not is_native:
         return "float32"
     checkpoint = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    if device.type == "cpu" and checkpoint == "float16":
+    if device_type(device) == "cpu" and checkpoint == "float16":
         return "float32"  # bfloat16 would lose what the checkpoint holds
     return checkpoint if checkpoint in TORCH_DTYPES else "bfloat16"
 
@@ -167,14 +168,14 @@ def _load_weights(
     directory: Path,
     config: PretrainedConfig,
     dtype: torch.dtype,
-    device: torch.device,
+    device: str,
     progress: Progress,
     *,
     num_ranks: int,
 ) -> PreTrainedModel:
     """With several ranks: this one's shard, by the plan that transformers has for the model."""
     register_attention()
-    placement: dict[str, Any] = {"device_map": {"": device} if device.type != "cpu" else None}
+    placement: dict[str, Any] = {"device_map": {"": device} if device_type(device) != "cpu" else None}
     if num_ranks > 1:
         placement = {"distributed_config": DistributedConfig(tp_size=num_ranks)}
     with _reported_progress(progress):

@@ -6,15 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from outrider.constraints.base import ConstraintCompiler
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.paths import KernelChoice
-from outrider.engine.features import FeatureReduction
+from outrider.engine.device import device_type
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import native_numerics, torch_numerics
 from outrider.model_hub.config import ModelConfig
@@ -35,6 +34,9 @@ from outrider.node import ModelInfo
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from outrider.engine.cpu_kernels.modules import NativeLayers
+    from outrider.engine.features import FeatureReduction
+
 INT8 = "int8"
 
 
@@ -45,11 +47,11 @@ class LoadedModel:
     model: PreTrainedModel | None  # in eval mode, its attention is ours; None where `native` computes all of it
     native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
     kernels: KernelChoice
-    device: torch.device
+    device: str  # as torch names it
     spec: ModelSpec
     info: ModelInfo
     tokenizer_files: dict[str, bytes]  # by file name
-    known_token_ids: Tensor  # [vocab_size] bool, on the CPU: ids that the tokenizer has
+    known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]: ids that the tokenizer has
     constraints: ConstraintCompiler  # for its vocabulary
     directory: Path
     weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
@@ -68,7 +70,11 @@ class LoadedModel:
     @property
     def num_threads(self) -> int:
         """Of one forward pass."""
-        return torch.get_num_threads() if self.native is None else self.native.kernels.team.num_threads
+        if self.native is not None:
+            return self.native.kernels.team.num_threads
+        import torch
+
+        return torch.get_num_threads()
 
     @property
     def cpu_kernels(self) -> CpuKernels | None:
@@ -81,7 +87,7 @@ def describe_model(
     config: ModelConfig,
     location: ModelLocation,
     kernels: KernelChoice,
-    device: torch.device,
+    device: str,
     spec: ModelSpec,
     model: PreTrainedModel | None,
     native: NativeDecoder | NativeLayers | None,
@@ -89,15 +95,11 @@ def describe_model(
 ) -> LoadedModel:
     """Adds what the tokenizer and the other files of a checkpoint say. Raises ModelError for damaged ones."""
     directory = location.directory
-    numerics = torch_numerics(spec.dtype, device.type, num_ranks=config.tensor_parallel_size)
+    numerics = torch_numerics(spec.dtype, device_type(device), num_ranks=config.tensor_parallel_size)
     if native is not None:
-        numerics = native_numerics(
-            kernels.path, by_layers=isinstance(native, NativeLayers), has_int8_weights=config.weights == INT8
-        )
+        numerics = native_numerics(kernels.path, by_layers=model is not None, has_int8_weights=config.weights == INT8)
     tokenizer_files = read_tokenizer_files(directory)
     strings = vocabulary(tokenizer_files[TOKENIZER_FILE])
-    known = torch.zeros(spec.vocab_size, dtype=torch.bool)
-    known[known_token_ids(strings, spec.vocab_size)] = True
     info = ModelInfo(
         name=location.name,
         revision=location.revision,
@@ -122,7 +124,7 @@ def describe_model(
         spec=spec,
         info=info,
         tokenizer_files=tokenizer_files,
-        known_token_ids=known,
+        known_token_ids=known_token_ids(strings, spec.vocab_size),
         constraints=grammar_compiler(tokenizer_files, spec.vocab_size),
         directory=directory,
         weights_from=weights_from,

@@ -1,6 +1,6 @@
 """READ FIRST: how a node gets its model. From packed weights where there are any, else from the checkpoint.
 
-Packed weights are mapped: no transformers, no packing, no check, and nodes of one machine
+Packed weights are mapped: no torch, no transformers, no packing, no check, and nodes of one machine
 share them. A node that finds none loads the checkpoint as outrider.model_hub.load does,
 and leaves them for the next.
 """
@@ -12,11 +12,10 @@ import dataclasses
 import time
 from pathlib import Path
 
-import torch
 from filelock import FileLock, Timeout
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.cpu_kernels.decoder_packing import MODEL_TYPES
+from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.errors import ModelError
 from outrider.model_hub.config import ModelConfig
@@ -62,8 +61,6 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
             weights_from="packed weights, mapped",
         )
 
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
     cache = cache_directory(config) / "packed"
     folder = cache / key.folder_name
     if (packed := read_packed(folder, progress=progress)) is not None:

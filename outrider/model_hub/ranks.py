@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from outrider.engine.device import device_type
 from outrider.engine.features import FeatureReduction
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS, PagedKVCache
@@ -101,7 +102,7 @@ def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> 
 
     On GPUs rank 0, which has its heads and all features, needs most.
     """
-    device, own = shard.model.device.type, shard.model.spec
+    device, own = device_type(shard.model.device), shard.model.spec
     whole = whole_spec(own, len(frees))
     return PagedKVCache.num_blocks_for(
         whole,

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT
+from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner, RunnableModel
@@ -38,7 +39,7 @@ LOSSY_TOLERANCE = 0.3
 """Of the largest logit. A wrong mask, position or cache is off by far more, rounding by far less."""
 
 
-def refuse_by_config(config: PretrainedConfig, device: torch.device) -> None:
+def refuse_by_config(config: PretrainedConfig, device: str) -> None:
     """Refuses models that the configuration shows to be unsuitable. Raises ModelError naming the architecture.
 
     Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU some of
@@ -46,7 +47,7 @@ def refuse_by_config(config: PretrainedConfig, device: torch.device) -> None:
     transformers does not know is skipped: all of these are refused.
     """
     name = architecture_name(config)
-    if device.type == "cpu" and (method := _quantization_method(config)):
+    if device_type(device) == "cpu" and (method := _quantization_method(config)):
         raise ModelError(
             f"{name} is quantized ({method}), which needs a CUDA device: on a CPU serve the checkpoint that it was "
             "made from, with model.weights=int8 for half the memory"
@@ -123,19 +124,20 @@ def check_paged_forward(model: RunnableModel, expected: Tensor, *, is_lossy: boo
     spec = model.spec
     allowed = LOSSY_TOLERANCE if is_lossy else RELATIVE_TOLERANCE[spec.dtype]
     token_ids = _probe_token_ids(spec.vocab_size)
-    kernels = None if model.native is None else model.native.kernels
-    cache = PagedKVCache(spec.planes, num_blocks=24, block_size=4, device=model.device, kernels=kernels)
+    cache = PagedKVCache(spec.planes, num_blocks=24, block_size=4, device=model.device, kernels=model.cpu_kernels)
     runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
     tables = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
     half = _PROBE_TOKENS // 2
     halves = [
-        runner.forward(
-            build_input_batch(
-                [
-                    SequenceRows(ids[part], part.start, table, part.stop - part.start)
-                    for ids, table in zip(token_ids.tolist(), tables, strict=True)
-                ],
-                cache.block_size,
+        torch.as_tensor(
+            runner.forward(
+                build_input_batch(
+                    [
+                        SequenceRows(ids[part], part.start, table, part.stop - part.start)
+                        for ids, table in zip(token_ids.tolist(), tables, strict=True)
+                    ],
+                    cache.block_size,
+                )
             )
         ).unflatten(0, (2, -1))
         for part in (slice(0, half), slice(half, _PROBE_TOKENS))
@@ -170,16 +172,20 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     generator = torch.Generator().manual_seed(2)
     ids, others = torch.randint(0, spec.vocab_size, (2, num_tokens), generator=generator).tolist()
     num_blocks = -(-num_tokens // _COMPARED_BLOCK)
-    kernels = None if model.native is None else model.native.kernels
     cache = PagedKVCache(
-        spec.planes, num_blocks=3 * num_blocks, block_size=_COMPARED_BLOCK, device=model.device, kernels=kernels
+        spec.planes,
+        num_blocks=3 * num_blocks,
+        block_size=_COMPARED_BLOCK,
+        device=model.device,
+        kernels=model.cpu_kernels,
     )
     in_one_pass, in_chunks, of_others = (range(first * num_blocks, (first + 1) * num_blocks) for first in range(3))
     runner = ModelRunner(model, cache, make_attention_backend(attention, cache.device, spec.dtype))
 
     def logits(first: SequenceRows, *company: SequenceRows) -> Tensor:
         """Of the first sequence: [num_logits, vocab_size] float32."""
-        return runner.forward(build_input_batch([first, *company], cache.block_size))[: first.num_logits].clone()
+        found = runner.forward(build_input_batch([first, *company], cache.block_size))
+        return torch.as_tensor(found)[: first.num_logits].clone()
 
     expected = logits(SequenceRows(ids, 0, in_one_pass, num_compared))
     for chunk in range(0, start, _COMPARED_CHUNK):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from outrider.engine.device import device_type
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.processor import usable_cpus
 from outrider.errors import ConfigError, ModelError
@@ -44,7 +45,7 @@ def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
     for what, number in heads.items():
         if number % num_ranks:
             raise ConfigError(f"{name} does not divide the model's {number} {what}")
-    device = resolve_device(config.device)
+    device = torch.device(resolve_device(config.device))
     accelerator = (torch.accelerator.current_accelerator() or torch.device("cpu")).type
     if accelerator != device.type:
         raise ConfigError(f"{name}: transformers would split the model over {accelerator} devices, not {device}")
@@ -63,7 +64,7 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
     os.environ["LOCAL_RANK"] = str(rank)  # of which transformers makes its device
     torch.set_num_threads(config.num_threads or max(len(usable_cpus()) // num_ranks, 1))
     device = rank_device(config, rank)
-    is_cuda = device.type == "cuda"
+    is_cuda = device_type(device) == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
     try:
@@ -73,7 +74,7 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if is_cuda else None,
+            device_id=torch.device(device) if is_cuda else None,
         )
     except RuntimeError as error:
         raise ConfigError(f"the {num_ranks} tensor-parallel ranks cannot reach each other: {error}") from error
@@ -86,10 +87,10 @@ def own_rank(config: ModelConfig) -> int:
     return dist.get_rank()
 
 
-def rank_device(config: ModelConfig, rank: int) -> torch.device:
+def rank_device(config: ModelConfig, rank: int) -> str:
     """Each rank has its own GPU; on a CPU all share it."""
     device = resolve_device(config.device)
-    return torch.device(device.type, rank) if device.type == "cuda" else device
+    return f"cuda:{rank}" if device_type(device) == "cuda" else device
 
 
 def bound_collectives(model: PreTrainedModel, *, timeout_seconds: float) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from outrider.constraints.compiler import GrammarCompiler
 from outrider.errors import ModelError
 
@@ -67,9 +70,11 @@ def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
     return digest.hexdigest()
 
 
-def known_token_ids(strings: Mapping[int, str], vocab_size: int) -> list[int]:
-    """The ids below `vocab_size` that a `vocabulary` has, rising; the model's other rows are padding."""
-    return sorted(token_id for token_id in strings if 0 <= token_id < vocab_size)
+def known_token_ids(strings: Mapping[int, str], vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Which of a model's `vocab_size` rows a `vocabulary` has an entry for; the others are padding."""
+    known = np.zeros(vocab_size, dtype=np.bool_)
+    known[[token_id for token_id in strings if 0 <= token_id < vocab_size]] = True
+    return known
 
 
 def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -25,9 +25,16 @@ class ProfileDesk:
     """One profile at a time, if any `is_allowed`. Event loop only; `submit` hands commands to the engine thread."""
 
     def __init__(
-        self, *, is_allowed: bool, node_name: Callable[[], str], submit: Callable[[StartProfile | EndProfile], None]
+        self,
+        *,
+        is_allowed: bool,
+        can_be_traced: Callable[[], bool],
+        node_name: Callable[[], str],
+        submit: Callable[[StartProfile | EndProfile], None],
     ) -> None:
+        """`can_be_traced`: whether torch's profiler would see the engine's forwards."""
         self._is_allowed = is_allowed
+        self._can_be_traced = can_be_traced
         self._node_name = node_name
         self._submit = submit
         self._is_running = False
@@ -40,6 +47,9 @@ class ProfileDesk:
         if not self._is_allowed:
             message = "profiling is turned off on this node (telemetry.profiling)"
             raise NotSupportedError(message, reason="PROFILING_OFF")
+        if options.num_traced_steps and not self._can_be_traced():
+            message = "native kernels compute on this node, and a trace is torch's: the table has the kernels' phases"
+            raise NotSupportedError(message, reason="NOT_TRACED")
         if self._is_running:
             raise AlreadyRunningError(f"{self._node_name()} is being profiled already", reason="PROFILE_RUNNING")
         self._is_running = True

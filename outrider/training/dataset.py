@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.errors import ConfigError
 from outrider.node import DTYPE_BYTES
 from outrider.training.answer_files import KeptAnswer

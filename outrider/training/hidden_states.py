@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from outrider.engine.device import device_type
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -48,7 +50,7 @@ def write_hidden_states(
     cache, count = target.kv_cache, len(dataset.texts)
     plane = target.model.spec.features
     assert plane is not None
-    most_rows = min(PROMPT_ROWS[target.model.device.type], target.max_rows_per_step)
+    most_rows = min(PROMPT_ROWS[device_type(target.model.device)], target.max_rows_per_step)
     start = len(dataset)
     with dataset.hidden_path.open("ab") as file:
         os.ftruncate(file.fileno(), dataset.starts[start] * dataset.row_bytes)
@@ -63,10 +65,10 @@ def write_hidden_states(
                 token_ids = dataset.texts[text].token_ids
                 blocks = range(num_blocks, num_blocks - (-len(token_ids) // cache.block_size))
                 rows.append(SequenceRows(token_ids, 0, blocks, num_logits=0))
-                slots.append(torch.arange(len(token_ids)) + blocks.start * cache.block_size)
+                slots.append(np.arange(len(token_ids)) + blocks.start * cache.block_size)
                 num_blocks = blocks.stop
             target.runner.forward(build_input_batch(rows, cache.block_size))
-            file.write(cache.read(plane.name, range(1), torch.cat(slots)).data)
+            file.write(cache.read(plane.name, range(1), np.concatenate(slots)).data)
             start = end
             clock.keep()
             progress("features, tokens", dataset.starts[start], dataset.starts[-1])
@@ -86,12 +88,14 @@ def measure_rows(target: Compute, *, limit_seconds: float) -> list[list[float]]:
             for first in range(0, clients * per_text, per_text)
         ]
         batch = build_input_batch(rows, size)
-        return median_seconds(lambda: target.runner.forward(batch).cpu(), flush, limit_seconds)  # waits for a device
+        return median_seconds(
+            lambda: torch.as_tensor(target.runner.forward(batch)).cpu(), flush, limit_seconds
+        )  # waits for a device
 
     return [[seconds_of(clients, num_rows) for num_rows in range(1, MAX_DRAFT_TOKENS + 2)] for clients in CLIENTS]
 
 
-def cache_flush(device: torch.device) -> Callable[[], object]:
+def cache_flush(device: torch.device | str) -> Callable[[], object]:
     """Reads more than a processor's last level of cache keeps, and waits for it."""
     unrelated = torch.ones(FLUSHED_BYTES, dtype=torch.uint8, device=device)
     return lambda: unrelated.max().item()

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.heads.base import HeadModel
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, start_kernels
@@ -25,7 +25,7 @@ ALL = "all kinds"
 MOST_TEMPERATURES = 3
 
 
-def measure_head(head: HeadModel, config: ModelConfig, device: torch.device, *, limit_seconds: float) -> list[float]:
+def measure_head(head: HeadModel, config: ModelConfig, device: str, *, limit_seconds: float) -> list[float]:
     """Seconds of one draft step, for each of CLIENTS: each decides a token after PRICED_CONTEXT others, as in a node.
 
     With caches flushed before each: in a node the target has read its own weights before a head's step.
@@ -34,7 +34,7 @@ def measure_head(head: HeadModel, config: ModelConfig, device: torch.device, *, 
     forward = HeadForward.of(
         head,
         num_cached_tokens=2 * max(CLIENTS) * PRICED_CONTEXT,
-        known_token_ids=torch.ones(head.spec.vocab_size, dtype=torch.bool),
+        known_token_ids=np.ones(head.spec.vocab_size, dtype=np.bool_),
         device=device,
         kernels=None if choice.library is None else start_kernels(choice, config),
     )

@@ -121,7 +121,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     device = resolve_device(plan.model.device)
     torch.set_num_threads(len(usable_cpus()))  # loading a model may have left one
     dataset = Dataset(features_folder(plan))
-    student = make_student(plan, target, dataset, device, name=name)
+    student = make_student(plan, target, dataset, torch.device(device), name=name)
     counts = dataset.answer_counts(target.vocab_size)
     covered = counts[student.vocabulary.target_ids.cpu()].sum().item() / max(int(counts.sum()), 1)
     num_parameters = sum(parameter.numel() for parameter in student.parameters())
@@ -145,7 +145,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
     most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else min(plan.num_steps, MAX_DRAFT_TOKENS)
     results = replay(student, target, dataset, dataset.held_out, most=most)
-    head = open_head(plan.out, target, device, dataset.hidden.dtype)
+    head = open_head(plan.out, target, torch.device(device), dataset.hidden.dtype)
     lines.append("seconds: " + ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state.seconds.items()))
     lines.append(f"{trainer.step} training steps; the curve is in training.svg")
     report = write_report(

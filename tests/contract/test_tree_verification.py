@@ -8,12 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.request import LogprobsRequest, SamplingParams
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.speculation.draft_trees import child, parents_of, trees
+from tests.support.sampler_kinds import SamplerOfKind
 from tests.support.verifying import verify_now
 
 VOCAB_SIZE = 130
@@ -27,10 +28,8 @@ PARAMETERS = [
 
 
 @pytest.fixture
-def sampler(sampler_kernels):
-    return Sampler(
-        vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool), kernels=sampler_kernels
-    )
+def sampler(sampler_kind):
+    return SamplerOfKind(sampler_kind, vocab_size=VOCAB_SIZE, known_token_ids=np.ones(VOCAB_SIZE, dtype=np.bool_))
 
 
 def state_of(sampler, params, logprobs=None):

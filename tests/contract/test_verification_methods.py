@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.speculation.token_distribution import TokenDistribution, certain
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
+from tests.support.sampler_kinds import SamplerOfKind
 from tests.support.verifying import verify_now
 
 VOCAB_SIZE, HOLE = 130, 101
@@ -18,10 +19,8 @@ COUPLED, REJECTION, TYPICAL = VerificationMethod
 
 
 @pytest.fixture
-def sampler(sampler_kernels):
-    known = torch.ones(VOCAB_SIZE, dtype=torch.bool)
-    known[HOLE] = False
-    return Sampler(vocab_size=VOCAB_SIZE, known_token_ids=known, kernels=sampler_kernels)
+def sampler(sampler_kind):
+    return SamplerOfKind(sampler_kind, vocab_size=VOCAB_SIZE, known_token_ids=np.arange(VOCAB_SIZE) != HOLE)
 
 
 @pytest.fixture(params=VerificationMethod)

@@ -9,7 +9,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.model_runner import ModelRunner
-from outrider.heads.open import reduction_of
+from outrider.heads.locate import reduction_of
 from outrider.kv_transfer.reserved_blocks import slots_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import StepRoom
-from outrider.engine.transfer import read
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.session import Granted, PromptLogprobs, Rejected, RejectReason, SampleStart, SampleTokens
 from outrider.wire.answer import PackedLogprobs

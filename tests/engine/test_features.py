@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.features import FeatureReduction
+from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.model_runner import ModelRunner, open_runner
-from outrider.engine.step_graphs import Buckets, GraphShapes, StepGraphs
+from outrider.engine.step_graphs import StepGraphs
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -89,7 +91,7 @@ class Node:
         return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
 
     def forward(self, *rows, **options):
-        return self.runner.forward(build_input_batch(rows, BLOCK_SIZE), **options)
+        return torch.as_tensor(self.runner.forward(build_input_batch(rows, BLOCK_SIZE), **options))
 
     def prefill(self, token_ids, chunk, *, num_logits=0, **options):
         """Features [num_tokens, width] and the logits of the last chunk."""
@@ -100,7 +102,7 @@ class Node:
         return self.features(table, range(len(token_ids))), logits
 
     def features(self, table, places):
-        slots = torch.tensor([table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in places])
+        slots = np.array([table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in places])
         taken = self.cache.read(self.reduction.plane_name, range(1), slots)
         return torch.from_numpy(taken).view(TORCH_DTYPES[self.model.spec.dtype]).view(len(places), -1)
 
@@ -170,7 +172,7 @@ def test_a_model_without_a_head_computes_the_same_and_keeps_nothing(loaded):
         assert torch.equal(*logits)
     num_layers = loaded.spec.num_layers
     for plane in ("k", "v"):
-        slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
+        slots = np.arange(NUM_BLOCKS * BLOCK_SIZE)
         found, expected = (each.cache.read(plane, range(num_layers), slots) for each in (node, plain))
         assert np.array_equal(found, expected)
 
@@ -231,10 +233,10 @@ def test_captured_steps_write_features_too(loaded):
         run()
         return SimpleNamespace(replay=lambda: (replayed.append(1), run()))
 
-    node.runner._graphs = graphs = StepGraphs(
-        node.runner._modules,
+    node.runner._steps._graphs = graphs = StepGraphs(
+        node.runner._steps._modules,
         Buckets(GraphShapes(8), max_model_len=512, block_size=BLOCK_SIZE),
-        device=node.cache.device,
+        device=torch.device(node.cache.device),
         scratch_block=node.cache.scratch_blocks[0],
         block_size=BLOCK_SIZE,
         capture=capture,

@@ -20,19 +20,20 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fa
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.engine import model_runner, transfer
+from outrider.engine import module_steps, rehearsal, transfer
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache import copy_stream
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.engine.model_runner import ModelRunner, rehearse
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.warm_up import warm_up_sampler
-from outrider.engine.step_graphs import Buckets, GraphShapes, StepGraphs
+from outrider.engine.step_graphs import StepGraphs
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
@@ -148,10 +149,10 @@ def node(backend, sampler, gpu, monkeypatch):
         architecture="llama", num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=VOCAB_SIZE,
         max_model_len=2048, dtype="bfloat16",
     )  # fmt: skip
-    loaded = SimpleNamespace(model=model.eval(), device=GPU, spec=spec, native=None)
-    attention = make_attention_backend(backend, GPU, spec.dtype)
+    loaded = SimpleNamespace(model=model.eval(), device=str(GPU), spec=spec, native=None, cpu_kernels=None)
+    attention = make_attention_backend(backend, str(GPU), spec.dtype)
     assert attention.name == backend
-    cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=GPU)
+    cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=str(GPU))
     return SimpleNamespace(
         cache=cache,
         runner=ModelRunner(loaded, cache, attention),
@@ -277,9 +278,9 @@ def gpu_memory(monkeypatch):
 
 @pytest.mark.usefixtures("gpu_memory")
 def test_the_pool_leaves_free_what_the_largest_step_takes(node):
-    assert rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
+    assert rehearsal.rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
     spec = node.loaded.spec
-    cache = PagedKVCache.sized_for(spec, KVCacheConfig(), device=GPU, reserved_bytes=2_000_000)
+    cache = PagedKVCache.sized_for(spec, KVCacheConfig(), device=str(GPU), reserved_bytes=2_000_000)
     assert cache.num_blocks == int(10_000_000 * 0.9) // (16 * spec.bytes_per_token)
     assert len(cache.scratch_blocks) == 1
 
@@ -303,12 +304,12 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
             super().__init__(*arguments, **keywords)
             kept.append(weakref.ref(self))
 
-    monkeypatch.setattr(model_runner, "PagedKVCache", Cache)
-    monkeypatch.setattr(model_runner, "cuda_graphs", lambda _device: capture)
+    monkeypatch.setattr(rehearsal, "PagedKVCache", Cache)
+    monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: capture)
     monkeypatch.setattr(gc, "collect", lambda: 0)
     gc.disable()
     try:
-        rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=GraphShapes(2))
+        rehearsal.rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=GraphShapes(2))
     finally:
         gc.enable()
     assert len(kept) == (1 + 2 * 2 if node.attention.can_be_captured else 1)
@@ -354,11 +355,12 @@ def test_a_frame_of_the_hand_off_waits_for_its_own_copy_only(gpu, monkeypatch):
     monkeypatch.setattr(copy_stream, "empty_page_locked", page_locked)
     log = fake_streams(monkeypatch)
     planes = [PlaneSpec(name, 3, 2, 16, "bfloat16") for name in ("k", "v")]
-    cache = PagedKVCache(planes, num_blocks=6, block_size=16, device=GPU)
+    cache = PagedKVCache(planes, num_blocks=6, block_size=16, device=str(GPU))
     with unset_fake_temporarily():
-        slots = torch.arange(5, 60)
+        slots = np.arange(5, 60)
     with OneDevice(takes_frames=True):
-        frame = cache._copies.gather(cache._rows("k", range(1, 3), range(2)), slots, cache.fence())
+        plane = cache._planes["k"]
+        frame = plane._copies.gather(plane.rows(range(1, 3), range(2)), slots, cache.fence())
         assert (frame.shape, frame.device.type) == ((2, 55, 2 * 16), "cpu")
         cache.write("v", range(1, 3), slots, bytes(2 * 55 * 2 * 16 * 2))
     assert [line for line in log if line.startswith("host")] == ["host waits for copies"] * 2

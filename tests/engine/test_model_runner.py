@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -51,10 +52,10 @@ class Node:
         return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
 
     def slots(self, block_ids, tokens):
-        return torch.tensor([block_ids[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in tokens])
+        return np.array([block_ids[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in tokens])
 
     def forward(self, *rows):
-        return self.runner.forward(build_input_batch(rows, BLOCK_SIZE))
+        return torch.as_tensor(self.runner.forward(build_input_batch(rows, BLOCK_SIZE)))
 
     def prefill(self, token_ids, blocks, *, chunk=1000):
         """Logits of every token of a sequence."""
@@ -157,12 +158,12 @@ def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
         for start in range(0, 60, 25):
             tokens = range(start, min(60, start + 25))
             taken = node.slots(blocks, tokens)
-            placed = torch.tensor([table[t // 3] * 3 + t % 3 for t in tokens])
+            placed = np.array([table[t // 3] * 3 + t % 3 for t in tokens])
             for layers in (range(2), range(2, 3)):
                 other.write(plane, layers, placed, node.cache.read(plane, layers, taken).data)
     runner = ModelRunner(loaded, other, make_attention_backend())
     logits = runner.forward(build_input_batch([SequenceRows(PROMPT[-1:], 60, table, 1)], 3))
-    assert_same(logits, own_logits(loaded, PROMPT)[-1:])
+    assert_same(torch.as_tensor(logits), own_logits(loaded, PROMPT)[-1:])
 
 
 def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner, rehearse
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import SamplingParams

@@ -13,8 +13,7 @@ from decode_node.config import DecodeNodeConfig
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Checkpoint
-from outrider.heads.locate import DEFAULT_HEAD, head_folder
-from outrider.heads.open import reduction_of
+from outrider.heads.locate import DEFAULT_HEAD, head_folder, reduction_of
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PLAINTEXT
 from outrider.service.config import ServerConfig

@@ -132,14 +132,14 @@ def test_bfloat16_is_near_and_has_the_same_bits_in_any_batch(folders, kernels):
 
 
 def test_a_proposers_forward_asks_the_kernels_where_there_are_some(folders, kernels):
-    options = {"num_cached_tokens": 512, "known_token_ids": KNOWN, "device": CPU}
+    options = {"num_cached_tokens": 512, "known_token_ids": KNOWN}
     assert HeadForward.of(opened(folders, torch.float32), kernels=kernels, **options).native is not None
     assert HeadForward.of(opened(folders, torch.float32), **options).native is None
 
 
 def test_shapes_that_kernels_do_not_take_are_left_to_torch(tmp_path, kernels):
     head = opened(make_random_eagle3(tmp_path, head_dim=8), torch.float32)
-    forward = HeadForward.of(head, num_cached_tokens=512, known_token_ids=KNOWN, device=CPU, kernels=kernels)
+    forward = HeadForward.of(head, num_cached_tokens=512, known_token_ids=KNOWN, kernels=kernels)
     assert forward.native is None
     assert by_torch(head, 0)[1].isfinite().any()
 
@@ -153,7 +153,7 @@ def test_a_head_keeps_its_targets_dtype_where_kernels_compute_it(
     head, target = make_random_eagle3(tmp_path, head_dim=head_dim)
     opened_for = HeadTarget(
         directory=target,
-        device=CPU,
+        device="cpu",
         dtype="bfloat16",
         known_token_ids=KNOWN,
         constraints=NoConstraints(),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from outrider.engine import model_runner
+from outrider.engine import module_steps
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.plain_norms import replace_norms
@@ -36,7 +36,7 @@ def attention_that_errs_in(monkeypatch, is_wrong):
             output = super().attend(plan, query, *arguments)
             return output * 1.001 if is_wrong(batch) else output
 
-    monkeypatch.setattr(model_runner, "NativeAttention", Erring)
+    monkeypatch.setattr(module_steps, "NativeAttention", Erring)
 
 
 def test_kernels_with_one_order_of_sums_are_exact(exact_model):

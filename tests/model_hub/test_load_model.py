@@ -54,7 +54,7 @@ def test_a_local_directory_is_loaded_and_described(tiny):
 def test_auto_is_the_checkpoints_dtype_but_float32_on_a_cpu_without_native_kernels():
     config = AutoConfig.for_model("llama")
     config.dtype = torch.bfloat16
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    cpu, gpu = "cpu", "cuda"
     assert resolve_dtype("auto", cpu, config, is_native=False) == "float32"
     assert resolve_dtype("auto", cpu, config, is_native=True) == "bfloat16"
     assert resolve_dtype("auto", gpu, config, is_native=False) == "bfloat16"

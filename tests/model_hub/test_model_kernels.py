@@ -80,13 +80,13 @@ def test_a_model_that_native_kernels_cannot_compute_is_torchs_in_torchs_dtype(tm
 
 def test_a_chosen_attention_backend_is_torchs():
     config = ModelConfig(attention="torch_sdpa")
-    assert choose_model_kernels(config, torch.device("cpu")).reason == "model.attention is torch_sdpa"
+    assert choose_model_kernels(config, "cpu").reason == "model.attention is torch_sdpa"
     with pytest.raises(ConfigError, match=r"model\.kernels portable cannot be had: model\.attention is torch_sdpa"):
-        choose_model_kernels(ModelConfig(attention="torch_sdpa", kernels="portable"), torch.device("cpu"))
+        choose_model_kernels(ModelConfig(attention="torch_sdpa", kernels="portable"), "cpu")
 
 
 def test_native_kernels_are_a_cpus():
-    gpu = torch.device("cuda")
+    gpu = "cuda"
     assert choose_model_kernels(ModelConfig(), gpu).library is None
     with pytest.raises(ConfigError, match="the device is cuda"):
         choose_model_kernels(ModelConfig(kernels="portable"), gpu)
@@ -114,7 +114,7 @@ def test_int8_weights_without_native_kernels_are_refused(bfloat16_checkpoint):
 
 
 def test_deterministic_mode_asks_for_what_keeps_it():
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    gpu, cpu = "cuda", "cpu"
     wanted = ModelConfig(deterministic=True)
     assert (attention_of(wanted, gpu), attention_of(ModelConfig(), gpu)) == ("triton", "auto")
     with pytest.raises(ConfigError, match=r"torch_sdpa is not deterministic.*auto or triton"):
@@ -129,4 +129,4 @@ def test_deterministic_mode_on_a_gpu_needs_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     kernels = KernelChoice(path="torch", library=None, reason="the device is cuda")
     with pytest.raises(ConfigError, match=r"deterministic needs the triton package"):
-        check_deterministic(ModelConfig(deterministic=True), torch.device("cuda"), kernels)
+        check_deterministic(ModelConfig(deterministic=True), "cuda", kernels)

@@ -51,8 +51,8 @@ def decode(loaded, prompt, *, num_rows, num_tokens):
     token_ids, logits_of_steps = list(prompt), []
     while len(token_ids) < len(prompt) + num_tokens:
         rows = [token_ids[-1], *[1234] * (num_rows - 1)]  # drafts that are wrong, as most are
-        logits = runner.forward(
-            build_input_batch([SequenceRows(rows, len(token_ids) - 1, blocks, num_rows)], block_size)
+        logits = torch.as_tensor(
+            runner.forward(build_input_batch([SequenceRows(rows, len(token_ids) - 1, blocks, num_rows)], block_size))
         )
         logits_of_steps.append(logits[0].clone())
         token_ids.append(int(logits[0].argmax()))

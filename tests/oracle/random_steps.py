@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.request import Constraint, ConstraintKind, SamplingParams
 from tests.oracle.sampler import OracleSampler
 from tests.support.random_masks import RandomMasks
+from tests.support.sampler_kinds import SamplerKind, SamplerOfKind
 
 NUM_STEPS = {1: 20, 2: 20, 63: 30, 64: 30, 65: 30, 300: 40, 1000: 40, 5000: 40, 49_152: 4, 151_936: 2}
 """Random steps by size of the vocabulary; a quarter of them but in a full run."""
@@ -85,19 +88,15 @@ def random_known(rng, vocab_size):
 
 
 class Pair:
-    """The same samples in a sampler, or in one for each of several kernels, and last in the oracle."""
+    """The same samples in a sampler of torch, or in one for each of several kinds, and last in the oracle."""
 
-    def __init__(self, vocab_size, known, *kernels, device="cpu"):
-        self.vocab_size, mask = vocab_size, torch.from_numpy(known)
-        kinds = kernels or (None,)
-        masks = RandomMasks(vocab_size)
-        self.devices = [*(device for _ in kinds), "cpu"]
+    def __init__(self, vocab_size, known, *kinds, device="cpu"):
+        self.vocab_size, masks = vocab_size, RandomMasks(vocab_size)
+        kinds = kinds or (SamplerKind(partial(torch.as_tensor, device=device)),)
+        options = {"vocab_size": vocab_size, "known_token_ids": known, "constraints": masks}
         self.samplers = [
-            *(
-                Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kind, device=device, constraints=masks)
-                for kind in kinds
-            ),
-            OracleSampler(vocab_size=vocab_size, known_token_ids=mask, constraints=masks),
+            *(SamplerOfKind(kind, device=device, **options) for kind in kinds),
+            OracleSampler(**options),
         ]
 
     def start(self, params, *, committed, **options):
@@ -110,17 +109,17 @@ class Pair:
     def decide(self, logits, parts):
         """`parts`: (states, position, draft ids, assumed ids). Returns what each sampler decides."""
         return [
-            sampler.sample(logits.to(device), [SampleRows(states[i], *rest) for states, *rest in parts]).token_ids
-            for i, (sampler, device) in enumerate(zip(self.samplers, self.devices, strict=True))
+            sampler.sample(logits, [SampleRows(states[i], *rest) for states, *rest in parts]).token_ids
+            for i, sampler in enumerate(self.samplers)
         ]
 
     def check_random_step(self, rng, *, num_sequences, shapes=SHAPES):
         """Not one id differs, whatever the logits, parameters, histories and drafts; and logits stay as they were."""
         logits, parts = random_step(rng, self, self.vocab_size, num_sequences, shapes)
-        before = logits.clone()
+        before = logits.copy()
         *found, expected = self.decide(logits, parts)
         assert found == [expected] * len(found)
-        assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+        assert np.array_equal(logits.view(np.int32), before.view(np.int32))
 
 
 def random_step(rng, pair, vocab_size, num_sequences, shapes=SHAPES):
@@ -138,4 +137,4 @@ def random_step(rng, pair, vocab_size, num_sequences, shapes=SHAPES):
         draft, assumed = some_ids(rng, min(vocab_size + 2, 40), 4), some_ids(rng, min(vocab_size + 2, 20), 3)
         parts.append((states, int(rng.integers(2**20)), tuple(draft), tuple(assumed)))
         rows += [logits_of(shapes[rng.integers(len(shapes))], vocab_size, rng) for _ in range(len(draft) + 1)]
-    return torch.from_numpy(np.stack(rows)), parts
+    return np.stack(rows), parts

@@ -1,6 +1,6 @@
 """The contract's SamplingParams in numpy, one row at a time: by sorting and by evaluating every token.
 
-What native kernels and torch decide is compared with this, to the last id. Float32 with the
+What native kernels, numpy and torch decide is compared with this, to the last id. Float32 with the
 operations of `outrider/engine/sampler` where they decide (docs/adr/0016), and nothing of its code
 but what a sample remembers.
 """
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from outrider.constraints.base import ConstraintCompiler
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows
@@ -33,16 +32,16 @@ class OracleSampler(Sampler):
     """As a Sampler, for the same states."""
 
     def __init__(
-        self, *, vocab_size: int, known_token_ids: Tensor, constraints: ConstraintCompiler | None = None
+        self, *, vocab_size: int, known_token_ids: Bools, constraints: ConstraintCompiler | None = None
     ) -> None:
         super().__init__(vocab_size=vocab_size, known_token_ids=known_token_ids, constraints=constraints)
-        self._known: Bools = known_token_ids.numpy()
+        self._known = known_token_ids
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRows]) -> SampledRows:
+    def sample(self, logits: Floats, rows: Sequence[SampleRows]) -> SampledRows:
         decisions = [decision for part in rows for decision in part.decisions()]
         sampled = SampledRows()
         with np.errstate(over="ignore", invalid="ignore"):
-            for row, decision in zip(logits.numpy(), decisions, strict=True):
+            for row, decision in zip(logits, decisions, strict=True):
                 values = edited(row, self._known, decision)
                 token_id = decide(values, decision)
                 sampled.token_ids.append(token_id)

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,8 @@ from outrider.engine.engine import PromptEngine
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_profiler import StepProfiler
@@ -134,7 +136,7 @@ def assert_equal_to_one_pass(model, tokens, decode_cache, blocks):
 
 def wipe(cache):
     """So that the second push has something to prove."""
-    slots = torch.arange(cache.num_blocks * cache.block_size)
+    slots = np.arange(cache.num_blocks * cache.block_size)
     for plane in cache.planes:
         layers = range(plane.num_layers)
         cache.write(plane.name, layers, slots, bytes(len(cache.read(plane.name, layers, slots))))

@@ -18,10 +18,10 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_profiler import StepProfiler
-from outrider.engine.transfer import read
 from outrider.errors import InvalidRequestError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.inbox import TransferInbox

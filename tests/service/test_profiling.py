@@ -67,8 +67,13 @@ class Served:
         self.server = grpc.aio.server()
         self.channel = None
 
-    async def start(self, *, is_allowed=True):
-        desk = ProfileDesk(is_allowed=is_allowed, node_name=lambda: "decode@x", submit=self.engine.commands.put_nowait)
+    async def start(self, *, is_allowed=True, can_be_traced=True):
+        desk = ProfileDesk(
+            is_allowed=is_allowed,
+            can_be_traced=lambda: can_be_traced,
+            node_name=lambda: "decode@x",
+            submit=self.engine.commands.put_nowait,
+        )
         servicer = NodeServicer(lambda: replace(INFO, state=self.state), lambda: REPORT, profiles=desk)
         node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
@@ -133,6 +138,17 @@ async def test_a_node_may_be_told_not_to_be_profiled(served):
         await served.fetch()
     assert caught.value.reason == "PROFILING_OFF"
     assert served.engine.commands.empty()
+
+
+async def test_a_node_without_torch_says_that_it_has_no_trace(served):
+    await served.start(can_be_traced=False)
+    with pytest.raises(NotSupportedError, match="native kernels compute on this node") as caught:
+        await served.fetch(num_traced_steps=1)
+    assert caught.value.reason == "NOT_TRACED"
+    assert served.engine.commands.empty()
+    untraced = served.fetch()
+    await served.engine.profile(step())
+    assert len((await untraced)[0].steps) == 1
 
 
 async def test_a_node_that_loads_its_weights_is_asked_again_later(served):

@@ -89,9 +89,7 @@ def test_the_targets_own_model_drafts_what_the_target_decides(model):
 def test_a_head_drafts_what_the_grammar_allows_and_wins_as_the_target_would(constraints):
     head = ToyHead()
     known = torch.ones(VOCAB_SIZE, dtype=torch.bool)
-    forward = HeadForward.of(
-        head, num_cached_tokens=4096, known_token_ids=known, constraints=constraints, device=torch.device("cpu")
-    )
+    forward = HeadForward.of(head, num_cached_tokens=4096, known_token_ids=known, constraints=constraints, device="cpu")
     proposer, text = DraftModelProposer(forward, ProposerInfo(name="toy:tiny")), list(PROMPT)
     compile_beside(constraints, proposer, request(text, LETTERS, features=ToyFeatures(text)))
     for _ in range(3):
@@ -114,7 +112,7 @@ def test_a_constraint_that_cannot_be_compiled_here_has_no_drafts_and_fails_nobod
             num_cached_tokens=4096,
             known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool),
             constraints=compiler,
-            device=torch.device("cpu"),
+            device="cpu",
         )
         proposer = DraftModelProposer(forward, ProposerInfo(name="toy:tiny"))
         compile_beside(compiler, proposer, request(PROMPT, constraint, features=ToyFeatures(PROMPT)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from outrider.constraints.base import ALL_ALLOWED, NoConstraints
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -14,7 +13,7 @@ from tests.statistical.chi_square import Floats
 def sampler_of(logits: Floats, kernels: CpuKernels | None) -> Sampler:
     return Sampler(
         vocab_size=len(logits),
-        known_token_ids=torch.ones(len(logits), dtype=torch.bool),
+        known_token_ids=np.ones(len(logits), dtype=np.bool_),
         kernels=kernels,
         constraints=ChosenIds(len(logits)),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.sampler import SampleRows
@@ -37,7 +36,7 @@ def draw(
     """Tokens of consecutive positions that all have the same logits, verified 64 rows at a time."""
     sampler = sampler_of(logits, kernels)
     state = sampler.start(SamplingParams(**{"seed": 2024, "max_tokens": 1, **settings}), sample=0, prompt_token_ids=[])
-    rows = torch.from_numpy(logits.astype(np.float32)).expand(64, len(logits)).contiguous()
+    rows = np.tile(logits.astype(np.float32), (64, 1))
     drawn: list[int] = []
     for start in range(0, num_draws, 64):
         drawn += sampler.sample(rows, [SampleRows(state, start, (0,) * 63)]).token_ids
@@ -88,7 +87,7 @@ def test_waits_that_repeat_in_all_rows_are_noticed(monkeypatch):
     draw_words = RaceKeys.draw
 
     def of_position_zero(keys, counters, purpose):
-        words = keys.words.clone()
+        words = keys.words.copy()
         words[0] *= purpose == 0
         return draw_words(RaceKeys(words), counters, purpose)
 

@@ -64,7 +64,7 @@ def make_proposer(target_path, tmp_path):
             head,
             num_cached_tokens=NUM_STREAMS * 256,
             known_token_ids=known,
-            device=torch.device("cpu"),
+            device="cpu",
             kernels=None if in_torch else native_kernels(),
         )
         return DraftModelProposer(forward, ProposerInfo(name=f"{form}:random"))
@@ -106,7 +106,7 @@ def generate(proposer, method, *, num_tokens=60, **settings):
     """Tokens of many streams, [NUM_STREAMS, num_tokens], and the share of draft tokens that was accepted."""
     logits = target_logits()
     sampler = sampler_of(logits, native_kernels())
-    verifier, row = RequestVerifier(sampler), torch.from_numpy(logits.astype(np.float32))
+    verifier, row = RequestVerifier(sampler), logits.astype(np.float32)
     params = SamplingParams(**{"seed": 77, "max_tokens": 1 << 20, **settings})
     options = RequestOptions(sampling=params, verification_method=method)
     random = torch.Generator().manual_seed(2)
@@ -134,7 +134,7 @@ def generate(proposer, method, *, num_tokens=60, **settings):
             for i, tree in zip(open_ones, trees, strict=True)
         ]
         step += 1
-        verified = verify_now(verifier, row.expand(sum(draft.rows.num_rows for draft in drafts), -1), drafts)
+        verified = verify_now(verifier, np.tile(row, (sum(draft.rows.num_rows for draft in drafts), 1)), drafts)
         for i, draft, outcome in zip(open_ones, drafts, verified, strict=True):
             texts[i].extend(outcome.token_ids)
             num_drafted += len(draft.draft_token_ids)
@@ -207,7 +207,7 @@ def test_the_probabilities_of_another_row_are_noticed(form, make_proposer, monke
     distributions = PathSampler._distributions
 
     def of_the_next(self, logits, samples, places):
-        return distributions(self, logits.roll(1, 0), samples, places)
+        return distributions(self, np.roll(logits, 1, 0), samples, places)
 
     monkeypatch.setattr(PathSampler, "_distributions", of_the_next)
     assert rejection_z(proposer, temperature=2.0) > PASS

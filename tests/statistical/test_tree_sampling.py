@@ -9,7 +9,6 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.sampler import SampleRows
 from outrider.request import SamplingParams
@@ -33,7 +32,7 @@ def generate(logits, *, num_tokens=60, kernels=None, **settings):
     params = SamplingParams(**{"seed": 77, "max_tokens": 1 << 20, **settings})
     states = [sampler.start(params, sample=i, prompt_token_ids=[]) for i in range(NUM_STREAMS)]
     likely = np.argsort(-logits)[:8].tolist()
-    row = torch.from_numpy(logits.astype(np.float32))
+    row = logits.astype(np.float32)
     texts: list[list[int]] = [[] for _ in states]
     shapes = list(SHAPES.values())
     num_steps = 0
@@ -46,7 +45,7 @@ def generate(logits, *, num_tokens=60, kernels=None, **settings):
             drafts.append(DraftRows(SampleRows(state, len(text), token_ids), parents=parents))
         num_steps += 1
         num_rows = sum(draft.rows.num_rows for draft in drafts)
-        for text, outcome in zip(texts, verify_now(verifier, row.expand(num_rows, -1), drafts), strict=True):
+        for text, outcome in zip(texts, verify_now(verifier, np.tile(row, (num_rows, 1)), drafts), strict=True):
             text.extend(outcome.token_ids)
     return np.asarray([text[:num_tokens] for text in texts]), sum(map(len, texts)) / num_steps / len(texts)
 

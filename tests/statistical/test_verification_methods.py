@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.arrivals import RaceKey
@@ -43,17 +42,18 @@ class ModelDrafter:
         drafted = logits + np.random.default_rng(5).standard_normal(len(logits)) * noise
         params = params_of(settings)
         self.params = replace(params, top_k=min(params.top_k or most, most)) if most else params
-        self.logits = torch.from_numpy(drafted.astype(np.float32))
+        self.logits = drafted.astype(np.float32)
         self.sampler = sampler_of(logits, native_kernels())
 
     def draw(self, sample, num_positions):
         """Tokens of the first positions of a stream, and what they were drawn from."""
         state = self.sampler.start(self.params, sample=sample, prompt_token_ids=[])
         rows = [SampleRows(state, 0, (0,) * (num_positions - 1))]
-        tokens = self.sampler.sample(self.logits.expand(num_positions, -1), rows).token_ids
+        tokens = self.sampler.sample(np.tile(self.logits, (num_positions, 1)), rows).token_ids
         values = self.sampler.distribution(self.logits[None], [SampleRows(state, 0)])[0]
-        probs = torch.softmax(values, dim=0)
-        ids = probs.topk(MAX_DISTRIBUTION_IDS).indices.tolist()
+        probs = np.exp(values - values.max())
+        probs /= probs.sum()
+        ids = np.argsort(-probs, kind="stable")[:MAX_DISTRIBUTION_IDS].tolist()
         kept = [token_id for token_id in ids if probs[token_id] > 0]
         return tokens, TokenDistribution(tuple(kept), tuple(probs[kept].tolist()))
 
@@ -82,7 +82,7 @@ def generate(
     """
     sampler = sampler_of(logits, native_kernels())
     verifier = RequestVerifier(sampler)
-    rows = torch.from_numpy(logits.astype(np.float32))
+    row = logits.astype(np.float32)
     states = [sampler.start(params_of(settings), sample=i, prompt_token_ids=[]) for i in range(num_streams)]
     drawn = [drafter.draw(i, num_tokens + MAX_DRAFT) for i in range(num_streams)]
     texts: list[list[int]] = [[] for _ in range(num_streams)]
@@ -96,7 +96,7 @@ def generate(
             distributions = () if q is None else (q,) * len(draft)
             drafts.append(DraftRows(SampleRows(states[i], position, draft), distributions, method))
         step += 1
-        verified = verify_now(verifier, rows.expand(sum(draft.rows.num_rows for draft in drafts), -1), drafts)
+        verified = verify_now(verifier, np.tile(row, (sum(draft.rows.num_rows for draft in drafts), 1)), drafts)
         for text, draft, outcome in zip(texts, drafts, verified, strict=True):
             text.extend(outcome.token_ids if len(text) < num_tokens else ())
             num_drafted += len(draft.draft_token_ids)
@@ -188,7 +188,7 @@ def replayed_z(*, num_replays=3, num_streams=1500):
             state = sampler.start(start.options.sampling, sample=start.sample, prompt_token_ids=prompt)
             drafts.append(DraftRows(SampleRows(state, 2, proposal.tree.token_ids), (), VerificationMethod.REJECTION))
             texts.append(request)
-        rows = torch.from_numpy(logits.astype(np.float32)).expand(sum(draft.rows.num_rows for draft in drafts), -1)
+        rows = np.tile(logits.astype(np.float32), (sum(draft.rows.num_rows for draft in drafts), 1))
         tokens = [outcome.token_ids[0] for outcome in verify_now(RequestVerifier(sampler), rows, drafts)]
         for request, token_id in zip(texts, tokens, strict=True):
             proposer.propose([replace(request, token_ids=[*request.token_ids, token_id], num_wanted=0)])
@@ -242,7 +242,7 @@ def test_recovering_from_the_whole_target_is_noticed(monkeypatch):
 
     def recover_from_target(target, drafted, luck):
         ids, weights, totals = drafted
-        return recover(target, (ids, torch.zeros_like(weights), totals), luck)
+        return recover(target, (ids, np.zeros_like(weights), totals), luck)
 
     monkeypatch.setattr(rejection, "_recover", recover_from_target)
     assert rejection_z(small_logits()) > PASS
@@ -260,14 +260,15 @@ def test_shared_luck_for_draft_and_recovered_token_is_noticed(monkeypatch):
         rejected = [place for place, num in enumerate(num_accepted.tolist()) if num < num_drafts[place]]
         if not rejected:
             return num_accepted, recovered
-        left = masses[[firsts[place] + num_accepted[place] for place in rejected]].to(torch.float64)
+        left = masses[[firsts[place] + num_accepted[place] for place in rejected]].astype(np.float64)
         rows = []
         for row, place in zip(left, rejected, strict=True):
             draft, index = drafts[place], int(num_accepted[place])
             q = draft.distributions[index]
-            row[list(q.token_ids)] -= torch.tensor(q.probabilities, dtype=torch.float64) * row.sum()
+            row[list(q.token_ids)] -= np.asarray(q.probabilities) * row.sum()
             rows.append(SampleRows(draft.rows.state, draft.rows.position + index))
-        recovered[rejected] = sampler.decide(left.clamp(min=0.0).log().to(torch.float32), rows)
+        with np.errstate(divide="ignore"):
+            recovered[rejected] = sampler.decide(np.log(left.clip(min=0.0)).astype(np.float32), rows)
         return num_accepted, recovered
 
     monkeypatch.setattr(rejection, "_accept", recover_by_race)

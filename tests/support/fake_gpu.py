@@ -33,6 +33,7 @@ def fake_gpu(monkeypatch):
     # Their Python bindings, and only theirs, ask a torch without CUDA for the real device.
     monkeypatch.setattr(torch.Tensor, "copy_", _copy)
     monkeypatch.setattr(torch.Tensor, "__getitem__", _get_item)
+    monkeypatch.setattr(torch.Tensor, "__setitem__", _set_item)
     monkeypatch.setattr(torch.Tensor, "numpy", _numpy)
     fake_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
@@ -104,6 +105,23 @@ def _get_item(tensor, key):
             tensor = torch.ops.aten.slice(tensor, dim, each.start, each.stop, each.step or 1)
         dim += 1
     return tensor
+
+
+_own_set_item = torch.Tensor.__setitem__
+
+
+def _set_item(tensor, key, value):
+    """tensor[key] = value by operations, for all of it and for ids of each dimension from the first on."""
+    if tensor.device.type != "cuda":
+        _own_set_item(tensor, key, value)
+    elif isinstance(key, slice) and key == slice(None):
+        tensor.copy_(value)
+    else:
+        keys = list(key) if isinstance(key, tuple) else [key]
+        assert all(isinstance(each, torch.Tensor) and each.dtype is torch.int64 for each in keys), "not stood in for"
+        if not isinstance(value, torch.Tensor):
+            value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+        torch.ops.aten.index_put_(tensor, keys, value)
 
 
 class OneDevice(TorchDispatchMode):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-import torch
-
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.errors import ConfigError
@@ -16,9 +14,7 @@ __all__ = ["AttentionBackend", "AttentionOptions", "make_attention_backend"]
 FLASH_ATTN_DTYPES = ("float16", "bfloat16")
 
 
-def make_attention_backend(
-    name: str = "auto", device: torch.device | str = "cpu", dtype: str = "float32"
-) -> AttentionBackend:
+def make_attention_backend(name: str = "auto", device: str = "cpu", dtype: str = "float32") -> AttentionBackend:
     """A new backend. Raises ConfigError if impossible.
 
     Args:
@@ -27,7 +23,6 @@ def make_attention_backend(
         device: of the model.
         dtype: of queries, keys and values.
     """
-    device = torch.device(device)
     if name == "auto":
         name = (
             "torch_sdpa" if why_no_triton(device) else "triton" if _why_no_flash_attn(device, dtype) else "flash_attn"
@@ -51,7 +46,7 @@ def make_attention_backend(
     raise ConfigError(f"model.attention {name!r} is not one of auto, torch_sdpa, triton, flash_attn")
 
 
-def _why_no_flash_attn(device: torch.device, dtype: str) -> str:
+def _why_no_flash_attn(device: str, dtype: str) -> str:
     """Empty where it can compute."""
     if reason := why_no_triton(device):
         return reason

@@ -40,9 +40,9 @@ class FlashAttention:
 
     name = "flash_attn"
 
-    def __init__(self, device: torch.device, steps: AttentionBackend) -> None:
+    def __init__(self, device: torch.device | str, steps: AttentionBackend) -> None:
         """`steps`: computes all that are no prompt chunks."""
-        self._device = device
+        self._device = torch.device(device)
         self._steps = steps
         self.can_be_captured = steps.can_be_captured
 

@@ -9,18 +9,24 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import BatchStruct, DecoderStruct, LayerStruct, Workspace
-from outrider.engine.cpu_kernels.reduction import NativeReduction
-from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.errors import InternalError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.engine.features import FeatureReduction
+
+Logits = npt.NDArray[np.float32]
 
 
 class NativeDecoder:
@@ -78,7 +84,10 @@ def _layer(weights: DecoderWeights, index: int) -> LayerStruct:
 
 
 class NativeStep:
-    """Forwards of one runner: its workspace, and where its cache lies. Not thread-safe."""
+    """Forwards of one runner, its `Steps`: its workspace, and where its cache lies. Not thread-safe."""
+
+    attention_name = "native"
+    padded_rows: tuple[int, ...] = ()
 
     def __init__(
         self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureReduction | None = None
@@ -97,12 +106,14 @@ class NativeStep:
         self._values = pointers(*(values.ctypes.data for values in kv_cache.values))
         self._features = self._reduction = None
         if features is not None:
+            from outrider.engine.cpu_kernels.reduction import NativeReduction  # imports torch
+
             plane = kv_cache.layers(features.plane_name)[0]
             self._reduction = NativeReduction(decoder.kernels, features, plane.dtype)  # keeps what is pointed to
             self._features = self._reduction.struct(plane)
 
-    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
-        """As ModelRunner.forward: [num_logits, vocab_size] float32."""
+    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Logits:
+        """As ModelRunner.forward: [num_logits, vocab_size]."""
         struct = batch_struct(batch)
         if on_layer_done is None:
             self._run_layers(struct, 0, self._struct.num_layers)
@@ -110,13 +121,16 @@ class NativeStep:
             for layer in range(self._struct.num_layers):
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
-        logits = torch.empty((batch.num_logits, self._struct.vocab_size))
+        logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._write_logits(batch, logits)
         return logits
 
+    def warm_up(self) -> None:
+        """Nothing is left to do."""
+
     def draft(
         self, batch: InputBatch, features: Tensor, target_ids: Tensor | None, vocab_size: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Logits]:
         """Of a drafter head, whose rows are fed with `features` [num_rows, hidden_size] beside their tokens.
 
         `target_ids` [own vocab_size] int64: where its logits belong among `vocab_size`; None: all, in order. Returns
@@ -125,13 +139,13 @@ class NativeStep:
         struct = batch_struct(batch)
         struct.features = features.data_ptr()
         self._run_layers(struct, 0, self._struct.num_layers)
-        states = torch.empty((batch.num_logits, self._struct.hidden_size), dtype=features.dtype)
-        logits = torch.empty((batch.num_logits, vocab_size))
+        states = features.new_empty((batch.num_logits, self._struct.hidden_size))
+        logits = np.empty((batch.num_logits, vocab_size), dtype=np.float32)
         self._write_logits(batch, logits, target_ids, states)
         return states, logits
 
     def _write_logits(
-        self, batch: InputBatch, logits: Tensor, columns: Tensor | None = None, states: Tensor | None = None
+        self, batch: InputBatch, logits: Logits, columns: Tensor | None = None, states: Tensor | None = None
     ) -> None:
         self._functions.outrider_decoder_logits(
             self._team.handle,
@@ -139,7 +153,7 @@ class NativeStep:
             self._struct,
             _address(batch.arrays.logits_rows),
             batch.num_logits,
-            logits.data_ptr(),
+            logits.ctypes.data,
             None if columns is None else columns.data_ptr(),
             logits.shape[1],
             None if states is None else states.data_ptr(),

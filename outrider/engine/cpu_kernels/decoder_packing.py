@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.cpu_kernels.decoder_weights import BIAS, PACKED, SCALES, DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.decoder_weights import BIAS, MODEL_TYPES, PACKED, SCALES, DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES, PackedMatrix, WeightArena
 from outrider.engine.model_spec import ModelSpec
@@ -20,7 +20,6 @@ from outrider.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 WIDTH_STEP = 32
 """Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
 

@@ -12,6 +12,9 @@ from outrider.engine.cpu_kernels.library import ElementType, MatrixStruct
 PACKED, BIAS, SCALES = "packed", "bias", "scales"
 """The last part of a blob's name, after that of its matrix."""
 
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Of config.json: the architectures in the shape of Llama."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:

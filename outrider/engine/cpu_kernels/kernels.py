@@ -16,6 +16,6 @@ class CpuKernels:
     library: KernelLibrary
     team: Team
 
-    def make_plane(self, plane: PlaneSpec, num_slots: int) -> PanelPlane:
-        """See `AttentionKernels`."""
-        return PanelPlane(self.library, plane, num_slots)
+    def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> PanelPlane:
+        """See `PlaneMaker`."""
+        return PanelPlane(self.library, plane, num_blocks=num_blocks, block_size=block_size)

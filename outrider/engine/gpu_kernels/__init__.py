@@ -6,19 +6,23 @@ With TRITON_INTERPRET=1, set before the import, they run on a CPU: slow, and in 
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU for our kernels: they are compiled and checked for 8.0, 9.0 and 10.0."""
 
 
-def why_no_triton(device: torch.device) -> str:
-    """Empty where our Triton kernels can compute."""
-    if device.type != "cuda":
+def why_no_triton(device: torch.device | str) -> str:
+    """Empty where our Triton kernels can compute. Does without torch for a CPU."""
+    if not str(device).startswith("cuda"):
         return f"needs a CUDA device, and the device is {device}"
     if importlib.util.find_spec("triton") is None:
         return "needs the triton package, which comes with torch for CUDA"
+    import torch
+
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return f"needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, for bfloat16 products"
     return ""

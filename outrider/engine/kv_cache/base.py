@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 
-if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
+Bytes = npt.NDArray[np.uint8]
+Slots = npt.NDArray[np.int64]
+"""Places in a cache, [num_tokens]: block_id * block_size + offset."""
 
 
-class PackedPlane(Protocol):
-    """Keys or values in the form that kernels of their own want. Rows go in and out token-major, as bytes."""
+class CachePlane(Protocol):
+    """One plane of a cache, laid out as whoever attends over it wants. Rows go in and out token-major, as bytes."""
 
     @property
     def layers(self) -> Any:
-        """What attention reads of each layer, by its number."""
+        """What is kept of each layer, by its number."""
 
-    def read(self, layers: range, slots: np.ndarray, heads: range) -> np.ndarray:
-        """[len(layers) * num_slots * len(heads) * head_dim * itemsize] uint8; slots [num_slots] int64."""
+    def read(self, layers: range, slots: Slots, heads: range, after: Any) -> Bytes:
+        """[len(layers) * num_slots * len(heads) * head_dim * itemsize], contiguous; `after` as of PagedKVCache.read."""
 
-    def write(self, layers: range, slots: np.ndarray, heads: range, rows: np.ndarray) -> None:
+    def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: Any) -> None:
         """Writes what `read` gave."""
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]], block_size: int) -> None: ...
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As PagedKVCache.copy_blocks; at least one pair. So `move_slots`."""
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
 
-class AttentionKernels(Protocol):
-    """Kernels that say how keys and values lie in the cache that they attend over."""
+class PlaneMaker(Protocol):
+    """Allocates the planes of a cache for those who compute with them."""
 
-    def make_plane(self, plane: PlaneSpec, num_slots: int) -> PackedPlane:
-        """Of zeros, whose pages take no memory before they are written."""
+    def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> CachePlane:
+        """Of zeros, whose pages take no main memory before they are written."""
 
 
 class KVCache(Protocol):
@@ -53,7 +57,7 @@ class KVCache(Protocol):
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         """The ranges of a plane's heads that are held together, in order; frames are cut at them."""
 
-    def layers(self, plane: str) -> tuple[Tensor, ...]:
+    def layers(self, plane: str) -> Any:
         """Only of planes whose heads are not shared among ranks, as those of features are."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
@@ -64,14 +68,14 @@ class KVCache(Protocol):
         """Marks the work that is queued by now, where a device does it later: for `read` and `write`."""
 
     def read(
-        self, plane: str, layers: range, slots: Tensor, after: Any = None, *, heads: range | None = None
-    ) -> np.ndarray: ...
+        self, plane: str, layers: range, slots: Slots, after: Any = None, *, heads: range | None = None
+    ) -> Bytes: ...
 
     def write(
         self,
         plane: str,
         layers: range,
-        slots: Tensor,
+        slots: Slots,
         payload: bytes | bytearray | memoryview,
         after: Any = None,
         *,

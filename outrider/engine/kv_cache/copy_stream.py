@@ -6,10 +6,10 @@ after that work and runs beside what follows. Only the thread that asks for a co
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.kv_cache.base import Bytes, Slots
 from outrider.engine.transfer import empty_page_locked, upload
 
 Fence = torch.cuda.Event
@@ -28,18 +28,18 @@ class CopyStream:
         fence.record(torch.cuda.default_stream(self._device))
         return fence
 
-    def gather(self, rows: Tensor, slots: Tensor, after: Fence) -> Tensor:
+    def gather(self, rows: Tensor, slots: Slots, after: Fence) -> Tensor:
         """Some slots of [layers, slots, width], once `after` is reached: [layers, num_slots, width], page-locked."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
-            indices = upload(slots.numpy(), self._device)
+            indices = upload(slots, self._device)
             taken = rows.index_select(1, indices)
             host = empty_page_locked(taken.shape, taken.dtype)
             host.copy_(taken, non_blocking=True)
             self._wait()
         return host
 
-    def scatter(self, rows: Tensor, slots: Tensor, payload: np.ndarray, after: Fence) -> None:
+    def scatter(self, rows: Tensor, slots: Slots, payload: Bytes, after: Fence) -> None:
         """Writes some slots of [layers, slots, width] once `after` is reached. Later work must not use them.
 
         `payload` [layers * num_slots * width * itemsize] uint8 may be used again afterwards.
@@ -48,7 +48,7 @@ class CopyStream:
         host.numpy()[:] = payload
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
-            indices = upload(slots.numpy(), self._device)
+            indices = upload(slots, self._device)
             values = host.to(self._device, non_blocking=True)
             rows.index_copy_(1, indices, values.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2]))
             self._wait()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
+from outrider.engine.arrays import Array
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import InputBatch
@@ -29,7 +28,7 @@ class LeadingRunner(ModelRunner):
         super().__init__(model, kv_cache.local, attention, features=features)
         self._ranks = ranks
 
-    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
         """As ModelRunner.forward. Raises RankLostError when another rank is gone."""
 
         def layer_done(layer: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from outrider.engine.kv_cache.base import Bytes, Slots
 from outrider.engine.kv_cache.copy_stream import Fence
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import find_plane
@@ -49,7 +50,7 @@ class ShardedKVCache:
         spec = find_plane(self.planes, plane)
         return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
 
-    def layers(self, plane: str) -> tuple[Tensor, ...]:
+    def layers(self, plane: str) -> Any:
         """Of a plane that rank 0 alone has."""
         assert find_plane(self.planes, plane).is_feature
         return self.local.layers(plane)
@@ -68,21 +69,21 @@ class ShardedKVCache:
         return RankFence(self._ranks.reached, self.local.fence())
 
     def read(
-        self, plane: str, layers: range, slots: Tensor, after: RankFence | None = None, *, heads: range | None = None
-    ) -> np.ndarray:
+        self, plane: str, layers: range, slots: Slots, after: RankFence | None = None, *, heads: range | None = None
+    ) -> Bytes:
         """As PagedKVCache.read, of the whole model's heads. Raises RankLostError as well."""
         heads = find_plane(self.planes, plane).checked_heads(heads)
         fence = after or self.fence()
         parts = []
         for share in shares_of(heads, self.head_ranges(plane)):
             part = self._read_share(share, plane, layers, slots, fence)
-            parts.append(part.reshape(len(layers), slots.numel(), -1))
+            parts.append(part.reshape(len(layers), slots.size, -1))
         return parts[0].reshape(-1) if len(parts) == 1 else np.concatenate(parts, axis=2).reshape(-1)
 
-    def _read_share(self, share: HeadShare, plane: str, layers: range, slots: Tensor, fence: RankFence) -> np.ndarray:
+    def _read_share(self, share: HeadShare, plane: str, layers: range, slots: Slots, fence: RankFence) -> Bytes:
         if share.rank == 0:
             return self.local.read(plane, layers, slots, fence.local, heads=share.local)
-        request = ReadKv(plane=plane, layers=layers, slots=slots.numpy(), heads=share.local, after=fence.mark)
+        request = ReadKv(plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark)
         answer: bytes = self._ranks.ask(share.rank, request)
         return np.frombuffer(answer, dtype=np.uint8)
 
@@ -90,7 +91,7 @@ class ShardedKVCache:
         self,
         plane: str,
         layers: range,
-        slots: Tensor,
+        slots: Slots,
         payload: bytes | bytearray | memoryview,
         after: RankFence | None = None,
         *,
@@ -99,7 +100,7 @@ class ShardedKVCache:
         """Writes what `read` gave; each rank its own heads. Raises: InternalError, RankLostError."""
         heads = find_plane(self.planes, plane).checked_heads(heads)
         view = memoryview(payload).cast("B")
-        num_cells = len(layers) * slots.numel()
+        num_cells = len(layers) * slots.size
         head_bytes = find_plane(self.planes, plane).bytes_per_head
         if view.nbytes != num_cells * len(heads) * head_bytes:
             raise InternalError(f"{view.nbytes} bytes for {num_cells} cells of plane {plane}, {len(heads)} heads")
@@ -113,6 +114,6 @@ class ShardedKVCache:
                 self.local.write(plane, layers, slots, part, fence.local, heads=share.local)
             else:
                 request = WriteKv(
-                    plane=plane, layers=layers, slots=slots.numpy(), heads=share.local, after=fence.mark, payload=part
+                    plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark, payload=part
                 )
                 self._ranks.ask(share.rank, request)

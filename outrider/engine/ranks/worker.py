@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.engine.device import device_type
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import (
     Command,
@@ -85,7 +86,7 @@ class RankWorker:
                 self._kv_cache.move_slots(command.pairs)
 
     def _serve_kv(self) -> None:
-        if self._kv_cache.device.type == "cuda":
+        if device_type(self._kv_cache.device) == "cuda":
             torch.cuda.set_device(self._kv_cache.device)  # a thread begins on the first GPU
         try:
             while True:
@@ -97,7 +98,7 @@ class RankWorker:
     def _answer(self, request: KvRequest) -> bytes | KvRefused | None:
         if not self._progress.wait_for(request.after, self._timeout_seconds):
             return KvRefused(f"{request.after} was not reached in {self._timeout_seconds:g} s")
-        cache, slots = self._kv_cache, torch.from_numpy(request.slots)
+        cache, slots = self._kv_cache, request.slots
         try:
             if isinstance(request, ReadKv):
                 # On a GPU: behind everything that has been queued by now, which the mark's layers are.

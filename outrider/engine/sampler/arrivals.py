@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from outrider.engine.arrays import Array, beside, namespace
 from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.philox import WORD, philox4x32, split_seed
-from outrider.engine.transfer import upload
 
 BLOCK_SIZE = 64  # token ids in a block
 GROUP_SIZE = 4  # token ids that share one counter of purpose 1
@@ -49,43 +47,46 @@ class RaceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaceKeys:
-    """The keys of some decisions, as words on the logits' device."""
+    """The keys of some decisions, as words where the logits are."""
 
-    words: Tensor  # [4, num_rows] int64: position, sample, low and high word of the seed
+    words: Array  # [4, num_rows] int64: position, sample, low and high word of the seed
 
     @classmethod
-    def of(cls, keys: Iterable[RaceKey], device: torch.device) -> RaceKeys:
+    def of(cls, keys: Iterable[RaceKey], logits: Array) -> RaceKeys:
         """At least one key."""
         rows = [(key.position & WORD, key.sample, *split_seed(key.seed)) for key in keys]
-        return cls(upload(np.asarray(rows, dtype=np.int64).T, device))
+        return cls(beside(np.asarray(rows, dtype=np.int64).T, logits))
 
-    def draw(self, counters: Tensor, purpose: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def draw(self, counters: Array, purpose: int) -> tuple[Array, Array, Array, Array]:
         """Four words each, in the shape of counters [num_rows or 1, n] int64, broadcast to all rows."""
-        position, sample, low, high = self.words.unsqueeze(2).unbind(0)  # each [num_rows, 1]
-        return philox4x32((counters, position, sample, torch.full_like(sample, purpose)), (low, high))
+        position, sample, low, high = self.words[:, :, None]  # each [num_rows, 1]
+        return philox4x32((counters, position, sample, purpose), (low, high))
 
 
-def exponential(words: Tensor) -> Tensor:
+def exponential(words: Array) -> Array:
     """E(w): the Exp(1) variable of each word (int64), float32, same shape.
 
     Small values, which win races, keep full relative precision. The largest argument
     is capped below 1: without the cap 128 of the 2^32 words would give infinity.
     """
-    uniform = words.to(torch.float32)
+    xp = namespace(words)
+    uniform = xp.astype(words, xp.float32)
     uniform += 0.5
     uniform *= _WORD_SCALE
-    uniform.clamp_(max=_LARGEST_UNIFORM)
+    uniform = xp.clip(uniform, max=_LARGEST_UNIFORM)
     rounded = 1.0 - uniform
-    return logarithm(rounded, (1.0 - rounded) - uniform).neg_()  # -log1p(-u)
+    return -logarithm(rounded, (1.0 - rounded) - uniform)  # -log1p(-u)
 
 
-def arrivals_of(keys: RaceKeys, num_ids: int) -> Tensor:
+def arrivals_of(keys: RaceKeys, num_ids: int) -> Array:
     """a(v) of every token, for some decisions: [num_rows, num_ids] float32."""
-    blocks = torch.arange(-(-num_ids // BLOCK_SIZE), device=keys.words.device).unsqueeze(0)
-    first_words, winner_words, _, _ = keys.draw(blocks, _BLOCK_PURPOSE)
-    first = (exponential(first_words) * _PER_BLOCK).unsqueeze(2)  # [num_rows, num_blocks, 1]: e_b
-    winners = (winner_words & (BLOCK_SIZE - 1)).unsqueeze(2)
-    groups = torch.arange(blocks.shape[1] * GROUPS_PER_BLOCK, device=blocks.device).unsqueeze(0)
-    words = torch.stack(keys.draw(groups, _TOKEN_PURPOSE), dim=2)  # [num_rows, num_groups, 4]
-    times = first + exponential(words).view(-1, blocks.shape[1], BLOCK_SIZE)
-    return times.scatter(2, winners, first).flatten(1)[:, :num_ids]
+    xp, device = namespace(keys.words), keys.words.device
+    num_blocks = -(-num_ids // BLOCK_SIZE)
+    first_words, winner_words, _, _ = keys.draw(xp.arange(num_blocks, device=device)[None], _BLOCK_PURPOSE)
+    first = (exponential(first_words) * _PER_BLOCK)[:, :, None]  # [num_rows, num_blocks, 1]: e_b
+    winners = (winner_words & (BLOCK_SIZE - 1))[:, :, None]
+    groups = xp.arange(num_blocks * GROUPS_PER_BLOCK, device=device)[None]
+    words = xp.stack(keys.draw(groups, _TOKEN_PURPOSE), axis=2)  # [num_rows, num_groups, 4]
+    times = first + xp.reshape(exponential(words), (-1, num_blocks, BLOCK_SIZE))
+    times = xp.where(xp.arange(BLOCK_SIZE, device=device) == winners, first, times)
+    return xp.reshape(times, (-1, num_blocks * BLOCK_SIZE))[:, :num_ids]

@@ -1,4 +1,4 @@
-"""Who decides rows of logits: the native kernels where they are loaded, else torch on the logits' device."""
+"""Who decides rows of logits: the native kernels where they are loaded, else numpy or torch where the logits are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
+from outrider.engine.arrays import Array
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampleRows
 from outrider.request import SamplingParams
@@ -26,9 +26,8 @@ class Vocabulary:
     holes: Ints  # [n] int64, rising, below num_ids
 
     @classmethod
-    def of(cls, known_token_ids: Tensor) -> Vocabulary:
+    def of(cls, known: npt.NDArray[np.bool_]) -> Vocabulary:
         """Of a mask [size] bool with at least one known id."""
-        known = known_token_ids.detach().cpu().numpy().astype(np.bool_)
         assert known.any(), "no known token"
         num_ids = int(np.flatnonzero(known)[-1]) + 1
         return cls(len(known), num_ids, np.flatnonzero(~known[:num_ids]))
@@ -45,10 +44,10 @@ class Decider(Protocol):
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> object:
         """What is kept for one sample; it comes back as `state.prepared` of its rows."""
 
-    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
-        """A token for each row: [num_rows] int64, on the logits' device. Does not wait for a GPU.
+    def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
+        """A token for each row: [num_rows] int64, where the logits are. Does not wait for a GPU.
 
         Args:
-            logits: [num_rows, vocab_size] float32, contiguous, without grad, not changed; at least one row.
+            logits: [num_rows, vocab_size] float32, not changed; at least one row.
             rows: whose they are, in order.
         """

@@ -1,42 +1,53 @@
 """Steps 5 and 6 of the contract's SamplingParams for whole rows: the distribution that a token is drawn from.
 
-The kernels' race does without it: it looks only into blocks that can win. Torch's race, logprobs and verification
-methods that compare probabilities need all of it.
+The kernels' race does without it: it looks only into blocks that can win. The race of `ArrayDecider`, logprobs and
+verification methods that compare probabilities need all of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from outrider.engine.arrays import Array, beside, ids_beside, in_pieces, namespace, without_warnings
 from outrider.engine.sampler.filters import has_filters, limits_of
 from outrider.engine.sampler.order import order_keys
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.transfer import upload, upload_ids
 from outrider.request import SamplingParams
 
 
-def drawn_from(values: Tensor, decisions: Sequence[Decision]) -> Tensor:
-    """Values after steps 5 and 6, -inf where they are filtered out: [num_rows, num_ids]. Greedy rows stay."""
+def drawn_from(values: Array, decisions: Sequence[Decision]) -> Array:
+    """Values after steps 5 and 6, -inf where they are filtered out: [num_rows, num_ids]. Greedy rows stay.
+
+    A copy where there are greedy rows and others.
+    """
+    return in_pieces(_drawn_from, values, decisions)
+
+
+@without_warnings
+def _drawn_from(values: Array, decisions: Sequence[Decision]) -> Array:
     drawn = [row for row, decision in enumerate(decisions) if not decision.params.is_greedy]
     if not drawn:
         return values
-    rows = upload_ids(drawn, values.device)
+    xp = namespace(values)
     params = [decisions[row].params for row in drawn]
-    some = divide_by_temperatures(values.index_select(0, rows), params)
+    rows = None if len(drawn) == len(decisions) else ids_beside(drawn, values)
+    some = divide_by_temperatures(values if rows is None else values[rows], params)
     if any(map(has_filters, params)):
-        keys = order_keys(some, torch.arange(some.shape[1], device=some.device))
-        is_out = (keys < limits_of(params, some, keys)) & some.isnan().logical_not()
-        some = some.masked_fill(is_out, -torch.inf)
-    return values.index_copy(0, rows, some)
+        keys = order_keys(some)
+        some = xp.where((keys < limits_of(params, some, keys)) & xp.logical_not(xp.isnan(some)), -math.inf, some)
+    if rows is None:
+        return some
+    values = xp.astype(values, xp.float32)
+    values[rows] = some
+    return values
 
 
-def divide_by_temperatures(values: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def divide_by_temperatures(values: Array, params: Sequence[SamplingParams]) -> Array:
     """Step 5 for rows that are not greedy: [num_rows, num_ids] float32."""
     if all(each.temperature == 1.0 for each in params):
         return values
     # Not by a number: a GPU would multiply by its reciprocal.
-    return values / upload(np.asarray([[each.temperature] for each in params], dtype=np.float32), values.device)
+    return values / beside(np.asarray([[each.temperature] for each in params], dtype=np.float32), values)

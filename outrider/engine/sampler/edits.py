@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from outrider.engine.arrays import Array, beside, ids_beside, namespace, without_warnings
 from outrider.engine.sampler.decider import Vocabulary
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.transfer import upload, upload_ids
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -65,54 +64,53 @@ class Edits:
         return np.concatenate([self.starts, factors, self.places, numbers])
 
 
-ApplyEdits = Callable[[Tensor, Edits], None]
+ApplyEdits = Callable[[Array, Edits], None]
 """Changes all logits of a step, given as one row, in place."""
 
 
-def apply_in_torch(flat: Tensor, edits: Edits) -> None:
+@without_warnings
+def apply_to_array(flat: Array, edits: Edits) -> None:
     """As `ApplyEdits`."""
     sizes = np.diff(edits.starts)
     kinds = np.repeat(np.arange(len(sizes)) % 3, sizes)
     bans, biases, penalties = (np.flatnonzero(kinds == kind) for kind in range(3))
     if bans.size:
-        flat.index_fill_(0, upload(edits.places[bans], flat.device), -torch.inf)
+        flat[beside(edits.places[bans], flat)] = -math.inf
     if biases.size:
-        places = upload(edits.places[biases], flat.device)
-        flat.index_copy_(0, places, flat.index_select(0, places) + upload(edits.numbers[biases], flat.device))
+        places = beside(edits.places[biases], flat)
+        flat[places] = flat[places] + beside(edits.numbers[biases], flat)
     if penalties.size:
-        places = upload(edits.places[penalties], flat.device)
-        factors = np.repeat(edits.factors, sizes[2::3], axis=0).T  # [3, n]
-        repetition, frequency, presence = upload(factors, flat.device).unbind(0)
-        counts = upload(edits.numbers[penalties], flat.device)
-        values = flat.index_select(0, places)
-        values = torch.where(values > 0.0, values / repetition, values * repetition)
+        places = beside(edits.places[penalties], flat)
+        repetition, frequency, presence = beside(np.repeat(edits.factors, sizes[2::3], axis=0).T, flat)  # [n] each
+        counts = beside(edits.numbers[penalties], flat)
+        values = flat[places]
+        values = namespace(flat).where(values > 0.0, values / repetition, values * repetition)
         values -= frequency * counts
         values -= presence * (counts > 0.0)
-        flat.index_copy_(0, places, values)
+        flat[places] = values
 
 
-def apply_by_kernel(flat: Tensor, edits: Edits) -> None:
+def apply_by_kernel(flat: Array, edits: Edits) -> None:
     """As `ApplyEdits`, in one transfer and one launch."""
     from outrider.engine.gpu_kernels.edits import edit_in_place
 
-    packed = upload(edits.packed(), flat.device)
+    packed = beside(edits.packed(), flat)
     edit_in_place(flat, packed, num_changed=len(edits.factors), num_entries=len(edits.places))
 
 
 class LogitEditor:
-    """Edits rows on the device where they are, all of a step together."""
+    """Edits rows where they are, all of a step together; always by one library and on one device."""
 
-    def __init__(self, vocabulary: Vocabulary, device: torch.device, apply: ApplyEdits = apply_in_torch) -> None:
+    def __init__(self, vocabulary: Vocabulary, apply: ApplyEdits = apply_to_array) -> None:
         self.vocabulary = vocabulary
         self._apply = apply
         self._num_ids = vocabulary.num_ids
-        self._holes: Tensor | None = None  # [num_ids] bool; None: there is none
+        self._holes: Array | None = None  # [num_ids] bool, from the first step on where logits are; None: there is none
         if vocabulary.holes.size:
-            holes = np.zeros(vocabulary.num_ids, dtype=np.bool_)
-            holes[vocabulary.holes] = True
-            self._holes = upload(holes, device)
+            self._holes = np.zeros(vocabulary.num_ids, dtype=np.bool_)
+            self._holes[vocabulary.holes] = True
 
-    def edit(self, logits: Tensor, decisions: Sequence[Decision]) -> Tensor:
+    def edit(self, logits: Array, decisions: Sequence[Decision]) -> Array:
         """Holes and what constraints forbid go, then bans, biases and penalties apply.
 
         Args:
@@ -129,23 +127,25 @@ class LogitEditor:
         ]
         masked = [row for row, decision in enumerate(decisions) if decision.mask is not None]
         if not changed and not masked and self._holes is None:
-            return logits.narrow(1, 0, self._num_ids)
-        logits = logits.clone(memory_format=torch.contiguous_format)
-        values = logits.narrow(1, 0, self._num_ids)
+            return logits[:, : self._num_ids]
+        xp = namespace(logits)
+        flat = xp.astype(xp.reshape(logits, (-1,)), xp.float32)  # a copy
+        values = xp.reshape(flat, logits.shape)[:, : self._num_ids]  # of the same memory
         if self._holes is not None:
-            values.masked_fill_(self._holes, -torch.inf)
+            if isinstance(self._holes, np.ndarray):
+                self._holes = beside(self._holes, logits)
+            values[:] = xp.where(self._holes, -math.inf, values)
         if masked:
             words = np.stack([mask for each in decisions if (mask := each.mask) is not None])
-            rows = upload_ids(masked, values.device)
-            is_out = _unpacked(upload(words, values.device), self._num_ids).logical_not_()
-            values.index_copy_(0, rows, values.index_select(0, rows).masked_fill_(is_out, -torch.inf))
+            rows, is_allowed = ids_beside(masked, logits), _unpacked(beside(words, logits), self._num_ids)
+            values[rows] = xp.where(is_allowed, values[rows], -math.inf)
         if changed:
-            self._apply(logits.view(-1), Edits.of(changed))
+            self._apply(flat, Edits.of(changed))
         return values
 
 
-def _unpacked(words: Tensor, num_ids: int) -> Tensor:
+def _unpacked(words: Array, num_ids: int) -> Array:
     """Masks [num_rows, num_words] int32, a bit for each token, as [num_rows, num_ids] bool."""
-    places = torch.arange(32, device=words.device, dtype=torch.int32)
-    bits = (words.unsqueeze(2) >> places) & 1  # [num_rows, num_words, 32]
-    return bits.flatten(1).narrow(1, 0, num_ids).to(torch.bool)
+    xp = namespace(words)
+    bits = (words[:, :, None] >> xp.arange(32, dtype=xp.int32, device=words.device)) & 1  # [num_rows, num_words, 32]
+    return xp.reshape(bits, (words.shape[0], -1))[:, :num_ids] > 0

@@ -2,12 +2,11 @@
 
 Libraries differ in the last bits of both, from one processor to the next. Plus, minus and
 times of float32 do not: these polynomials (of Cephes' logf and expf) give the same bits in
-torch on any device, in the native kernels (`cpu_kernels/source/elementary.h`) and in the tests'
-numpy, so races and filters are decided alike everywhere, near ties included. Good to one unit in
-the last place.
+numpy, in torch on any device and in the native kernels (`cpu_kernels/source/elementary.h`), so races
+and filters are decided alike everywhere, near ties included. Good to one unit in the last place.
 
-Each line below is an operation of torch by itself. `torch.addcmul`, an `alpha` or a compiler that
-merges lines would fuse a product with a sum, and change bits.
+Each line below is an operation of numpy or torch by itself. `torch.addcmul`, an `alpha` or a compiler
+that merges lines would fuse a product with a sum, and change bits.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from __future__ import annotations
 import math
 import struct
 
-import torch
-from torch import Tensor
+from outrider.engine.arrays import Array, namespace, without_warnings
 
 
 def _float32(value: float) -> float:
@@ -62,22 +60,23 @@ MASS_OF_LARGEST = 1 << MASS_EXPONENT
 """What the largest value of a row weighs."""
 
 
-def logarithm(values: Tensor, rests: Tensor | None = None) -> Tensor:
+def logarithm(values: Array, rests: Array | None = None) -> Array:
     """log(value + rest): same shape, float32.
 
     Args:
         values: float32, positive and normal.
         rests: what rounding took from the values, at most half a unit in their last place; None: nothing.
     """
-    bits = values.view(torch.int32)
+    xp = namespace(values)
+    bits = values.view(xp.int32)
     exponents = (bits - SQRT_HALF_BITS) >> _MANTISSA_BITS  # such that mantissas lie in [sqrt(1/2), sqrt(2))
-    f = (bits - (exponents << _MANTISSA_BITS)).view(torch.float32)
+    f = (bits - (exponents << _MANTISSA_BITS)).view(xp.float32)
     f -= 1.0
     if rests is not None:
-        f += rests * ((_EXPONENT_BIAS - exponents) << _MANTISSA_BITS).view(torch.float32)
+        f += rests * ((_EXPONENT_BIAS - exponents) << _MANTISSA_BITS).view(xp.float32)
     polynomial = _evaluate(LOG_POLYNOMIAL, f)
     squares = f * f
-    powers = exponents.to(torch.float32)
+    powers = xp.astype(exponents, xp.float32)
     logarithms = f * squares
     logarithms *= polynomial
     logarithms += powers * LOG2_LOW
@@ -89,7 +88,8 @@ def logarithm(values: Tensor, rests: Tensor | None = None) -> Tensor:
     return logarithms
 
 
-def masses_of(values: Tensor, largest: Tensor) -> Tensor:
+@without_warnings
+def masses_of(values: Array, largest: Array) -> Array:
     """e^(value - largest) in steps of 2^-44, rounded to the nearest: same shape, int64, 2^44 for the largest.
 
     Integers, so that a sum does not depend on its order.
@@ -98,22 +98,22 @@ def masses_of(values: Tensor, largest: Tensor) -> Tensor:
         values: float32, none above its row's largest.
         largest: float32, broadcasts to them. Where it is infinite its equals weigh 2^44, all others nothing.
     """
-    x = values - largest
-    # A bias beyond float32, or nothing left: the infinite ones share everything.
-    x = torch.where(torch.isinf(largest), torch.where(values == largest, 0.0, LOWEST), x)
-    x.clamp_(min=LOWEST)  # what is less rounds to 0
-    exponents = torch.round(x * LOG2_E)
+    xp = namespace(values)
+    # The largest become 0 by their bits: with a bias beyond float32, or nothing left, a difference would be no number.
+    x = ((values - largest).view(xp.int32) * (values != largest)).view(xp.float32)
+    x = xp.clip(x, min=LOWEST)  # what is less rounds to 0
+    exponents = xp.round(x * LOG2_E)
     x -= exponents * LOG2_HIGH
     x -= exponents * LOG2_LOW
     weights = _evaluate(EXP_POLYNOMIAL, x)
     weights *= x * x
     weights += x
     weights += 1.0
-    powers = exponents.to(torch.int32)
+    powers = xp.astype(exponents, xp.int32)
     powers += _EXPONENT_BIAS + MASS_EXPONENT
     powers <<= _MANTISSA_BITS
-    weights *= powers.view(torch.float32)
-    return weights.round_().to(torch.int64)
+    weights *= powers.view(xp.float32)
+    return xp.astype(xp.round(weights), xp.int64)
 
 
 def log_of_mass(mass: float, largest: float) -> float:
@@ -121,7 +121,7 @@ def log_of_mass(mass: float, largest: float) -> float:
     return largest + math.log(mass / MASS_OF_LARGEST) if math.isfinite(largest) else largest
 
 
-def _evaluate(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
+def _evaluate(coefficients: tuple[float, ...], x: Array) -> Array:
     """The polynomial with these coefficients, that of the highest power first."""
     value = x * coefficients[0]
     value += coefficients[1]

@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from outrider.engine.arrays import Array, beside, largest_of, namespace
 from outrider.engine.sampler.elementary import masses_of
-from outrider.engine.sampler.order import LOWEST_KEY, lowest_keys
-from outrider.engine.transfer import upload
+from outrider.engine.sampler.order import LOWEST_KEY, lowest_keys, values_of_keys
 from outrider.request import SamplingParams
 
-_NEVER_REACHED = torch.iinfo(torch.int64).max
+_NEVER_REACHED = (1 << 63) - 1
 
 
 def has_filters(params: SamplingParams) -> bool:
@@ -22,7 +20,7 @@ def has_filters(params: SamplingParams) -> bool:
     return params.min_p > 0.0 or params.top_k > 0 or params.top_p < 1.0
 
 
-def limits_of(params: Sequence[SamplingParams], values: Tensor, keys: Tensor) -> Tensor:
+def limits_of(params: Sequence[SamplingParams], values: Array, keys: Array) -> Array:
     """The key of the last token that all filters of a row keep: [num_rows, 1] int64. Waits for no device.
 
     Args:
@@ -30,49 +28,53 @@ def limits_of(params: Sequence[SamplingParams], values: Tensor, keys: Tensor) ->
         values: [num_rows, num_ids] float32, after step 5.
         keys: [num_rows, num_ids] int64, the order keys of the values.
     """
-    largest = values.amax(dim=1, keepdim=True)
-    limits = torch.maximum(_min_p_limits(params, largest), _top_k_limits(params, keys))
+    xp = namespace(values)
+    largest = xp.max(values, axis=1, keepdims=True)
+    limits = xp.maximum(_min_p_limits(params, largest), _top_k_limits(params, keys))
     if any(row.top_p < 1.0 for row in params):
-        masses = torch.where(keys >= limits, masses_of(values, largest), 0)
-        limits = torch.maximum(limits, _top_p_limits(params, masses, keys, is_nan=largest.isnan()))
+        limits = xp.maximum(limits, _top_p_limits(params, largest, keys, limits))
     return limits
 
 
-def _min_p_limits(params: Sequence[SamplingParams], largest: Tensor) -> Tensor:
+def _min_p_limits(params: Sequence[SamplingParams], largest: Array) -> Array:
     """[num_rows, 1] int64. p >= min_p * p_max, as values: v >= v_max + log(min_p)."""
+    xp = namespace(largest)
     if all(row.min_p == 0.0 for row in params):
-        return torch.full_like(largest, LOWEST_KEY, dtype=torch.int64)
+        return xp.full_like(largest, LOWEST_KEY, dtype=xp.int64)
     logs = [math.log(row.min_p) if row.min_p > 0.0 else -math.inf for row in params]
-    distances = _column(logs, np.float32, largest.device)
-    return torch.where(distances > -torch.inf, lowest_keys(largest + distances), LOWEST_KEY)
+    distances = _column(logs, np.float32, largest)
+    return xp.where(distances > -math.inf, lowest_keys(largest + distances), LOWEST_KEY)
 
 
-def _top_k_limits(params: Sequence[SamplingParams], keys: Tensor) -> Tensor:
+def _top_k_limits(params: Sequence[SamplingParams], keys: Array) -> Array:
     """[num_rows, 1] int64: the key of the last token that each top_k keeps; 0 keeps all."""
     top_ks = [row.top_k if row.top_k < keys.shape[1] else 0 for row in params]
+    xp = namespace(keys)
     if not any(top_ks):
-        return torch.full_like(keys[:, :1], LOWEST_KEY)
-    numbers = _column(top_ks, np.int64, keys.device)
-    first = keys.topk(max(top_ks), dim=1).values  # sorted
-    return torch.where(numbers > 0, first.gather(1, (numbers - 1).clamp(min=0)), LOWEST_KEY)
+        return xp.full_like(keys[:, :1], LOWEST_KEY)
+    numbers = _column(top_ks, np.int64, keys)
+    last = xp.take_along_axis(largest_of(keys, max(top_ks)), xp.clip(numbers - 1, min=0), axis=1)
+    return xp.where(numbers > 0, last, LOWEST_KEY)
 
 
-def _top_p_limits(params: Sequence[SamplingParams], masses: Tensor, keys: Tensor, *, is_nan: Tensor) -> Tensor:
+def _top_p_limits(params: Sequence[SamplingParams], largest: Array, keys: Array, limits: Array) -> Array:
     """[num_rows, 1] int64: the key of the last token before which there is less than top_p of the mass.
 
-    `masses`: [num_rows, num_ids] int64, 0 of what min_p and top_k leave out. A row with NaN is not bounded.
+    `limits`: what min_p and top_k leave out has no mass. A row with NaN is not bounded.
     """
-    shares = _column([row.top_p for row in params], np.float64, masses.device)
-    total = masses.sum(dim=1, keepdim=True)
+    xp = namespace(keys)
+    keys = xp.sort(keys, axis=1)
+    masses = masses_of(values_of_keys(keys), largest)
+    masses *= keys >= limits
+    shares = _column([row.top_p for row in params], np.float64, keys)
+    total = xp.sum(masses, axis=1, keepdims=True)
     # The ceiling keeps comparisons among integers. The first token, with no mass before it, always stays.
-    bounds = (shares * total.to(torch.float64)).ceil().to(torch.int64).clamp(min=1)
-    bounds = torch.where((shares < 1.0) & is_nan.logical_not(), bounds, _NEVER_REACHED)
-    keys, order = keys.sort(dim=1, descending=True)
-    masses = masses.gather(1, order)
-    num_kept = (masses.cumsum(dim=1) - masses < bounds).sum(dim=1, keepdim=True)
-    return keys.gather(1, num_kept - 1)
+    bounds = xp.clip(xp.astype(xp.ceil(shares * xp.astype(total, xp.float64)), xp.int64), min=1)
+    bounds = xp.where((shares < 1.0) & xp.logical_not(xp.isnan(largest)), bounds, _NEVER_REACHED)
+    num_out = xp.sum(total - xp.cumulative_sum(masses, axis=1) >= bounds, axis=1, keepdims=True)
+    return xp.take_along_axis(keys, num_out, axis=1)
 
 
-def _column(values: Sequence[float], dtype: type[np.generic], device: torch.device) -> Tensor:
-    """[len(values), 1]."""
-    return upload(np.asarray(values, dtype=dtype)[:, None], device)
+def _column(values: Sequence[float], dtype: type[np.generic], array: Array) -> Array:
+    """[len(values), 1], beside the array."""
+    return beside(np.asarray(values, dtype=dtype)[:, None], array)

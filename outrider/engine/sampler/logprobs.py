@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-import torch
-from torch import Tensor
-
+from outrider.engine.arrays import Array, Arrays, ids_beside, in_pieces, largest_of, namespace
 from outrider.engine.pending import Pending
 from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
@@ -18,15 +17,13 @@ from outrider.engine.sampler.elementary import log_of_mass, masses_of
 from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.engine.scheduler import EngineSequence, Scheduled, StepPlan
-from outrider.engine.transfer import Arrays, upload_ids
 from outrider.request import LogprobsMode, TokenLogprobs
 
 PIECE_ROWS = 8
-"""Of a prompt's rows, that are looked at together: what is made of them fits a processor's cache."""
+"""Of a prompt's rows, that a device looks at together: what is made of them takes memory."""
 
 
-@torch.inference_mode()
-def pending_prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Pending[list[TokenLogprobs]]:
+def pending_prompt_logprobs(logits: Array, token_ids: Sequence[int], num_top: int) -> Pending[list[TokenLogprobs]]:
     """Of tokens that a prompt has, with `num_top` alternatives each, by the model. Does not wait for the device.
 
     Args:
@@ -35,8 +32,9 @@ def pending_prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: i
         num_top: 0 to 20.
     """
     num_top = min(num_top, logits.shape[1])
-    pieces = zip(logits.split(PIECE_ROWS), upload_ids(token_ids, logits.device).split(PIECE_ROWS), strict=True)
-    tables = tuple(_table(values, ids, num_top) for values, ids in pieces)
+    ids = ids_beside(token_ids, logits)
+    pieces = [slice(start, start + PIECE_ROWS) for start in range(0, len(token_ids), PIECE_ROWS)]
+    tables = tuple(in_pieces(partial(_table, num_top), logits[piece], ids[piece]) for piece in pieces)
 
     def finish(arrays: Arrays) -> list[TokenLogprobs]:
         return [each for table in arrays for each in _logprobs_of_table(table.tolist(), [num_top] * len(table))]
@@ -47,7 +45,7 @@ def pending_prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: i
 ScoredSequence = tuple[EngineSequence, Sequence[TokenLogprobs]]
 
 
-def take_scored_rows(plan: StepPlan, logits: Tensor) -> tuple[Tensor, list[Pending[ScoredSequence]]]:
+def take_scored_rows(plan: StepPlan, logits: Array) -> tuple[Array, list[Pending[ScoredSequence]]]:
     """Takes the last rows of logits, of sequences whose prompts are scored. Call it before these advance.
 
     Returns the other rows, and of each such sequence the logprobs that are new; reading them counts them as done.
@@ -61,16 +59,15 @@ def take_scored_rows(plan: StepPlan, logits: Tensor) -> tuple[Tensor, list[Pendi
     return logits, scored
 
 
-def _pending_scores(item: Scheduled, logits: Tensor) -> Pending[ScoredSequence]:
+def _pending_scores(item: Scheduled, logits: Array) -> Pending[ScoredSequence]:
     sequence, start, scoring = item.sequence, item.sequence.num_computed, item.sequence.scoring
     assert scoring is not None
     found = pending_prompt_logprobs(logits, item.scored_token_ids, scoring.num_top)
-    return Pending(found.tensors, lambda arrays: (sequence, sequence.score(start, found.finish(arrays))))
+    return Pending(found.arrays, lambda arrays: (sequence, sequence.score(start, found.finish(arrays))))
 
 
-@torch.inference_mode()
 def pending_logprobs(
-    logits: Tensor, decisions: Sequence[Decision], token_ids: Tensor, editor: LogitEditor
+    logits: Array, decisions: Sequence[Decision], token_ids: Array, editor: LogitEditor
 ) -> Pending[list[TokenLogprobs | None]]:
     """Of the rows whose samples asked for them, each by its mode; None for the others. Does not wait for the device.
 
@@ -81,7 +78,7 @@ def pending_logprobs(
         editor: steps 1 to 4, for LOGPROBS_MODE_SAMPLED.
     """
     asked: list[tuple[list[int], list[int]]] = []  # rows of each mode and how many alternatives each wants
-    tables: list[Tensor] = []
+    tables: list[Array] = []
     for mode in LogprobsMode:
         rows = [
             row
@@ -91,13 +88,14 @@ def pending_logprobs(
         if not rows:
             continue
         asking = [decisions[row] for row in rows]
-        places = upload_ids(rows, logits.device)
-        values = logits.index_select(0, places)
+        places = ids_beside(rows, logits)
+        values = logits[places]
         if mode is LogprobsMode.SAMPLED:
             values = drawn_from(editor.edit(values, asking), asking)
         nums_top = [decision.state.logprobs.num_top for decision in asking if decision.state.logprobs is not None]
         asked.append((rows, nums_top))
-        tables.append(_table(values, token_ids.index_select(0, places), min(max(nums_top), values.shape[1])))
+        num_top = min(max(nums_top), values.shape[1])
+        tables.append(in_pieces(partial(_table, num_top), values, token_ids[places]))
 
     def finish(arrays: Arrays) -> list[TokenLogprobs | None]:
         answers: list[TokenLogprobs | None] = [None] * len(decisions)
@@ -109,28 +107,29 @@ def pending_logprobs(
     return Pending(tuple(tables), finish)
 
 
-def _table(values: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+def _table(num_top: int, values: Array, token_ids: Array) -> Array:
     """Of values [num_rows, n] float32 that a softmax makes a distribution: [num_rows, 5 + 2 * num_top] float64.
 
     Columns: the token of `token_ids` [num_rows], its value, the largest value, the mass of all, the token's rank, then
     the ids of the first tokens and their values.
     """
-    chosen = values.gather(1, token_ids.unsqueeze(1))
-    largest = values.amax(dim=1, keepdim=True)
-    masses = masses_of(values, largest).sum(dim=1, keepdim=True)
-    ranks = (values > chosen).sum(dim=1, keepdim=True) + 1
-    ids = torch.arange(values.shape[1], device=values.device)
-    top_ids = ids_of_keys(order_keys(values, ids).topk(num_top, dim=1).values)
-    columns = (token_ids.unsqueeze(1), chosen, largest, masses, ranks, top_ids, values.gather(1, top_ids))
+    xp = namespace(values)
+    chosen = xp.take_along_axis(values, token_ids[:, None], axis=1)
+    largest = xp.max(values, axis=1, keepdims=True)
+    masses = xp.sum(masses_of(values, largest), axis=1, keepdims=True)
+    ranks = xp.sum(values > chosen, axis=1, keepdims=True) + 1
+    top_ids = ids_of_keys(largest_of(order_keys(values), num_top))
+    top_values = xp.take_along_axis(values, top_ids, axis=1)
+    columns = (token_ids[:, None], chosen, largest, masses, ranks, top_ids, top_values)
     # float64 holds ids, ranks and values as they are, and rounds a sum of masses like any other integer.
-    return torch.cat([column.to(torch.float64) for column in columns], dim=1)
+    return xp.concat([xp.astype(column, xp.float64) for column in columns], axis=1)
 
 
 def _logprobs_of_table(table: Sequence[Sequence[float]], nums_top: Sequence[int]) -> Iterator[TokenLogprobs]:
     for wanted, (token_id, value, most, mass, rank, *top) in zip(nums_top, table, strict=True):
         num_top = len(top) // 2
         log_total = log_of_mass(mass, most)
-        alternatives = zip(top[:wanted], top[num_top : num_top + wanted], strict=True)
+        alternatives = [*zip(top[:num_top], top[num_top:], strict=True)][:wanted]
         yield TokenLogprobs(
             token_id=int(token_id),
             logprob=_logprob(value, log_total),

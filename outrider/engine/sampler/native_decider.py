@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from outrider.constraints.base import Masks
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -91,13 +89,12 @@ class NativeDecider:
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> _Prepared:
         return _Prepared(params, sample, penalties)
 
-    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
-        assert logits.dtype is torch.float32
-        assert logits.is_contiguous()
+    def decide(self, logits: npt.NDArray[np.float32], rows: Sequence[SampleRows]) -> npt.NDArray[np.int64]:
+        logits = np.ascontiguousarray(logits, dtype=np.float32)
         num_rows, vocab_size = logits.shape
         if len(rows) > len(self._rows):
             self._rows = (SampleRowsStruct * len(rows))()
-        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        token_ids = np.empty(num_rows, dtype=np.int64)
         assumed = array("q")
         all_masks: list[Masks] = []  # kept until the call is over
         weight = 0
@@ -122,12 +119,12 @@ class NativeDecider:
         functions = library.functions_holding_lock if is_short else library.functions
         functions.outrider_sample(
             self._sampler,
-            logits.data_ptr(),
+            logits.ctypes.data,
             vocab_size,
             ctypes.addressof(self._rows),
             len(rows),
             assumed.buffer_info()[0],
-            token_ids.data_ptr(),
+            token_ids.ctypes.data,
         )
         return token_ids
 

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from outrider.engine.arrays import Array, namespace
 
 _LOW_HALF = 0xFFFFFFFF
 
-LOWEST_KEY = torch.iinfo(torch.int64).min
+LOWEST_KEY = -(1 << 63)
 """Below the key of every token."""
 
 
-def order_keys(values: Tensor, ids: Tensor) -> Tensor:
-    """A key of each token, the first token's the largest: float32, int64 -> int64, broadcast together."""
-    return lowest_keys(values) | (_LOW_HALF - ids)
+def order_keys(values: Array) -> Array:
+    """A key of each token, the first token's the largest: [num_rows, num_ids] float32 -> int64."""
+    keys = lowest_keys(values)
+    keys |= _LOW_HALF - namespace(values).arange(values.shape[1], device=values.device)
+    return keys
 
 
-def lowest_keys(values: Tensor) -> Tensor:
+def lowest_keys(values: Array) -> Array:
     """The lowest key that a token of each value could have: float32 -> int64, same shape."""
-    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, its equal
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64) << 32
+    xp = namespace(values)
+    bits = (values + 0.0).view(xp.int32)  # -0.0 becomes 0.0, its equal
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    keys = xp.astype(bits, xp.int64)
+    keys <<= 32
+    return keys
 
 
-def ids_of_keys(keys: Tensor) -> Tensor:
+def values_of_keys(keys: Array) -> Array:
+    """The value of each token: int64 -> float32, same shape."""
+    xp = namespace(keys)
+    bits = xp.astype(keys >> 32, xp.int32)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return bits.view(xp.float32)
+
+
+def ids_of_keys(keys: Array) -> Array:
     """The token of each key: int64, same shape."""
     return _LOW_HALF - (keys & _LOW_HALF)
 
 
-def first_of_largest(values: Tensor) -> Tensor:
-    """Argmax of each row with ties to the lowest id, which torch.argmax does not promise on every device.
+def first_of_largest(values: Array) -> Array:
+    """Argmax of each row with ties to the lowest id, which the array API's argmax does not promise.
 
     [num_rows, num_ids] -> [num_rows] int64; the first NaN where there is one.
     """
-    is_largest = (values == values.amax(dim=1, keepdim=True)) | values.isnan()
-    ids = torch.arange(values.shape[1], device=values.device)
-    return torch.where(is_largest, ids, values.shape[1]).amin(dim=1)
+    xp = namespace(values)
+    is_largest = (values == xp.max(values, axis=1, keepdims=True)) | xp.isnan(values)
+    ids = xp.arange(values.shape[1], device=values.device)
+    return xp.min(xp.where(is_largest, ids, values.shape[1]), axis=1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from torch import Tensor
+from outrider.engine.arrays import Array
 
-Word = TypeVar("Word", int, Tensor)
+Word = TypeVar("Word", int, Array)
 
 WORD = 0xFFFFFFFF
 """Mask of the 32 bits of a word."""
@@ -29,11 +29,11 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -
     """Four random words for each counter.
 
     Args:
-        counter: four words c0..c3, each below 2^32: Python's integers, or int64 tensors that broadcast together.
+        counter: four words c0..c3, each below 2^32: Python's integers, or int64 arrays that broadcast together.
         key: two words of the same kind.
 
     Returns:
-        Words w0..w3 of that kind, tensors in the broadcast shape of `counter` and `key`. Integers only, so the same
+        Words w0..w3 of that kind, arrays in the broadcast shape of `counter` and `key`. Integers only, so the same
         everywhere.
     """
     # A word lives in the low half of an int64, so that one product gives both of its halves. Its high

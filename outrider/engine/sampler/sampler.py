@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from outrider.constraints.base import ConstraintCompiler, NoConstraints
+from outrider.engine.arrays import Array, Arrays
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.gpu_kernels import why_no_triton
-from outrider.engine.pending import Pending
+from outrider.engine.pending import Pending, read
+from outrider.engine.sampler.array_decider import ArrayDecider
 from outrider.engine.sampler.decider import Decider, Vocabulary
 from outrider.engine.sampler.distribution import drawn_from
-from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel, apply_in_torch
+from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel, apply_to_array
 from outrider.engine.sampler.logprobs import pending_logprobs
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
-from outrider.engine.sampler.torch_decider import TorchDecider
-from outrider.engine.transfer import Arrays, read
 from outrider.errors import InternalError
 from outrider.request import LogprobsRequest, SamplingParams
 
@@ -37,15 +37,16 @@ class Sampler:
     Target and drafter use it alike: the drafter runs the same race on its own logits, and
     the same luck on both sides is what makes their tokens agree.
 
-    Logits stay on their device; tokens and logprobs come back. Not thread-safe: one owner.
+    Logits are arrays of numpy with native kernels, and tensors of torch without. They stay on their device; tokens and
+    logprobs come back. Not thread-safe: one owner.
     """
 
     def __init__(
         self,
         *,
         vocab_size: int,
-        known_token_ids: Tensor,
-        device: torch.device | str = "cpu",
+        known_token_ids: npt.NDArray[np.bool_],
+        device: str = "cpu",
         kernels: CpuKernels | None = None,
         constraints: ConstraintCompiler | None = None,
     ) -> None:
@@ -53,7 +54,7 @@ class Sampler:
         vocab_size: width of the logits.
         known_token_ids: [vocab_size] bool, ids that the tokenizer has; at least one.
         device: where the logits will be.
-        kernels: of logits on the CPU. None: torch decides, to the same ids.
+        kernels: of logits on the CPU. None: numpy or torch decides, to the same ids.
         constraints: compiles those of requests for the same vocabulary. None: there are none.
         """
         self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # starts with the first constraint
@@ -62,10 +63,9 @@ class Sampler:
         assert shape == (vocab_size,), f"known_token_ids {shape} does not fit vocab_size {vocab_size}"
         self.vocab_size = vocab_size
         self.constraints = NoConstraints() if constraints is None else constraints
-        vocabulary = Vocabulary.of(known_token_ids)
-        device = torch.device(device)
-        has_triton = not why_no_triton(device)
-        self._editor = LogitEditor(vocabulary, device, apply_by_kernel if has_triton else apply_in_torch)
+        vocabulary = Vocabulary.of(np.asarray(known_token_ids))
+        has_triton = kernels is None and not why_no_triton(device)
+        self._editor = LogitEditor(vocabulary, apply_by_kernel if has_triton else apply_to_array)
         self._decider: Decider
         if kernels is not None:
             self._decider = NativeDecider(kernels, vocabulary)
@@ -74,7 +74,7 @@ class Sampler:
 
             self._decider = TritonDecider(self._editor)
         else:
-            self._decider = TorchDecider(self._editor)
+            self._decider = ArrayDecider(self._editor)
 
     def start(
         self,
@@ -136,7 +136,7 @@ class Sampler:
         """
         self._masks_in_making = self._masks_thread.submit(lambda: [part.masks() for part in rows])
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRows]) -> SampledRows:
+    def sample(self, logits: Array, rows: Sequence[SampleRows]) -> SampledRows:
         """Decides every row.
 
         Args:
@@ -148,18 +148,17 @@ class Sampler:
         """
         return read(self.queue(logits, rows))[0]
 
-    def queue(self, logits: Tensor, rows: Sequence[SampleRows]) -> Pending[SampledRows]:
+    def queue(self, logits: Array, rows: Sequence[SampleRows]) -> Pending[SampledRows]:
         """As `sample`, without waiting for the device."""
         if not rows:
             return Pending((), lambda _: SampledRows())
         return self.with_logprobs(logits, rows, self.decide(logits, rows))
 
-    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
         """A token for each row: [num_rows] int64, where the logits are. At least one row."""
         return self._decider.decide(self._checked(logits, rows), rows)
 
-    @torch.inference_mode()
-    def with_logprobs(self, logits: Tensor, rows: Sequence[SampleRows], token_ids: Tensor) -> Pending[SampledRows]:
+    def with_logprobs(self, logits: Array, rows: Sequence[SampleRows], token_ids: Array) -> Pending[SampledRows]:
         """These tokens [num_rows] int64, with the logprobs that were asked for. Arguments as for `sample`."""
         if all(part.state.logprobs is None for part in rows):
             return Pending((token_ids,), lambda arrays: SampledRows(arrays[0].tolist(), [None] * len(arrays[0])))
@@ -169,9 +168,9 @@ class Sampler:
         def finish(arrays: Arrays) -> SampledRows:
             return SampledRows(arrays[0].tolist(), logprobs.finish(arrays[1:]))
 
-        return Pending((token_ids, *logprobs.tensors), finish)
+        return Pending((token_ids, *logprobs.arrays), finish)
 
-    def distribution(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    def distribution(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
         """What each row's token is drawn from.
 
         Args:
@@ -182,15 +181,14 @@ class Sampler:
             [num_rows, num_ids] float32, values whose softmax it is: -inf for what is out. Greedy rows: after step 4.
         """
         decisions = [decision for part in rows for decision in part.decisions()]
-        with torch.inference_mode():
-            return drawn_from(self._editor.edit(self._checked(logits, rows), decisions), decisions)
+        return drawn_from(self._editor.edit(self._checked(logits, rows), decisions), decisions)
 
-    def _checked(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
-        """Float32 and contiguous. Raises: InternalError where they do not fit the rows."""
+    def _checked(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
+        """The logits. Raises: InternalError where they do not fit the rows."""
         if self._masks_in_making is not None:
             self._masks_in_making.result()
             self._masks_in_making = None
         num_rows = sum(part.num_rows for part in rows)
         if logits.shape != (num_rows, self.vocab_size):
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
-        return logits.detach().to(torch.float32).contiguous()
+        return logits

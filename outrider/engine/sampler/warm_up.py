@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.sampler.sampler import Sampler
 from outrider.engine.sampler.sequence_sampling import SampleRows
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 STEPS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -22,11 +23,13 @@ STEPS: tuple[dict[str, Any], ...] = (
 """Parameters of one step each: kernels are compiled for what any row of a step asks for."""
 
 
-def warm_up_sampler(sampler: Sampler, device: torch.device) -> None:
+def warm_up_sampler(sampler: Sampler, device: torch.device | str) -> None:
     """Decides rows in each of the ways that are compiled. On a CPU nothing is. Constraints read their tokenizer."""
     sampler.constraints.warm_up()
-    if device.type == "cpu":
+    if str(device).startswith("cpu"):
         return
+    import torch
+
     logits = torch.zeros((2, sampler.vocab_size), device=device)
     for step in STEPS:
         for mode in (None, *LogprobsMode):

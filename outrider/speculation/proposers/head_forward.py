@@ -8,18 +8,21 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from outrider.constraints.base import ConstraintCompiler
+from outrider.engine.arrays import Array
 from outrider.engine.attention import AttentionBackend, AttentionOptions, make_attention_backend
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.decoder import NativeStep
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
-from outrider.engine.model_runner import PagedStep
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+from outrider.engine.module_steps import PagedStep
 from outrider.engine.sampler import Sampler, SequenceSampling
 from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.engine.transfer import upload, upload_ids
@@ -57,9 +60,9 @@ class HeadForward(PathSampler):
         model: HeadModel,
         *,
         num_cached_tokens: int,
-        known_token_ids: Tensor,
+        known_token_ids: npt.NDArray[np.bool_],
         constraints: ConstraintCompiler | None = None,
-        device: torch.device,
+        device: str = "cpu",
         kernels: CpuKernels | None = None,
     ) -> HeadForward:
         """Args:
@@ -85,7 +88,7 @@ class HeadForward(PathSampler):
         sampler = Sampler(
             vocab_size=spec.vocab_size,
             known_token_ids=known_token_ids,
-            device=device,
+            device=str(device),
             kernels=kernels,
             constraints=constraints,
         )
@@ -99,7 +102,7 @@ class HeadForward(PathSampler):
         native = None
         if kernels is not None and cache is not None and model.suits_kernels:
             native = model.native_step(kernels, cache)
-        return cls(pool, cache, attention, model, sampler, rules, device, native)
+        return cls(pool, cache, attention, model, sampler, rules, torch.device(device), native)
 
     @property
     def max_model_len(self) -> int:
@@ -151,11 +154,14 @@ class HeadForward(PathSampler):
         if not batch.num_logits:
             return [Decided(()) for _ in rows]
         confidences = self._confidences(logits[::num_parallel], [row for row in rows if row.num_decisions])
+        deciding: Array = logits
+        if self.device.type == "cpu":  # as the target's
+            deciding, confidences = logits.numpy(), confidences.numpy()
         # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
         states = iter([state.clone() for state in hidden[::num_parallel]])
         return [
             replace(each, state=next(states)) if each.token_ids else each
-            for each in self._decide(logits, rows, num_parallel=num_parallel, confidences=(confidences,))
+            for each in self._decide(deciding, rows, num_parallel=num_parallel, confidences=(confidences,))
         ]
 
     def _forward(
@@ -163,7 +169,8 @@ class HeadForward(PathSampler):
     ) -> tuple[Tensor, Tensor]:
         """Own hidden states [num_logits, width], and logits of the target's vocabulary. Rows with parallel tokens."""
         if self.native is not None:
-            return self.native.draft(batch, features.contiguous(), self.model.target_ids, self.vocab_size)
+            hidden, of_target = self.native.draft(batch, features.contiguous(), self.model.target_ids, self.vocab_size)
+            return hidden, torch.from_numpy(of_target)
         device = self.device
         fed = batch.on(device)
         depths = upload_ids(
@@ -183,7 +190,7 @@ class HeadForward(PathSampler):
             return hidden, hidden
         return hidden, self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
 
-    def _confidences(self, logits: Tensor, rows: Sequence[PathRows]) -> Tensor:
+    def _confidences(self, logits: Tensor, rows: Sequence[PathRows]) -> Array:
         """Of logits [len(rows), vocab_size]: each row's largest probability, at its temperature.
 
         Returns [len(rows)] float64; 0 where features were no numbers.

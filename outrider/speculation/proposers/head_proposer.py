@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from outrider.constraints.base import ConstraintCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, free_memory_bytes
+from outrider.engine.device import device_type
+from outrider.engine.kv_cache.paged_cache import free_memory_bytes
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
@@ -43,9 +46,9 @@ class HeadTarget:
     """What a head's proposer needs to know of the model that it drafts for."""
 
     directory: Path
-    device: torch.device
+    device: str  # as torch names it
     dtype: str  # of its features
-    known_token_ids: Tensor  # [vocab_size] bool, on the CPU
+    known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]
     constraints: ConstraintCompiler  # for the same vocabulary
     vocabulary_fingerprint: str
     kernels: CpuKernels | None  # on a CPU: what computes the sampler and attention; None: torch
@@ -73,8 +76,7 @@ class HeadTarget:
         choice = choose_model_kernels(config, device, progress=progress)
         files = read_tokenizer_files(directory)
         strings = vocabulary(files[TOKENIZER_FILE])
-        known = torch.zeros(Target.open(directory).vocab_size, dtype=torch.bool)
-        known[known_token_ids(strings, len(known))] = True
+        known = known_token_ids(strings, Target.open(directory).vocab_size)
         return cls(
             directory=directory,
             device=device,
@@ -91,11 +93,13 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
 
     Raises: ConfigError for one that was made for another target or is not supported; ModelError for damaged files.
     """
-    dtype, torch_dtype = TORCH_DTYPES[target.dtype], torch.float32 if target.device.type == "cpu" else None
+    dtype, torch_dtype = TORCH_DTYPES[target.dtype], torch.float32 if device_type(target.device) == "cpu" else None
     if target.kernels is None and torch_dtype is not None:
         dtype = torch_dtype
     with torch.inference_mode():
-        return open_head(Path(folder), Target.open(target.directory), target.device, dtype, torch_dtype=torch_dtype)
+        return open_head(
+            Path(folder), Target.open(target.directory), torch.device(target.device), dtype, torch_dtype=torch_dtype
+        )
 
 
 def make_head_proposer(
@@ -126,6 +130,6 @@ def make_head_proposer(
         vocabulary_fingerprint=target.vocabulary_fingerprint,
         features=model.reduction.format(target.dtype),
         memory_bytes=num_cached_tokens * token_bytes,
-        description={"dtype": spec.dtype, "fingerprint": spec.fingerprint, "device": str(target.device)},
+        description={"dtype": spec.dtype, "fingerprint": spec.fingerprint, "device": target.device},
     )
     return DraftModelProposer(forward, info, max_catch_up_rows=max_catch_up_rows, catch_up_seconds=catch_up_seconds)

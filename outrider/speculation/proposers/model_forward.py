@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from outrider.engine.attention import make_attention_backend
-from outrider.engine.features import FeatureReduction
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -16,7 +15,6 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner, open_runner
 from outrider.engine.sampler import Sampler
 from outrider.engine.sampler.warm_up import warm_up_sampler
-from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.loaded_model import LoadedModel
@@ -27,6 +25,9 @@ from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
 from outrider.speculation.proposers.path_sampler import PathSampler
+
+if TYPE_CHECKING:
+    from outrider.engine.features import FeatureReduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,9 @@ class ModelForward(PathSampler):
 
         `features`: of every row; the model's specification has their plane.
         """
-        backend = make_attention_backend(attention, model.device, model.spec.dtype)
+        backend = None
+        if model.model is not None:
+            backend = make_attention_backend(attention, model.device, model.spec.dtype)
         cache, runner = open_runner(
             model,
             backend,
@@ -79,14 +82,13 @@ class ModelForward(PathSampler):
         sampler = Sampler(
             vocab_size=model.spec.vocab_size,
             known_token_ids=model.known_token_ids,
-            device=model.device,
+            device=str(model.device),
             kernels=model.cpu_kernels,
             constraints=model.constraints,
         )
         warm_up_sampler(sampler, model.device)
         return cls(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size)
 
-    @torch.inference_mode()
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if block_copies:
             self.kv_cache.copy_blocks(block_copies)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, repeat
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from outrider.engine.pending import Pending
+from outrider.engine.arrays import Array, Arrays, ids_beside, largest_of, namespace
+from outrider.engine.pending import Pending, read
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
-from outrider.engine.transfer import Arrays, read, upload_ids
+from outrider.engine.sampler.elementary import masses_of
+from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.draft_forward import PathRows
@@ -48,11 +50,11 @@ class PathSampler:
         self.sampler.commit(sampling, token_ids)
 
     def _decide(
-        self, logits: Tensor, rows: Sequence[PathRows], *, num_parallel: int = 1, confidences: tuple[Tensor, ...] = ()
+        self, logits: Array, rows: Sequence[PathRows], *, num_parallel: int = 1, confidences: tuple[Array, ...] = ()
     ) -> list[Decided]:
         """Of each of `rows`, `num_parallel` positions; an empty one where none is asked for. Waits once.
 
-        logits: [num_deciding * num_parallel, vocab_size] float32, changed; of the positions after each path, the next
+        logits: [num_deciding * num_parallel, vocab_size] float32; of the positions after each path, the next
         one first. Penalties count nothing among them. confidences: one [num_deciding] float64, of those next positions.
         """
         places = [
@@ -87,25 +89,27 @@ class PathSampler:
         ]
 
     def _distributions(
-        self, logits: Tensor, samples: Sequence[SampleRows], places: Sequence[int]
+        self, logits: Array, samples: Sequence[SampleRows], places: Sequence[int]
     ) -> Pending[dict[int, TokenDistribution]]:
         """What the next token is drawn from, at some of the places. `logits`: [len(samples), vocab_size]."""
         if not places:
             return Pending((), lambda _: {})
-        values = self.sampler.distribution(
-            logits.index_select(0, upload_ids(places, logits.device)), [samples[place] for place in places]
-        )
-        likely = values.topk(min(MAX_DISTRIBUTION_IDS, values.shape[1]), dim=1)
-        probs = likely.values.softmax(dim=1)  # [len(places), 32] float32
+        xp = namespace(logits)
+        values = self.sampler.distribution(logits[ids_beside(places, logits)], [samples[place] for place in places])
+        ids = ids_of_keys(largest_of(order_keys(values), min(MAX_DISTRIBUTION_IDS, values.shape[1])))
+        largest = xp.max(values, axis=1, keepdims=True)
+        masses = masses_of(xp.take_along_axis(values, ids, axis=1), largest)  # [len(places), 32]
+        masses = xp.where(xp.isfinite(largest), masses, 0)  # of no distribution: nothing
 
         def finish(arrays: Arrays) -> dict[int, TokenDistribution]:
+            probs = (arrays[1] / np.maximum(arrays[1].sum(axis=1, keepdims=True), 1)).astype(np.float32)
             found = {}
-            for place, ids, weights in zip(places, arrays[0].tolist(), arrays[1].tolist(), strict=True):
+            for place, ids, weights in zip(places, arrays[0].tolist(), probs.tolist(), strict=True):
                 kept = [(token_id, weight) for token_id, weight in zip(ids, weights, strict=True) if weight > 0.0]
                 found[place] = TokenDistribution(tuple(token_id for token_id, _ in kept), tuple(w for _, w in kept))
             return found
 
-        return Pending((likely.indices, probs.to(torch.float64)), finish)
+        return Pending((ids, masses), finish)
 
 
 def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
@@ -122,12 +126,12 @@ def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bo
     return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
 
 
-def _without(logits: Tensor, rows: Sequence[int], token_ids: Tensor) -> Tensor:
+def _without(logits: Array, rows: Sequence[int], token_ids: Array) -> Array:
     """These rows, each without the token that has won: [num_rows, vocab_size] -> [len(rows), vocab_size].
 
-    `token_ids`: [num_rows] int64, of all rows. Changes `logits` where they are all of them: nobody reads them again.
+    `token_ids`: [num_rows] int64, of all rows.
     """
-    if len(rows) < len(logits):
-        places = upload_ids(rows, logits.device)
-        logits, token_ids = logits.index_select(0, places), token_ids.index_select(0, places)
-    return logits.scatter_(1, token_ids.unsqueeze(1), -torch.inf)
+    xp, places = namespace(logits), ids_beside(rows, logits)
+    logits = logits[places]
+    logits[xp.arange(len(rows), device=logits.device), token_ids[places]] = -math.inf
+    return logits

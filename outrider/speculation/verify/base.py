@@ -9,8 +9,7 @@ from outrider.request import TokenLogprobs, VerificationMethod
 from outrider.speculation.token_distribution import TokenDistribution
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from outrider.engine.arrays import Array
     from outrider.engine.pending import Pending
     from outrider.engine.sampler import SampleRows
 
@@ -47,7 +46,7 @@ class Verifier(Protocol):
     Without a draft every method commits what coupled sampling does.
     """
 
-    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
+    def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         """The outcome for each draft, in order. Does not wait for the logits' device.
 
         Args:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
+from outrider.engine.arrays import Array, ids_beside
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler
-from outrider.engine.transfer import upload_ids
 from outrider.request import VerificationMethod
 from outrider.speculation.verify.base import DraftRows, Verified, Verifier
 from outrider.speculation.verify.coupled import CoupledVerifier
@@ -36,7 +34,7 @@ class RequestVerifier:
             rows = [run for draft in constrained for run in (runs_of_tree(draft) if draft.parents else (draft.rows,))]
             self._sampler.prepare_masks(rows)
 
-    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
+    def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         """The outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
 
         Reading it waits for the device once, whatever the methods.
@@ -54,17 +52,17 @@ class RequestVerifier:
             part = logits
             if len(by_method) > 1:
                 rows = [starts[place] + row for place in places for row in range(drafts[place].rows.num_rows)]
-                part = logits.index_select(0, upload_ids(rows, logits.device))
+                part = logits[ids_beside(rows, logits)]
             queued.append(self.verifiers[method].queue(part, [drafts[place] for place in places]))
 
         def in_order(arrays: Sequence[Any]) -> list[Verified]:
             left = iter(arrays)
             found: dict[int, Verified] = {}
             for places, pending in zip(by_method.values(), queued, strict=True):
-                found.update(zip(places, pending.finish([next(left) for _ in pending.tensors]), strict=True))
+                found.update(zip(places, pending.finish([next(left) for _ in pending.arrays]), strict=True))
             return [found[place] for place in range(len(drafts))]
 
-        return Pending(tuple(tensor for pending in queued for tensor in pending.tensors), in_order)
+        return Pending(tuple(array for pending in queued for array in pending.arrays), in_order)
 
 
 def _method_of(draft: DraftRows) -> VerificationMethod:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from outrider.engine.arrays import Array
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows
 from outrider.request import TokenLogprobs
@@ -25,7 +24,7 @@ class CoupledVerifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
+    def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         rows: list[SampleRows] = []
         for draft in drafts:
             if draft.parents:
@@ -33,7 +32,7 @@ class CoupledVerifier:
             else:
                 rows.append(draft.rows)
         sampled = self._sampler.queue(logits, rows)
-        return Pending(sampled.tensors, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
+        return Pending(sampled.arrays, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
 
 def accept_drafts(drafts: Sequence[DraftRows], sampled: SampledRows) -> list[Verified]:

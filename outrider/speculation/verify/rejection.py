@@ -13,7 +13,7 @@ arrivals (purposes 0 and 1) decide bonus tokens here and drafts in the drafter: 
 a position whose draft token is looked at is decided by purpose 2 alone.
 
 Probabilities of p are integer masses (see `elementary`), and what is done with them is rounded by IEEE 754's float64,
-so a decision does not depend on the device, nor on the batch. All of it is queued on the logits' device.
+so a decision does not depend on the device, nor on the batch. All of it is queued where the logits are.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
+from outrider.engine.arrays import Array, Arrays, beside, ids_beside, namespace
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.transfer import Arrays, upload, upload_ids
 from outrider.speculation.token_distribution import TokenDistribution, certain
 from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.rows import draft_token_masses, row_starts
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 PURPOSE = 2
 _UNIFORM_BITS = 53
@@ -43,21 +45,18 @@ class RejectionVerifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    @torch.inference_mode()
-    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
-        device = logits.device
+    def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
+        xp = namespace(logits)
         starts = row_starts(drafts)
         num_drafts = [len(draft.draft_token_ids) for draft in drafts]
-        last_rows = upload_ids([start + num for start, num in zip(starts, num_drafts, strict=True)], device)
+        last_rows = ids_beside([start + num for start, num in zip(starts, num_drafts, strict=True)], logits)
         # The token after a draft that stands: the position's race decides it, as without a draft.
-        following = self._sampler.decide(
-            logits.index_select(0, last_rows), [_after_draft(draft.rows) for draft in drafts]
-        )
-        num_accepted = torch.zeros_like(last_rows)
+        following = self._sampler.decide(logits[last_rows], [_after_draft(draft.rows) for draft in drafts])
+        num_accepted = xp.zeros_like(last_rows)
         if any(num_drafts):
             masses = draft_token_masses(self._sampler, logits, drafts)
             num_accepted, recovered = _accept(masses, drafts, num_drafts)
-            following = torch.where(num_accepted == upload_ids(num_drafts, device), following, recovered)
+            following = xp.where(num_accepted == ids_beside(num_drafts, logits), following, recovered)
         rows = np.asarray(
             [
                 (sequence, index, token_id)
@@ -66,9 +65,8 @@ class RejectionVerifier:
             ],
             dtype=np.int64,
         )
-        sequences, indices, token_ids = upload(rows.T, device).unbind(0)  # each [num_rows]
-        stands = indices < num_accepted.index_select(0, sequences)
-        token_ids = torch.where(stands, token_ids, following.index_select(0, sequences))
+        sequences, indices, token_ids = beside(rows.T, logits)  # each [num_rows]
+        token_ids = xp.where(indices < num_accepted[sequences], token_ids, following[sequences])
         sampled = self._sampler.with_logprobs(logits, [draft.rows for draft in drafts], token_ids)
 
         def finish(arrays: Arrays) -> list[Verified]:
@@ -81,15 +79,15 @@ class RejectionVerifier:
                 verified.append(Verified(tuple(found.token_ids[start:end]), logprobs))
             return verified
 
-        return Pending((num_accepted, *sampled.tensors), finish)
+        return Pending((num_accepted, *sampled.arrays), finish)
 
 
-def _accept(masses: Tensor, drafts: Sequence[DraftRows], num_drafts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int]) -> tuple[Array, Array]:
     """How many tokens of each draft stand, and what takes the place of the first that does not: each [num_seqs] int64.
 
     `masses`: [num draft tokens, num_ids] int64, of p. Where a whole draft stands, the second means nothing.
     """
-    device = masses.device
+    xp = namespace(masses)
     token_ids = [token_id for draft in drafts for token_id in draft.draft_token_ids]
     distributions = [
         draft.distributions[index] if draft.distributions else certain(token_id)
@@ -105,12 +103,12 @@ def _accept(masses: Tensor, drafts: Sequence[DraftRows], num_drafts: Sequence[in
         _uniform(*luck[:2]) * distribution.probability_of(token_id)
         for luck, distribution, token_id in zip(words, distributions, token_ids, strict=True)
     ]
-    ids = upload_ids(token_ids, device)
-    within = ids.clamp(max=masses.shape[1] - 1)
-    own = masses.gather(1, within.unsqueeze(1)).squeeze(1)
-    probs = own.to(torch.float64) / masses.sum(dim=1).to(torch.float64)
+    ids = ids_beside(token_ids, masses)
+    within = xp.clip(ids, max=masses.shape[1] - 1)
+    own = xp.take_along_axis(masses, within[:, None], axis=1)[:, 0]
+    probs = xp.astype(own, xp.float64) / xp.astype(xp.sum(masses, axis=1), xp.float64)
     # An id beyond the vocabulary has no mass.
-    is_accepted = (upload(np.asarray(bounds, dtype=np.float64), device) < probs) & (ids == within)
+    is_accepted = (beside(np.asarray(bounds, dtype=np.float64), masses) < probs) & (ids == within)
 
     firsts = list(accumulate(num_drafts[:-1], initial=0))  # draft token of each draft
     most = max(num_drafts)
@@ -118,16 +116,13 @@ def _accept(masses: Tensor, drafts: Sequence[DraftRows], num_drafts: Sequence[in
         [first + index if index < num else len(token_ids) for index in range(most)]
         for first, num in zip(firsts, num_drafts, strict=True)
     ]
-    places = upload(np.asarray(table, dtype=np.int64), device)  # [num_seqs, most], of draft tokens; behind them: none
-    stands = torch.cat([is_accepted.to(torch.int64), is_accepted.new_zeros(1, dtype=torch.int64)])
-    num_accepted = stands.index_select(0, places.flatten()).view(places.shape).cumprod(dim=1).sum(dim=1)
-    first_rejected = (upload_ids(firsts, device) + num_accepted).clamp(max=len(token_ids) - 1)
-    luck = upload(np.asarray([each[2:] for each in words], dtype=np.int64), device).index_select(0, first_rejected)
-    weights = _weights(distributions, masses.shape[1], device)
-    recovered = _recover(
-        masses.index_select(0, first_rejected), [each.index_select(0, first_rejected) for each in weights], luck
-    )
-    return num_accepted, recovered
+    places = np.asarray(table, dtype=np.int64)  # [num_seqs, most], of draft tokens; behind them: none
+    stands = xp.concat([xp.astype(is_accepted, xp.int64), xp.zeros_like(ids[:1])])[beside(places.ravel(), ids)]
+    num_accepted = xp.sum(xp.cumulative_prod(xp.reshape(stands, places.shape), axis=1), axis=1)
+    first_rejected = xp.clip(ids_beside(firsts, ids) + num_accepted, max=len(token_ids) - 1)
+    luck = beside(np.asarray([each[2:] for each in words], dtype=np.int64), ids)[first_rejected]
+    drafted = [beside(each, ids)[first_rejected] for each in _weights(distributions, masses.shape[1])]
+    return num_accepted, _recover(masses[first_rejected], drafted, luck)
 
 
 def _after_draft(rows: SampleRows) -> SampleRows:
@@ -141,26 +136,23 @@ def _uniform(high: int, low: int) -> float:
     return ((high << 32 | low) >> (64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
 
 
-def _weights(
-    distributions: Sequence[TokenDistribution], num_ids: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(distributions: Sequence[TokenDistribution], num_ids: int) -> tuple[Ints, Floats, Floats]:
     """Ids and weights of each q, [n, most] int64 and float64, and the sum of its weights [n].
 
-    An id beyond the vocabulary has weight 0.
+    Ids beyond the vocabulary are left out, and the first pair of each row fills what is free.
     """
-    most = max(len(each.token_ids) for each in distributions)
-    ids = np.zeros((len(distributions), most), dtype=np.int64)
-    weights = np.zeros((len(distributions), most))
-    for row, each in enumerate(distributions):
-        ids[row, : len(each.token_ids)] = each.token_ids
-        weights[row, : len(each.token_ids)] = each.probabilities
-    weights[ids >= num_ids] = 0.0
-    ids[ids >= num_ids] = 0
-    totals = np.asarray([each.total for each in distributions])
-    return upload(ids, device), upload(weights, device), upload(totals, device)
+    known = [
+        [pair for pair in zip(each.token_ids, each.probabilities, strict=True) if pair[0] < num_ids] or [(0, 0.0)]
+        for each in distributions
+    ]
+    most = max(map(len, known))
+    filled = [pairs + pairs[:1] * (most - len(pairs)) for pairs in known]
+    ids = np.asarray([[token_id for token_id, _ in pairs] for pairs in filled], dtype=np.int64)
+    weights = np.asarray([[weight for _, weight in pairs] for pairs in filled], dtype=np.float64)
+    return ids, weights, np.asarray([each.total for each in distributions], dtype=np.float64)
 
 
-def _recover(target: Tensor, drafted: Sequence[Tensor], luck: Tensor) -> Tensor:
+def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
     """A token from max(p - q, 0) for each row, by inversion: [num_rows] int64.
 
     Args:
@@ -168,22 +160,26 @@ def _recover(target: Tensor, drafted: Sequence[Tensor], luck: Tensor) -> Tensor:
         drafted: of q, as of `_weights`.
         luck: [num_rows, 2] int64, two words.
     """
+    xp = namespace(target)
     ids, weights, totals = drafted
-    scales = target.sum(dim=1).to(torch.float64) / totals
-    left = target.scatter_add(1, ids, -(weights * scales.unsqueeze(1)).round().to(torch.int64)).clamp_(min=0)
+    scales = xp.astype(xp.sum(target, axis=1), xp.float64) / totals
+    masses = xp.astype(xp.round(weights * scales[:, None]), xp.int64)
+    left = xp.astype(target, xp.int64)
+    rows = xp.arange(target.shape[0], device=target.device)[:, None]
+    left[rows, ids] = xp.clip(xp.take_along_axis(target, ids, axis=1) - masses, min=0)
     # p and q may be equal but for rounding, which leaves nothing.
-    left = torch.where(left.sum(dim=1, keepdim=True) > 0, left, target)
-    cumulative = left.cumsum(dim=1)
-    places = _share(luck, cumulative.select(1, -1))
-    return torch.searchsorted(cumulative, places.unsqueeze(1), right=True).squeeze(1)
+    left = xp.where(xp.sum(left, axis=1, keepdims=True) > 0, left, target)
+    cumulative = xp.cumulative_sum(left, axis=1)
+    places = _share(luck, cumulative[:, -1])
+    return xp.sum(cumulative <= places[:, None], axis=1)
 
 
-def _share(luck: Tensor, totals: Tensor) -> Tensor:
+def _share(luck: Array, totals: Array) -> Array:
     """A whole number in [0, total) for each: the high half of the product of 64 bits of luck and the total.
 
     luck: [n, 2] int64, two words; totals: [n] int64, positive.
     """
-    high, low = luck.unbind(1)
+    high, low = luck[:, 0], luck[:, 1]
     total_high, total_low = totals >> 32, totals & _WORD
     # A product of two words may wrap to a negative number, whose bits are the product's.
     middle, other = high * total_low, low * total_high

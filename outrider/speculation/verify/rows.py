@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
-from torch import Tensor
-
+from outrider.engine.arrays import Array, ids_beside, in_pieces, namespace
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.elementary import masses_of
 from outrider.engine.sampler.order import first_of_largest
-from outrider.engine.transfer import upload_ids
 from outrider.speculation.draft_tree import ROOT
 from outrider.speculation.verify.base import DraftRows
 
@@ -55,7 +52,7 @@ def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
     return runs
 
 
-def draft_token_masses(sampler: Sampler, logits: Tensor, drafts: Sequence[DraftRows]) -> Tensor:
+def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRows]) -> Array:
     """The target's distributions at the positions of draft tokens.
 
     Args:
@@ -70,9 +67,15 @@ def draft_token_masses(sampler: Sampler, logits: Tensor, drafts: Sequence[DraftR
     parts = [
         draft.rows._replace(draft_token_ids=draft.draft_token_ids[:-1]) for draft in drafts if draft.draft_token_ids
     ]
-    values = sampler.distribution(logits.index_select(0, upload_ids(rows, logits.device)), parts)
-    largest = values.amax(dim=1, keepdim=True)
+    return in_pieces(_masses, sampler.distribution(logits[ids_beside(rows, logits)], parts))
+
+
+def _masses(values: Array) -> Array:
+    xp = namespace(values)
+    largest = xp.max(values, axis=1, keepdims=True)
     # No distribution: NaN, nothing left, or a bias beyond float32. The race takes the first of the largest then.
-    is_broken = largest.isfinite().logical_not()
-    masses = masses_of(values, largest).masked_fill_(is_broken, 0)
-    return masses.scatter_add_(1, first_of_largest(values).unsqueeze(1), is_broken.to(torch.int64))
+    is_broken = xp.logical_not(xp.isfinite(largest))
+    masses = masses_of(values, largest)
+    masses *= xp.logical_not(is_broken)
+    masses[xp.arange(len(values), device=values.device), first_of_largest(values)] += is_broken[:, 0]
+    return masses

@@ -8,6 +8,9 @@ target finds it likely enough by itself:
 with H the entropy of p, in nats: where the target is undecided, less is asked for. Otherwise the race's token is
 committed. So acceptance is never below that of coupled sampling, and the text leans towards the drafter's.
 
+Entropies are sums of float64 logarithms, which libraries round differently: where a probability is that close to its
+bound, a token that one node accepts may be another's rejection.
+
 Source: Cai et al. 2024, "Medusa" (arXiv 2401.10774), with its threshold 0.09 and alpha 0.3.
 """
 
@@ -15,12 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from outrider.engine.arrays import Array, ids_beside, namespace
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler
-from outrider.engine.transfer import upload_ids
 from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.coupled import accept_drafts
 from outrider.speculation.verify.rows import draft_token_masses, draft_token_rows
@@ -35,23 +35,25 @@ class TypicalVerifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    @torch.inference_mode()
-    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
+    def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         rows = [draft.rows for draft in drafts]
         token_ids = self._sampler.decide(logits, rows)
         if any(draft.draft_token_ids for draft in drafts):
             token_ids = self._with_typical(token_ids, logits, drafts)
         sampled = self._sampler.with_logprobs(logits, rows, token_ids)
-        return Pending(sampled.tensors, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
+        return Pending(sampled.arrays, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
-    def _with_typical(self, decided: Tensor, logits: Tensor, drafts: Sequence[DraftRows]) -> Tensor:
+    def _with_typical(self, decided: Array, logits: Array, drafts: Sequence[DraftRows]) -> Array:
         """What was decided [num_rows] int64, and in its place draft tokens that are likely enough."""
+        xp = namespace(logits)
         masses = draft_token_masses(self._sampler, logits, drafts)
-        token_ids = upload_ids([token_id for draft in drafts for token_id in draft.draft_token_ids], logits.device)
-        probs = masses.to(torch.float64) / masses.sum(dim=1, keepdim=True)  # [num draft tokens, num_ids]
-        entropy = -torch.xlogy(probs, probs).sum(dim=1, keepdim=True)
-        bounds = (ALPHA * torch.exp(-entropy)).clamp(max=THRESHOLD)
-        within = token_ids.clamp(max=probs.shape[1] - 1)
-        is_likely = (probs.gather(1, within.unsqueeze(1)) > bounds).squeeze(1) & (within == token_ids)
-        rows = upload_ids(draft_token_rows(drafts), logits.device)
-        return decided.index_copy(0, rows, torch.where(is_likely, token_ids, decided.index_select(0, rows)))
+        token_ids = ids_beside([token_id for draft in drafts for token_id in draft.draft_token_ids], logits)
+        probs = xp.astype(masses, xp.float64) / xp.sum(masses, axis=1, keepdims=True)  # [num draft tokens, num_ids]
+        entropy = -xp.sum(probs * xp.log(xp.where(probs > 0.0, probs, 1.0)), axis=1)
+        bounds = xp.clip(ALPHA * xp.exp(-entropy), max=THRESHOLD)
+        within = xp.clip(token_ids, max=probs.shape[1] - 1)
+        own = xp.take_along_axis(probs, within[:, None], axis=1)[:, 0]
+        rows = ids_beside(draft_token_rows(drafts), logits)
+        chosen = xp.astype(decided, xp.int64)
+        chosen[rows] = xp.where((own > bounds) & (within == token_ids), token_ids, decided[rows])
+        return chosen

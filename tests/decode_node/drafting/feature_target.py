@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from decode_node.drafting.feature_plane import FeaturePlane
@@ -33,7 +34,7 @@ class FeatureTarget:
         start, end = kv.num_tokens, len(token_ids) - 1
         kv.reserve(end)
         rows = features_of(token_ids)[start:end]
-        slots = torch.tensor([kv.slot(place) for place in range(start, end)], dtype=torch.int64)
+        slots = np.array([kv.slot(place) for place in range(start, end)], dtype=np.int64)
         self._cache.write(PLANE.name, range(1), slots, rows.contiguous().view(torch.uint8).numpy().tobytes())
         kv.advance(end)
 

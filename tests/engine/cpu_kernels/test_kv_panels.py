@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_SLOTS = 3, 2, 48, 96
 WORDS = {"float32": np.uint32, "bfloat16": np.uint16}
-EVERYTHING = torch.arange(NUM_SLOTS)
+EVERYTHING = np.arange(NUM_SLOTS)
 
 
 def make_cache(kernels, dtype, block_size=16):
@@ -55,7 +54,7 @@ def test_sixteen_slots_of_a_head_are_a_panel_of_packed_weights(kernels, dtype):
 def test_rows_go_in_and_out_as_of_a_plain_cache(kernels, dtype, plane):
     packed, plain = (fill(make_cache(each, dtype)) for each in (kernels, None))
     assert contents(packed) == contents(plain)
-    slots, others = torch.tensor([95, 0, 17, 16, 40]), torch.tensor([3, 94, 5, 31, 70])
+    slots, others = np.array([95, 0, 17, 16, 40]), np.array([3, 94, 5, 31, 70])
     taken = packed.read(plane, range(1, 3), slots, heads=range(1, 2))
     assert taken.tobytes() == plain.read(plane, range(1, 3), slots, heads=range(1, 2)).tobytes()
     for cache in (packed, plain):

@@ -141,7 +141,7 @@ class Engine:
             num_logits = (len(token_ids) - left_out) * wants_logits
             rows.append(SequenceRows(token_ids, first, list(sequence.block_ids), num_logits))
             sequence.num_computed += num_rows
-        logits = self.step.forward(build_input_batch(rows, BLOCK_SIZE), on_layer_done=on_layer_done)
+        logits = torch.from_numpy(self.step.forward(build_input_batch(rows, BLOCK_SIZE), on_layer_done=on_layer_done))
         if not wants_logits:
             assert logits.shape == (0, VOCAB_SIZE)
             return []
@@ -330,7 +330,7 @@ def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain
 
 def kv_of(engine, num_tokens):
     """Keys and values of the first sequence, in bytes."""
-    slots = torch.tensor(engine.sequences[0].block_ids)[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
+    slots = np.array(engine.sequences[0].block_ids)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)
     taken = slots.flatten()[:num_tokens]
     return [engine.cache.read(plane.name, range(plane.num_layers), taken).tobytes() for plane in engine.cache.planes]
 

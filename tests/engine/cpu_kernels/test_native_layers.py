@@ -53,7 +53,7 @@ def forward_of(model):
     cache = PagedKVCache(model.spec.planes, num_blocks=32, block_size=16, kernels=model.cpu_kernels)
     runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa"))
     assert runner.attention_name == "native"
-    return lambda *rows: runner.forward(build_input_batch(rows, 16)).clone()
+    return lambda *rows: torch.tensor(runner.forward(build_input_batch(rows, 16)))
 
 
 def random_ids(count):

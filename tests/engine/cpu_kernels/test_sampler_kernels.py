@@ -6,7 +6,6 @@ import ctypes
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct
 from outrider.engine.sampler import Sampler, SampleRows
@@ -17,6 +16,11 @@ from tests.engine.cpu_kernels.libraries import with_few_for_tests
 from tests.oracle.arrivals import RaceKey, all_arrivals
 from tests.oracle.elementary import logarithm, masses_of
 from tests.oracle.random_steps import NUM_STEPS, SHAPES, Pair, logits_of, random_known, random_step
+from tests.support.sampler_kinds import NUMPY
+
+
+def by(kernels):
+    return NUMPY._replace(kernels=kernels)
 
 
 @pytest.fixture(params=[1, 3], ids=["alone", "team of three"])
@@ -61,17 +65,17 @@ def test_masses_are_the_same_integers(library, largest):
 )
 def test_decisions_are_those_of_the_oracle(library, teams, vocab_size, num_steps, is_full):
     """Whatever the logits, parameters, histories and drafts, alone and in a team of three: not one id differs."""
-    kernels = [teams(library, num_threads) for num_threads in (1, 3)]
+    kinds = [by(teams(library, num_threads)) for num_threads in (1, 3)]
     rng = np.random.default_rng(vocab_size)
     for _ in range(num_steps if is_full else -(-num_steps // 4)):
-        Pair(vocab_size, random_known(rng, vocab_size), *kernels).check_random_step(rng, num_sequences=8)
+        Pair(vocab_size, random_known(rng, vocab_size), *kinds).check_random_step(rng, num_sequences=8)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_of_logits_is_decided_as_expected(library, teams, shape, is_full):
     rng = np.random.default_rng(7)
-    pair = Pair(3000, np.ones(3000, dtype=np.bool_), teams(library, 1), teams(library, 3))
+    pair = Pair(3000, np.ones(3000, dtype=np.bool_), by(teams(library, 1)), by(teams(library, 3)))
     for _ in range(4 if is_full else 2):
         pair.check_random_step(rng, num_sequences=12, shapes=[shape])
 
@@ -79,8 +83,8 @@ def test_every_shape_of_logits_is_decided_as_expected(library, teams, shape, is_
 def test_another_position_would_be_noticed(kernels):
     """Negative control: decisions do depend on what is compared."""
     rng = np.random.default_rng(3)
-    pair = Pair(1000, np.ones(1000, dtype=np.bool_), kernels)
-    logits = torch.from_numpy(np.stack([logits_of("normal", 1000, rng) for _ in range(64)]))
+    pair = Pair(1000, np.ones(1000, dtype=np.bool_), by(kernels))
+    logits = np.stack([logits_of("normal", 1000, rng) for _ in range(64)])
     states = pair.start(SamplingParams(seed=4, max_tokens=99), committed=[], sample=0, prompt_token_ids=[])
     native, expected = (
         sampler.sample(logits, [SampleRows(state, position, (0,) * 63)]).token_ids
@@ -93,7 +97,7 @@ def test_a_row_depends_neither_on_other_rows_nor_on_threads(library, teams):
     rng = np.random.default_rng(11)
     vocab_size = 2000
     known = random_known(rng, vocab_size)
-    pair = Pair(vocab_size, known, teams(library, 1))
+    pair = Pair(vocab_size, known, by(teams(library, 1)))
     logits, parts = random_step(rng, pair, vocab_size, num_sequences=30)
     together = pair.decide(logits, parts)[0]
     alone, start = [], 0
@@ -102,7 +106,7 @@ def test_a_row_depends_neither_on_other_rows_nor_on_threads(library, teams):
         alone += pair.decide(logits[start : start + num_rows], [part])[0]
         start += num_rows
     assert alone == together
-    threaded = Sampler(vocab_size=vocab_size, known_token_ids=torch.from_numpy(known), kernels=teams(library, 4))
+    threaded = Sampler(vocab_size=vocab_size, known_token_ids=known, kernels=teams(library, 4))
     for _ in range(20):
         assert threaded.sample(logits, [SampleRows(states[0], *rest) for states, *rest in parts]).token_ids == together
 
@@ -110,12 +114,12 @@ def test_a_row_depends_neither_on_other_rows_nor_on_threads(library, teams):
 def test_a_history_that_grows_is_followed(kernels):
     """Counts live in arrays that are replaced as they grow, while the kernels hold their addresses."""
     vocab_size = 500
-    pair = Pair(vocab_size, np.ones(vocab_size, dtype=np.bool_), kernels)
+    pair = Pair(vocab_size, np.ones(vocab_size, dtype=np.bool_), by(kernels))
     params = SamplingParams(seed=1, max_tokens=999, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.2)
     states = pair.start(params, committed=[], sample=0, prompt_token_ids=[1, 2, 3])
     rng = np.random.default_rng(5)
     for position in range(300):
-        logits = torch.from_numpy(logits_of("normal", vocab_size, rng)[None])
+        logits = logits_of("normal", vocab_size, rng)[None]
         native, expected = pair.decide(logits, [(states, position, (), ())])
         assert native == expected
         for sampler, state in zip(pair.samplers, states, strict=True):
@@ -126,17 +130,17 @@ def test_holes_are_left_out_of_greedy_rows(kernels):
     """Also where all else of the row decides alone: holes are looked at only where one is the largest."""
     known = np.ones(200, dtype=np.bool_)
     known[[0, 77, 130]] = False
-    pair = Pair(200, known, kernels)
+    pair = Pair(200, known, by(kernels))
     states = pair.start(
         SamplingParams(seed=1, max_tokens=99, temperature=0.0), committed=[], sample=0, prompt_token_ids=[]
     )
-    logits = torch.zeros((6, 200))
+    logits = np.zeros((6, 200), dtype=np.float32)
     logits[0, 5] = 1.0
-    logits[1, [77, 78]] = torch.tensor([2.0, 1.0])
-    logits[2, [77, 90]] = torch.nan
-    logits[3, 130] = torch.nan
-    logits[4] = -torch.inf
-    logits[5, 199] = torch.nan
+    logits[1, [77, 78]] = [2.0, 1.0]
+    logits[2, [77, 90]] = np.nan
+    logits[3, 130] = np.nan
+    logits[4] = -np.inf
+    logits[5, 199] = np.nan
     native, expected = pair.decide(logits, [(states, 9, (5, 78, 90, 1, 0), ())])
     assert native == expected == [5, 78, 90, 1, 0, 199]
 
@@ -144,9 +148,9 @@ def test_holes_are_left_out_of_greedy_rows(kernels):
 def test_memory_that_cannot_be_had_is_an_error_and_the_sampler_stays_usable(kernels):
     with pytest.raises(MemoryError, match="token ids"):
         NativeDecider(kernels, Vocabulary(2**46, 2**46, np.empty(0, dtype=np.int64)))
-    pair = Pair(100, np.ones(100, dtype=np.bool_), kernels)
+    pair = Pair(100, np.ones(100, dtype=np.bool_), by(kernels))
     states = pair.start(SamplingParams(seed=1, max_tokens=99), committed=[], sample=0, prompt_token_ids=[])
-    logits = torch.from_numpy(logits_of("normal", 100, np.random.default_rng(0))[None])
+    logits = logits_of("normal", 100, np.random.default_rng(0))[None]
     step = [(states, 3, (), ())]
     native, expected = pair.decide(logits, step)
     address = states[0].prepared.current()
@@ -154,7 +158,7 @@ def test_memory_that_cannot_be_had_is_an_error_and_the_sampler_stays_usable(kern
     sampler = pair.samplers[0]._decider._sampler
     with pytest.raises(MemoryError, match="outrider_sample"):
         kernels.library.functions.outrider_sample(
-            sampler, logits.data_ptr(), 100, ctypes.addressof(rows), 1, None, None
+            sampler, logits.ctypes.data, 100, ctypes.addressof(rows), 1, None, None
         )
     assert pair.decide(logits, step) == [native, expected]
     assert native == expected

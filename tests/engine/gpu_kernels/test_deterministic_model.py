@@ -69,7 +69,7 @@ def runner(small_tiles):
     assert not any(issubclass(kind, torch.nn.Linear) for kind in kinds)
     assert DeterministicLinear in kinds
     cache = PagedKVCache(spec.planes, num_blocks=12, block_size=BLOCK_SIZE)
-    loaded = SimpleNamespace(model=model, device=torch.device("cpu"), spec=spec, native=None)
+    loaded = SimpleNamespace(model=model, device="cpu", spec=spec, native=None, cpu_kernels=None)
     return ModelRunner(loaded, cache, interpreted_attention()), plain
 
 

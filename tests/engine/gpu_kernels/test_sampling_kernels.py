@@ -32,7 +32,7 @@ def _small_programs(monkeypatch):
 
 def by_kernels(sampler):
     """The sampler, deciding as on a GPU."""
-    editor = LogitEditor(sampler._editor.vocabulary, CPU, apply_by_kernel)
+    editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
     sampler._editor, sampler._decider = editor, kernels.TritonDecider(editor)
     return sampler
 
@@ -76,7 +76,7 @@ def test_limits_of_every_filter_are_torchs(shape, num_ids):
     found = kernels.limits_of(values, table.words, has_top_k=table.has_top_k, has_top_p=table.has_top_p)
 
     divided = values / np.float32(0.7)
-    keys = order_keys(divided, torch.arange(num_ids))
+    keys = order_keys(divided)
     expected = limits_of(params, divided, keys).squeeze(1)
     kept = [keys >= limits.unsqueeze(1) for limits in (found, expected)]
     has_order = values.amax(dim=1) > -torch.inf

@@ -38,8 +38,8 @@ def make_cache(dtype="float32", num_blocks=6, block_size=4):
 @pytest.mark.parametrize("plane", ["k", "v"])
 def test_what_is_read_can_be_written_into_a_cache_of_another_block_size(plane, dtype):
     source, destination = make_cache(dtype), make_cache(dtype, num_blocks=10, block_size=3)
-    taken = torch.tensor([5, 1, 22, 23])
-    placed = torch.tensor([29, 0, 4, 17])
+    taken = np.array([5, 1, 22, 23])
+    placed = np.array([29, 0, 4, 17])
     payload = source.read(plane, range(1, 3), taken)
     assert payload.dtype == np.uint8
     assert payload.nbytes == 2 * 4 * source.planes[0].bytes_per_token_per_layer
@@ -53,7 +53,7 @@ def test_what_is_read_can_be_written_into_a_cache_of_another_block_size(plane, d
 
 def test_the_payload_is_layer_by_layer_and_token_major():
     cache = make_cache()
-    payload = cache.read("v", range(2), torch.tensor([3, 9])).view(np.float32).reshape(2, 2, 2, 4)
+    payload = cache.read("v", range(2), np.array([3, 9])).view(np.float32).reshape(2, 2, 2, 4)
     assert torch.equal(torch.from_numpy(payload[1, 0]), cache.values[1][0, 3])
     assert torch.equal(torch.from_numpy(payload[0, 1]), cache.values[0][2, 1])
 
@@ -66,7 +66,7 @@ def test_a_further_plane_is_kept_copied_and_handed_on_like_keys_and_values():
     features.normal_()
     source.copy_blocks([(1, 5)])
     assert torch.equal(features[5], features[1])
-    slots = torch.tensor([5, 22])
+    slots = np.array([5, 22])
     destination.write("feature", range(1), slots, source.read("feature", range(1), slots).data)
     assert torch.equal(destination.layers("feature")[0].flatten(0, 1)[slots], features.flatten(0, 1)[slots])
 
@@ -74,7 +74,7 @@ def test_a_further_plane_is_kept_copied_and_handed_on_like_keys_and_values():
 def test_some_heads_are_read_and_written_alone():
     source, destination = make_cache(), make_cache()
     before = destination.values[1].clone()
-    slots = torch.tensor([3, 9])
+    slots = np.array([3, 9])
     payload = source.read("v", range(1, 2), slots, heads=range(1, 2))
     assert torch.equal(
         torch.from_numpy(payload.view(np.float32).reshape(2, 4)), source.values[1].flatten(0, 1)[slots, 1]
@@ -87,7 +87,7 @@ def test_some_heads_are_read_and_written_alone():
 @pytest.mark.parametrize("heads", [range(3), range(2, 3), range(1, 1), range(-1, 1), range(0, 2, 2)])
 def test_heads_that_are_not_there_are_refused(heads):
     cache = make_cache()
-    slots = torch.tensor([3])
+    slots = np.array([3])
     with pytest.raises(InternalError, match="heads"):
         cache.read("k", range(1), slots, heads=heads)
     with pytest.raises(InternalError, match="heads"):
@@ -96,8 +96,8 @@ def test_heads_that_are_not_there_are_refused(heads):
 
 def test_a_read_only_and_unaligned_payload_is_written():
     cache = make_cache()
-    payload = cache.read("k", range(1), torch.tensor([0])).tobytes()
-    cache.write("k", range(1), torch.tensor([8]), memoryview(b"x" + payload)[1:])
+    payload = cache.read("k", range(1), np.array([0])).tobytes()
+    cache.write("k", range(1), np.array([8]), memoryview(b"x" + payload)[1:])
     assert torch.equal(cache.keys[0][2, 0], cache.keys[0][0, 0])
 
 
@@ -119,7 +119,7 @@ def test_what_is_out_of_bounds_is_refused_and_nothing_written(plane, layers, slo
     cache = make_cache()
     before = [tensor.clone() for tensor in (*cache.keys, *cache.values)]
     with pytest.raises(InternalError):
-        cache.write(plane, layers, torch.tensor(slots, dtype=torch.int64), b"\1" * size)
+        cache.write(plane, layers, np.array(slots, dtype=np.int64), b"\1" * size)
     assert all(torch.equal(a, b) for a, b in zip(before, (*cache.keys, *cache.values), strict=True))
 
 
@@ -148,7 +148,7 @@ def test_threads_write_disjoint_blocks_at_the_same_time():
     def write(blocks):
         for block in blocks:
             for _ in range(20):
-                cache.write("k", range(3), torch.arange(block * 4, block * 4 + 4), payloads[block])
+                cache.write("k", range(3), np.arange(block * 4, block * 4 + 4), payloads[block])
 
     threads = [threading.Thread(target=write, args=(range(part, 40, 4),)) for part in range(4)]
     for thread in threads:
@@ -156,7 +156,7 @@ def test_threads_write_disjoint_blocks_at_the_same_time():
     for thread in threads:
         thread.join(timeout=30)
     for block, payload in payloads.items():
-        assert cache.read("k", range(3), torch.arange(block * 4, block * 4 + 4)).tobytes() == payload
+        assert cache.read("k", range(3), np.arange(block * 4, block * 4 + 4)).tobytes() == payload
 
 
 BLOCK_BYTES = SPEC.bytes_per_token * 4

@@ -8,7 +8,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -23,7 +22,7 @@ from outrider.errors import InternalError
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 3, 4, 6
 PATIENCE_SECONDS = 30.0
 FEATURES = PlaneSpec("feature-0", 1, 1, 5, "float32")
-SLOTS = torch.tensor([5, 0, 23, 17])
+SLOTS = np.array([5, 0, 23, 17])
 
 
 class EndlessProcess:
@@ -141,7 +140,7 @@ def test_what_one_rank_has_is_what_several_have(ranks, heads):
 
 def test_blocks_are_copied_and_slots_moved_on_every_rank(ranks):
     whole = whole_cache()
-    everywhere = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
+    everywhere = np.arange(NUM_BLOCKS * BLOCK_SIZE)
     for plane in whole.planes:
         payload = whole.read(plane.name, range(plane.num_layers), everywhere)
         ranks.cache.write(plane.name, range(plane.num_layers), everywhere, payload.data)
@@ -159,7 +158,7 @@ def test_blocks_are_copied_and_slots_moved_on_every_rank(ranks):
     [
         ({"plane": "x"}, "plane"),
         ({"layers": range(3)}, "layers"),
-        ({"slots": torch.tensor([NUM_BLOCKS * BLOCK_SIZE])}, "slots"),
+        ({"slots": np.array([NUM_BLOCKS * BLOCK_SIZE])}, "slots"),
         ({"heads": range(5)}, "heads"),
         ({"heads": range(2, 2)}, "heads"),
         ({"plane": FEATURES.name, "heads": range(2)}, "heads"),
@@ -167,20 +166,20 @@ def test_blocks_are_copied_and_slots_moved_on_every_rank(ranks):
     ],
 )
 def test_what_does_not_fit_is_refused(ranks, lie, problem):
-    request = {"plane": "k", "layers": range(1), "slots": torch.tensor([1]), "payload": bytes(48), **lie}
+    request = {"plane": "k", "layers": range(1), "slots": np.array([1]), "payload": bytes(48), **lie}
     request["payload"] = request["payload"] * len(request["layers"])
     with pytest.raises(InternalError, match=problem):
         ranks.cache.write(
             request["plane"], request["layers"], request["slots"], request["payload"], heads=request.get("heads")
         )
     with pytest.raises(InternalError, match="slots"):  # and another rank says so, too
-        ranks.cache.read("k", range(1), torch.tensor([99]), heads=range(NUM_HEADS - 1, NUM_HEADS))
+        ranks.cache.read("k", range(1), np.array([99]), heads=range(NUM_HEADS - 1, NUM_HEADS))
 
 
 def test_a_read_waits_for_the_layers_that_its_fence_names(ranks):
     """Rank 0 is past the first layer, others have not begun: what is pushed is what they will have written."""
     answers = queue.SimpleQueue()
-    first = torch.tensor([0])
+    first = np.array([0])
     with ranks.step():
         ranks.group.layer_done(0)
         fence = ranks.cache.fence()
@@ -202,12 +201,12 @@ def test_a_write_waits_for_the_commands_before_it_but_not_for_the_step_at_hand(r
     value = np.full((1, 1, NUM_HEADS * HEAD_DIM), 5, dtype=np.float32).tobytes()
     ranks.cache.copy_blocks([(0, 1)])
     with ranks.step():
-        ranks.cache.write("v", range(1), torch.tensor([9]), value)  # the others stand in their first layer
+        ranks.cache.write("v", range(1), np.array([9]), value)  # the others stand in their first layer
         assert (ranks.caches[-1].values[0].flatten(0, 1)[9] == 5).all()
         for runner in ranks.runners:
             runner.gates.put(True)
             runner.gates.put(True)
-    after = ranks.cache.read("k", range(NUM_LAYERS), torch.tensor([0])).view(np.float32)
+    after = ranks.cache.read("k", range(NUM_LAYERS), np.array([0])).view(np.float32)
     own = NUM_HEADS // ranks.group.size
     assert (after.reshape(NUM_LAYERS, NUM_HEADS, HEAD_DIM)[:, own:] == 1).all()  # reads come after the whole step
 
@@ -217,7 +216,7 @@ def test_a_rank_that_is_gone_is_an_error_for_every_caller(ranks):
     with pytest.raises(RankLostError, match=f"rank {ranks.group.size - 1}"):
         ranks.cache.read("k", range(1), SLOTS)
     with pytest.raises(RankLostError):
-        ranks.cache.write("k", range(1), torch.tensor([1]), bytes(48))
+        ranks.cache.write("k", range(1), np.array([1]), bytes(48))
 
 
 def test_a_rank_whose_kv_cannot_be_read_for_any_reason_says_so_and_goes_on(ranks, monkeypatch):

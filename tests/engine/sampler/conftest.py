@@ -1,25 +1,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.arrays import Array
 from outrider.engine.sampler import Sampler
+from tests.support.sampler_kinds import NUMPY, TORCH, SamplerKind, SamplerOfKind
 
 
 @pytest.fixture
-def make_sampler(sampler_kernels: CpuKernels | None) -> Callable[..., Sampler]:
+def make_sampler(sampler_kind: SamplerKind) -> Callable[..., Sampler]:
     """Builds a sampler of each kind; every id is known unless said otherwise."""
 
     def make(vocab_size: int, known: npt.NDArray[np.bool_] | None = None) -> Sampler:
-        mask = torch.from_numpy(np.ones(vocab_size, dtype=np.bool_) if known is None else known)
-        return Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=sampler_kernels)
+        mask = np.ones(vocab_size, dtype=np.bool_) if known is None else known
+        return SamplerOfKind(sampler_kind, vocab_size=vocab_size, known_token_ids=mask)
 
     return make
+
+
+@pytest.fixture(params=[TORCH.array, NUMPY.array], ids=["torch", "numpy"])
+def array(request: pytest.FixtureRequest) -> Callable[[Any], Array]:
+    """Makes an array of either library."""
+    return request.param
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.sampler import elementary
 from tests.oracle import elementary as oracle
@@ -12,17 +11,22 @@ from tests.oracle import elementary as oracle
 MASS_ONE = 2**44
 
 
-def logarithm(values, rests=None):
-    """As torch has it: float32 arrays in and out."""
-    rests = None if rests is None else torch.from_numpy(rests)
-    return elementary.logarithm(torch.from_numpy(values), rests).numpy()
+@pytest.fixture
+def logarithm(array):
+    """By either library: arrays of numpy in and out."""
+
+    def compute(values, rests=None):
+        return np.asarray(elementary.logarithm(array(values), None if rests is None else array(rests)))
+
+    return compute
 
 
-def masses_of(values, largest):
-    return elementary.masses_of(torch.from_numpy(values), torch.as_tensor(largest)).numpy()
+@pytest.fixture
+def masses_of(array):
+    return lambda values, largest: np.asarray(elementary.masses_of(array(values), array(np.asarray(largest))))
 
 
-def test_torch_and_the_oracle_give_the_same_bits():
+def test_both_libraries_and_the_oracle_give_the_same_bits(logarithm, masses_of):
     rng = np.random.default_rng(4)
     values = np.exp(rng.uniform(-60, 60, 300_000)).astype(np.float32)
     rests = values * rng.uniform(-(2.0**-25), 2.0**-25, len(values)).astype(np.float32)
@@ -36,7 +40,7 @@ def units_in_the_last_place(values, exact):
     return np.abs(values - exact) / np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
 
 
-def test_logarithms_are_good_to_a_unit_in_the_last_place():
+def test_logarithms_are_good_to_a_unit_in_the_last_place(logarithm):
     rng = np.random.default_rng(0)
     values = np.exp(rng.uniform(-28, 4, 300_000)).astype(np.float32)  # as arrivals are
     near_one = (1 + rng.uniform(-1e-3, 1e-3, 100_000)).astype(np.float32)
@@ -45,7 +49,7 @@ def test_logarithms_are_good_to_a_unit_in_the_last_place():
     assert logarithm(np.ones(1, dtype=np.float32)).tolist() == [0.0]
 
 
-def test_what_rounding_took_counts():
+def test_what_rounding_took_counts(logarithm):
     rng = np.random.default_rng(1)
     small = np.exp(rng.uniform(-23, -1, 300_000)).astype(np.float32)
     rounded = np.float32(1.0) - small
@@ -55,7 +59,7 @@ def test_what_rounding_took_counts():
     assert without.max() > 1000  # negative control: the small ones need it
 
 
-def test_masses_are_rounded_exponentials():
+def test_masses_are_rounded_exponentials(masses_of):
     values = -np.random.default_rng(2).uniform(0, 40, 300_000).astype(np.float32)
     exact = np.exp(values.astype(np.float64)) * MASS_ONE
     masses = masses_of(values, np.float32(0.0))
@@ -68,21 +72,21 @@ def test_masses_are_rounded_exponentials():
 
 
 @pytest.mark.parametrize("largest", [np.inf, -np.inf])
-def test_infinite_values_share_everything(largest):
+def test_infinite_values_share_everything(masses_of, largest):
     values = np.asarray([largest, 1.0, -np.inf, largest], dtype=np.float32)
     values = np.minimum(values, np.float32(largest))
     expected = [MASS_ONE if value == largest else 0 for value in values.tolist()]
     assert masses_of(values, np.float32(largest)).tolist() == expected
 
 
-def test_each_row_has_its_own_largest():
+def test_each_row_has_its_own_largest(masses_of):
     values = np.asarray([[0.0, 1.0], [np.inf, 1.0]], dtype=np.float32)
     masses = masses_of(values, values.max(axis=1, keepdims=True))
     assert masses[0].tolist() == masses_of(values[0], np.float32(1.0)).tolist()
     assert masses[1].tolist() == [MASS_ONE, 0]
 
 
-def test_bits_do_not_depend_on_where_an_element_lies():
+def test_bits_do_not_depend_on_where_an_element_lies(logarithm, masses_of):
     """Vectorised loops must not treat the end of an array otherwise: rows would depend on their neighbours."""
     values = np.exp(np.random.default_rng(3).uniform(-20, 3, 1027)).astype(np.float32)
     for function in (logarithm, lambda x: masses_of(-x, np.float32(0.0))):

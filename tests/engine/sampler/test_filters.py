@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
+from outrider.engine.arrays import largest_of
 from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.filters import limits_of
-from outrider.engine.sampler.order import ids_of_keys, lowest_keys, order_keys
+from outrider.engine.sampler.order import ids_of_keys, lowest_keys, order_keys, values_of_keys
 from tests.engine.sampler.reference import params_of, reference_distribution
 
 SETTINGS = [
@@ -46,32 +46,35 @@ KINDS = ["random", "ties", "flat", "flat top", "banned"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_kept_tokens_are_those_of_the_sorted_float64_reference(kind, settings):
+def test_kept_tokens_are_those_of_the_sorted_float64_reference(array, kind, settings):
     params = params_of(**settings)
     for vocab_size in (5, 150, 448):
         logits = random_logits(kind, 3, vocab_size)
-        values = torch.from_numpy(logits / np.float32(params.temperature))
-        keys = order_keys(values, torch.arange(vocab_size))
-        is_kept = (keys >= limits_of([params] * 3, values, keys)).numpy()
+        values = array(logits / np.float32(params.temperature))
+        keys = order_keys(values)
+        is_kept = np.asarray(keys >= limits_of([params] * 3, values, keys))
         for row in range(3):
             expected = np.flatnonzero(reference_distribution(logits[row], params) > -np.inf)
             assert np.flatnonzero(is_kept[row] & (logits[row] > -np.inf)).tolist() == expected.tolist()
 
 
-def test_keys_sort_as_values_do_and_equals_by_rising_id():
+def test_keys_sort_as_values_do_and_equals_by_rising_id(array):
     rng = np.random.default_rng(0)
     values = np.round(rng.standard_normal(1000) * 3).astype(np.float32)
     values[:8] = [0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38, -3e38]
-    keys = order_keys(torch.from_numpy(values), torch.arange(1000))
-    order = keys.argsort(descending=True)
-    assert order.tolist() == np.argsort(-values, kind="stable").tolist()
-    assert torch.equal(ids_of_keys(keys[order]), order)
-    lowest = lowest_keys(torch.from_numpy(values))
-    assert torch.equal(keys[:, None] >= lowest[None], torch.from_numpy(values[:, None] >= values[None]))
+    keys = order_keys(array(values[None]))
+    order = np.argsort(-values, kind="stable")
+    assert np.argsort(-np.asarray(keys[0])).tolist() == order.tolist()
+    assert ids_of_keys(keys)[0].tolist() == list(range(1000))
+    assert values_of_keys(keys)[0].tolist() == values.tolist()
+    lowest = np.asarray(lowest_keys(array(values)))
+    assert np.array_equal(np.asarray(keys[0])[:, None] >= lowest[None], values[:, None] >= values[None])
+    for number in (0, 1, 7, 999, 1000):
+        assert ids_of_keys(largest_of(keys, number))[0].tolist() == order[:number].tolist()
 
 
 def test_top_p_one_and_top_k_zero_keep_everything(make_sampler):
-    logits = torch.zeros(64, 70)
+    logits = np.zeros((64, 70), dtype=np.float32)
     sampler = make_sampler(70)
     state = sampler.start(params_of(), sample=0, prompt_token_ids=[])
     drawn = set()

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.sampler import SampleRows
 from outrider.request import LogprobsMode, LogprobsRequest
@@ -63,7 +62,7 @@ def test_logprobs_of_both_modes_are_those_of_the_reference(ties, settings, num_t
             logprobs=LogprobsRequest(num_top=num_top, mode=mode),
         )
         rows = SampleRows(state, 3, (7, 8, 9, 9, 10))
-        sampled = sampler.sample(torch.from_numpy(logits), [rows])
+        sampled = sampler.sample(logits, [rows])
         for row, decision, token_id, answer in zip(
             logits, rows.decisions(), sampled.token_ids, sampled.logprobs, strict=True
         ):
@@ -81,7 +80,7 @@ def test_logprobs_of_both_modes_are_those_of_the_reference(ties, settings, num_t
 
 def test_asking_for_logprobs_changes_no_token_and_only_those_who_asked_get_them(make_sampler):
     sampler = make_sampler(VOCAB_SIZE)
-    logits = torch.from_numpy(random_logits(40, ties=True))
+    logits = random_logits(40, ties=True)
     rows, plain = [], []
     for i in range(40):
         params = params_of(seed=i, temperature=[0.0, 0.7, 1.0][i % 3], top_p=[0.8, 1.0][i % 2])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.decider import Vocabulary
@@ -15,46 +14,55 @@ from tests.oracle.sampler import OracleSampler
 VOCAB_SIZE = 100
 
 
-def applied(params, logits, *, prompt=(), generated=(), stops=(), assumed=()):
-    state = PenaltyState(
-        params, prompt_token_ids=prompt, generated_token_ids=generated, stop_token_ids=stops, vocab_size=len(logits)
-    )
-    return edited(params, logits, state, assumed)
+@pytest.fixture
+def edited(array):
+    """Edits a row by either library."""
+
+    def edit(params, logits, penalties, assumed=()):
+        editor = LogitEditor(Vocabulary.of(np.ones(len(logits), dtype=np.bool_)))
+        sampling = SequenceSampling(params=params, sample=0, logprobs=None, penalties=penalties)
+        row = array(np.asarray([logits], dtype=np.float32))
+        return editor.edit(row, [Decision(sampling, 0, tuple(assumed))])[0].tolist()
+
+    return edit
 
 
-def edited(params, logits, penalties, assumed=()):
-    known = torch.ones(len(logits), dtype=torch.bool)
-    editor = LogitEditor(Vocabulary.of(known), torch.device("cpu"))
-    sampling = SequenceSampling(params=params, sample=0, logprobs=None, penalties=penalties)
-    row = torch.tensor(np.asarray(logits, dtype=np.float32))
-    return editor.edit(row[None], [Decision(sampling, 0, tuple(assumed))])[0].tolist()
+@pytest.fixture
+def applied(edited):
+    def edit(params, logits, *, prompt=(), generated=(), stops=(), assumed=()):
+        state = PenaltyState(
+            params, prompt_token_ids=prompt, generated_token_ids=generated, stop_token_ids=stops, vocab_size=len(logits)
+        )
+        return edited(params, logits, state, assumed)
+
+    return edit
 
 
-def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output():
+def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output(applied):
     logits = [4.0, -4.0, 0.0, 4.0, -4.0]
     params = params_of(repetition_penalty=2.0)
     assert applied(params, logits, prompt=[0, 1, 1], generated=[2]) == [2.0, -8.0, 0.0, 4.0, -4.0]
     assert applied(params_of(repetition_penalty=0.5), logits, prompt=[0, 1]) == [8.0, -2.0, 0.0, 4.0, -4.0]
 
 
-def test_frequency_counts_and_presence_does_not_and_neither_looks_at_the_prompt():
+def test_frequency_counts_and_presence_does_not_and_neither_looks_at_the_prompt(applied):
     logits = [1.0] * 4
     assert applied(params_of(frequency_penalty=0.5), logits, prompt=[0], generated=[1, 1, 2]) == [1.0, 0.0, 0.5, 1.0]
     assert applied(params_of(presence_penalty=0.5), logits, prompt=[0], generated=[1, 1, 2]) == [1.0, 0.5, 0.5, 1.0]
     assert applied(params_of(presence_penalty=-0.5), logits, generated=[3]) == [1.0, 1.0, 1.0, 1.5]
 
 
-def test_order_is_bias_then_repetition_then_frequency_and_presence():
+def test_order_is_bias_then_repetition_then_frequency_and_presence(applied):
     params = params_of(logit_bias=((0, 3.0),), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
     assert applied(params, [1.0, 1.0], generated=[0, 0]) == [(1.0 + 3.0) / 2.0 - 0.25 * 2 - 1.0, 1.0]
 
 
-def test_bias_does_not_bring_a_banned_token_back():
+def test_bias_does_not_bring_a_banned_token_back(applied):
     params = params_of(logit_bias=((1, 100.0),), min_tokens=2)
     assert applied(params, [0.0, 0.0], stops=[1]) == [0.0, -np.inf]
 
 
-def test_stop_tokens_are_banned_until_min_tokens_are_generated_drafts_included():
+def test_stop_tokens_are_banned_until_min_tokens_are_generated_drafts_included(applied):
     params = params_of(min_tokens=3)
     for num_generated in range(5):
         for num_assumed in range(5):
@@ -63,14 +71,14 @@ def test_stop_tokens_are_banned_until_min_tokens_are_generated_drafts_included()
             assert row == ([0.0, 0.0, -np.inf, -np.inf] if is_banned else [0.0] * 4)
 
 
-def test_ids_beyond_the_vocabulary_are_ignored():
+def test_ids_beyond_the_vocabulary_are_ignored(applied):
     """A draft model may have fewer padded ids than its target."""
     params = params_of(repetition_penalty=2.0, frequency_penalty=1.0, logit_bias=((7, 1.0),), min_tokens=9)
     row = applied(params, [2.0, 2.0], prompt=[5, 0], generated=[6, 1], stops=[8], assumed=[7, 1])
     assert row == [1.0, 1.0 - 2.0]
 
 
-def test_committing_is_the_same_as_having_generated():
+def test_committing_is_the_same_as_having_generated(applied, edited):
     params = params_of(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
     rng = np.random.default_rng(4)
     logits = rng.standard_normal(500).astype(np.float32)
@@ -109,23 +117,23 @@ def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler):
             params, sample=1, prompt_token_ids=prompt, generated_token_ids=generated, stop_token_ids=stops
         )
 
-    verified = sampler.sample(torch.from_numpy(logits), [SampleRows(start(), 6, drafts)]).token_ids
+    verified = sampler.sample(logits, [SampleRows(start(), 6, drafts)]).token_ids
 
     sequential, assumed = [], []
     state, assuming = start(), start()
     for j in range(8):
-        row = torch.from_numpy(logits[j : j + 1])
+        row = logits[j : j + 1]
         sequential += sampler.sample(row, [SampleRows(state, 6 + j)]).token_ids
         assumed += sampler.sample(row, [SampleRows(assuming, 6 + j, (), drafts[:j])]).token_ids
         sampler.commit(state, drafts[j : j + 1])
-    oracle = OracleSampler(vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool))
-    expected = oracle.sample(torch.from_numpy(logits), [SampleRows(start(oracle), 6, drafts)]).token_ids
+    oracle = OracleSampler(vocab_size=VOCAB_SIZE, known_token_ids=np.ones(VOCAB_SIZE, dtype=np.bool_))
+    expected = oracle.sample(logits, [SampleRows(start(oracle), 6, drafts)]).token_ids
     assert verified == sequential == assumed == expected
 
 
 def test_ignoring_drafts_is_noticed(make_sampler):
     """Negative control: without the drafts before it a row would decide otherwise."""
-    logits = torch.zeros(8, VOCAB_SIZE)
+    logits = np.zeros((8, VOCAB_SIZE), dtype=np.float32)
     logits[:, 7] = 9.0
     params = params_of(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)
     sampler = make_sampler(VOCAB_SIZE)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from outrider.engine.pending import read
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs, take_scored_rows
 from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled, StepPlan
-from outrider.engine.transfer import read
 from outrider.request import LogprobsRequest, SamplingParams
 
 VOCAB = 301
@@ -18,10 +19,10 @@ NUM_ROWS = 37
 
 
 @pytest.fixture
-def logits():
-    values = 8.0 * torch.randn(NUM_ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
+def logits(array):
+    values = 8.0 * np.random.default_rng(0).standard_normal((NUM_ROWS, VOCAB)).astype(np.float32)
     values[5] = values[5].round()  # ties
-    return values
+    return array(values)
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def token_ids():
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_they_are_a_log_softmax(logits, token_ids, num_top):
     (found,) = read(pending_prompt_logprobs(logits, token_ids, num_top))
-    expected = torch.log_softmax(logits.double(), dim=1)
+    expected = torch.log_softmax(torch.as_tensor(logits).double(), dim=1)
     for row, entry in enumerate(found):
         token_id = token_ids[row]
         assert entry.token_id == token_id
@@ -44,12 +45,12 @@ def test_they_are_a_log_softmax(logits, token_ids, num_top):
             assert math.isclose(logprob, float(expected[row, top_id]), abs_tol=1e-6)
 
 
-def test_they_are_those_of_the_same_tokens_when_they_are_generated(logits, token_ids):
-    sampler = Sampler(vocab_size=VOCAB, known_token_ids=torch.ones(VOCAB, dtype=torch.bool))
+def test_they_are_those_of_the_same_tokens_when_they_are_generated(array, logits, token_ids):
+    sampler = Sampler(vocab_size=VOCAB, known_token_ids=np.ones(VOCAB, dtype=np.bool_))
     params = SamplingParams(seed=0, max_tokens=1, temperature=0.3, repetition_penalty=1.5)
     state = sampler.start(params, sample=0, prompt_token_ids=[1], logprobs=LogprobsRequest(num_top=3))
     rows = [SampleRows(state, 1 + row) for row in range(NUM_ROWS)]
-    (sampled,) = read(sampler.with_logprobs(logits, rows, torch.tensor(token_ids)))
+    (sampled,) = read(sampler.with_logprobs(logits, rows, array(np.asarray(token_ids))))
     assert read(pending_prompt_logprobs(logits, token_ids, 3)) == [sampled.logprobs]
 
 
@@ -74,7 +75,7 @@ def test_a_plans_last_rows_are_taken(logits, token_ids):
         )
     )
     others, scored = take_scored_rows(plan, logits[:12])
-    assert torch.equal(others, logits[:3])
+    assert others.tolist() == logits[:3].tolist()
     assert {each.key: list(entries) for each, entries in read(*scored)} == {
         1: read(pending_prompt_logprobs(logits[3:7], token_ids[:4], 2))[0],
         2: read(pending_prompt_logprobs(logits[7:12], token_ids[4:9], 2))[0][2:],  # it was preempted: two were known

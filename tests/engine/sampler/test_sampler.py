@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.order import first_of_largest
@@ -15,7 +14,11 @@ VOCAB_SIZE = 300
 
 def random_logits(num_rows, vocab_size=VOCAB_SIZE, seed=0):
     noise = np.random.default_rng(seed).standard_normal((num_rows, vocab_size)) * 2
-    return torch.from_numpy(np.round(noise * 8).astype(np.float32) / 8)
+    return np.round(noise * 8).astype(np.float32) / 8
+
+
+def zeros(num_rows, vocab_size=VOCAB_SIZE):
+    return np.zeros((num_rows, vocab_size), dtype=np.float32)
 
 
 def draw(sampler, logits, params, *, sample=0, position=0, prompt=()):
@@ -60,27 +63,27 @@ def test_a_row_does_not_depend_on_its_batch(make_sampler):
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 9.9e-6])
 def test_below_the_greedy_temperature_the_largest_logit_is_taken(make_sampler, temperature):
     logits = random_logits(64)
-    expected = [int(np.flatnonzero(row == row.max())[0]) for row in logits.numpy()]
+    expected = [int(np.flatnonzero(row == row.max())[0]) for row in logits]
     assert draw(make_sampler(VOCAB_SIZE), logits, params_of(temperature=temperature, top_k=2)) == expected
 
 
 def test_temperature_limits(make_sampler):
     sampler = make_sampler(VOCAB_SIZE)
-    logits = torch.arange(VOCAB_SIZE, dtype=torch.float32).repeat(256, 1)
+    logits = np.tile(np.arange(VOCAB_SIZE, dtype=np.float32), (256, 1))
     assert set(draw(sampler, logits, params_of(temperature=1e-5))) == {VOCAB_SIZE - 1}
     hot = draw(sampler, logits, params_of(temperature=1e30))
-    assert hot == draw(sampler, torch.zeros(256, VOCAB_SIZE), params_of())
+    assert hot == draw(sampler, zeros(256), params_of())
     assert len(set(hot)) > 100
 
 
 def test_ties_go_to_the_lowest_id_when_greedy(make_sampler):
-    logits = torch.zeros(3, VOCAB_SIZE)
+    logits = zeros(3)
     logits[1, [70, 200]] = 1.0
     logits[2, 299] = 1.0
     sampler = make_sampler(VOCAB_SIZE)
     assert draw(sampler, logits, params_of(temperature=0.0)) == [0, 70, 299]
     assert draw(sampler, logits, params_of(temperature=0.0, presence_penalty=1e-9), prompt=[4]) == [0, 70, 299]
-    assert first_of_largest(logits).tolist() == [0, 70, 299]
+    assert first_of_largest(sampler.array(logits)).tolist() == [0, 70, 299]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
@@ -89,7 +92,7 @@ def test_unknown_ids_are_never_drawn(make_sampler, temperature):
     known[[0, 64, 127, 150, 151]] = False
     known[270:] = False
     for mask in (known, np.arange(VOCAB_SIZE) < 270, np.arange(VOCAB_SIZE) < 257):
-        logits = torch.where(torch.from_numpy(mask), random_logits(256), torch.tensor(50.0))
+        logits = np.where(mask, random_logits(256), np.float32(50.0))
         sampler = make_sampler(VOCAB_SIZE, mask)
         drawn = draw(sampler, logits, params_of(temperature=temperature, logit_bias=((64, 9.0),)))
         assert mask[drawn].all()
@@ -98,7 +101,7 @@ def test_unknown_ids_are_never_drawn(make_sampler, temperature):
 def test_padding_does_not_change_what_is_drawn(make_sampler):
     """Two paddings of one vocabulary, such as a draft model's and its target's, run the same race."""
     logits = random_logits(128, 200)
-    wide = torch.cat([logits, torch.full((128, 100), 7.0)], dim=1)
+    wide = np.pad(logits, ((0, 0), (0, 100)), constant_values=7.0)
     narrow_sampler, wide_sampler = make_sampler(200), make_sampler(VOCAB_SIZE, np.arange(VOCAB_SIZE) < 200)
     for settings in ({}, {"temperature": 0.8, "top_p": 0.9}):
         params = params_of(**settings)
@@ -106,7 +109,7 @@ def test_padding_does_not_change_what_is_drawn(make_sampler):
 
 
 def test_samples_have_streams_of_their_own_and_sample_zero_is_that_of_one(make_sampler):
-    logits = torch.zeros(1, VOCAB_SIZE).expand(100, VOCAB_SIZE).contiguous()
+    logits = zeros(100)
     sampler = make_sampler(VOCAB_SIZE)
     streams = [draw(sampler, logits, params_of(n=4), sample=sample) for sample in range(4)]
     assert streams[0] == draw(sampler, logits, params_of(n=1))
@@ -118,8 +121,9 @@ def test_samples_have_streams_of_their_own_and_sample_zero_is_that_of_one(make_s
 
 def test_the_same_luck_makes_a_similar_drafter_agree(make_sampler):
     """A drafter with perturbed logits agrees more often than independent draws would."""
-    logits = torch.randn(512, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 2
-    perturbed = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) * 0.3
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((512, VOCAB_SIZE), dtype=np.float32) * 2
+    perturbed = logits + rng.standard_normal(logits.shape, dtype=np.float32) * np.float32(0.3)
     target, drafter = make_sampler(VOCAB_SIZE), make_sampler(VOCAB_SIZE)
     tokens = draw(target, logits, params_of())
     coupled = np.mean(np.asarray(tokens) == draw(drafter, perturbed, params_of()))
@@ -149,10 +153,10 @@ def test_logits_that_do_not_fit_are_refused(make_sampler):
     sampler = make_sampler(VOCAB_SIZE)
     state = sampler.start(params_of(), sample=0, prompt_token_ids=[])
     with pytest.raises(InternalError):
-        sampler.sample(torch.zeros(2, VOCAB_SIZE), [SampleRows(state, 0)])
+        sampler.sample(zeros(2), [SampleRows(state, 0)])
     with pytest.raises(InternalError):
-        sampler.sample(torch.zeros(1, VOCAB_SIZE + 1), [SampleRows(state, 0)])
+        sampler.sample(zeros(1, VOCAB_SIZE + 1), [SampleRows(state, 0)])
 
 
 def test_an_empty_step_decides_nothing(make_sampler):
-    assert make_sampler(VOCAB_SIZE).sample(torch.zeros(0, VOCAB_SIZE), []).token_ids == []
+    assert make_sampler(VOCAB_SIZE).sample(zeros(0), []).token_ids == []

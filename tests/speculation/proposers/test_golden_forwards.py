@@ -45,13 +45,13 @@ def test_logits_are_the_owners(golden, num_known_before, monkeypatch):
     head, seen, decide = opened(golden), [], PathSampler._decide
 
     def noting(self, logits, rows, **options):
-        seen.append(logits.clone())
+        seen.append(torch.tensor(logits))
         return decide(self, logits, rows, **options)
 
     monkeypatch.setattr(PathSampler, "_decide", noting)
     device = torch.device("cpu")
     known = torch.ones(head.spec.vocab_size, dtype=torch.bool)
-    forward = HeadForward.of(head, num_cached_tokens=256, known_token_ids=known, device=device)
+    forward = HeadForward.of(head, num_cached_tokens=256, known_token_ids=known, device=str(device))
     token_ids, features = golden.token_ids.tolist(), head.reduction.to(device, torch.float32)(golden.taps)
     num_true = len(features)
     options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, temperature=0.0))

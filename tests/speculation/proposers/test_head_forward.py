@@ -25,7 +25,7 @@ def proposer_of(head: ToyHead, *, num_cached_tokens: int = 8192, **options) -> D
         head,
         num_cached_tokens=num_cached_tokens,
         known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool),
-        device=torch.device("cpu"),
+        device="cpu",
     )
     return DraftModelProposer(forward, ProposerInfo(name="toy:tiny"), **options)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.errors import ConfigError
-from outrider.heads.open import reduction_of
+from outrider.heads.locate import reduction_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import RequestOptions, SamplingParams

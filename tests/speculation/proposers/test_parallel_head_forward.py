@@ -46,7 +46,7 @@ def proposer(request, head):
         head,
         num_cached_tokens=256,
         known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool),
-        device=torch.device("cpu"),
+        device="cpu",
         kernels=kernels,
     )
     return DraftModelProposer(forward, ProposerInfo(name="toy:tiny"), max_catch_up_rows=7)

@@ -1,4 +1,4 @@
-"""Decisions in torch operations, on the device where the logits are.
+"""Decisions in operations of numpy or torch, where the logits are.
 
 The same operations as the native kernels', in the same order and each rounded, so the same tokens (see docs/adr/0019).
 Every arrival of a row is drawn: the kernels skip those that cannot win, which would be a question to a device.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from outrider.engine.arrays import Array, ids_beside, namespace
 from outrider.engine.sampler.arrivals import RaceKeys, arrivals_of
 from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
@@ -18,14 +16,13 @@ from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.order import first_of_largest
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
-from outrider.engine.transfer import upload_ids
 from outrider.request import SamplingParams
 
 _MOST_VALUES = 1 << 22
 """Logits that are drawn from together: bounds the memory that a draw needs."""
 
 
-class TorchDecider:
+class ArrayDecider:
     """All arithmetic is row by row, and no sum is of floats: its order would be the device's choice."""
 
     def __init__(self, editor: LogitEditor) -> None:
@@ -34,22 +31,24 @@ class TorchDecider:
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> None:
         """Nothing: rows bring what is needed."""
 
-    @torch.inference_mode()
-    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
         decisions = [decision for part in rows for decision in part.decisions()]
         values = self._editor.edit(logits, decisions)
         most = max(1, _MOST_VALUES // values.shape[1])
         starts = range(0, len(decisions), most)
-        return torch.cat([_decide(values[start : start + most], decisions[start : start + most]) for start in starts])
+        parts = [_decide(values[start : start + most], decisions[start : start + most]) for start in starts]
+        return namespace(logits).concat(parts)
 
 
-def _decide(values: Tensor, decisions: Sequence[Decision]) -> Tensor:
+def _decide(values: Array, decisions: Sequence[Decision]) -> Array:
     """Steps 5 to 7: [num_rows, num_ids] float32 -> [num_rows] int64."""
     drawn = [row for row, decision in enumerate(decisions) if not decision.params.is_greedy]
     if drawn:
         values = drawn_from(values, decisions)
-        keys = RaceKeys.of([decisions[row].key for row in drawn], values.device)
-        rows = upload_ids(drawn, values.device)
-        scores = values.index_select(0, rows) - logarithm(arrivals_of(keys, values.shape[1]))
-        values = values.index_copy(0, rows, scores)
+        keys = RaceKeys.of([decisions[row].key for row in drawn], values)
+        handicaps = logarithm(arrivals_of(keys, values.shape[1]))
+        if len(drawn) == len(decisions):
+            values = values - handicaps
+        else:
+            values[ids_beside(drawn, values)] -= handicaps
     return first_of_largest(values)

@@ -1,0 +1,175 @@
+"""The forward pass of a model made of torch modules, which transformers runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
+from outrider.engine.attention.native import NativeAttention
+from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
+from outrider.engine.cpu_kernels.modules import NativeLayers
+from outrider.engine.feature_writer import FeatureWriter
+from outrider.engine.features import FeatureReduction
+from outrider.engine.gpu_kernels import why_no_triton
+from outrider.engine.graph_shapes import Buckets, GraphShapes
+from outrider.engine.input_batch import InputBatch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import RunnableModel
+from outrider.engine.model_spec import ModelSpec
+from outrider.engine.step_clock import ForwardPhases
+from outrider.engine.step_graphs import StepGraphs, cuda_graphs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from outrider.engine.arrays import Array
+
+
+class ModuleSteps:
+    """The `Steps` of a model's runner. A model whose layers are native brings its own attention."""
+
+    def __init__(
+        self,
+        model: RunnableModel,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend | None,
+        *,
+        graphs: GraphShapes | None = None,
+        features: FeatureReduction | None = None,
+    ) -> None:
+        """As ModelRunner."""
+        assert model.model is not None
+        if isinstance(model.native, NativeLayers):
+            attention = NativeAttention(model.native.kernels)
+        assert attention is not None
+        self.attention_name = attention.name
+        self.phases = ForwardPhases()
+        self.padded_rows: tuple[int, ...] = ()
+        self._is_native = model.native is not None
+        writer = None if features is None else FeatureWriter(model.model, features, kv_cache, model.native)
+        self._modules = _ModuleForward(model.model, model.spec, kv_cache, attention, writer)
+        self._graphs: StepGraphs | None = None
+        if graphs is not None and attention.can_be_captured:
+            device = torch.device(kv_cache.device)
+            self.padded_rows = graphs.row_counts
+            self._graphs = StepGraphs(
+                self._modules,
+                Buckets(graphs, max_model_len=model.spec.max_model_len, block_size=kv_cache.block_size),
+                device=device,
+                scratch_block=kv_cache.scratch_blocks[0],
+                block_size=kv_cache.block_size,
+                capture=cuda_graphs(device),
+            )
+
+    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
+        """As ModelRunner.forward."""
+        if self._graphs is not None and on_layer_done is None:
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                return logits
+        logits = self._modules(batch, on_layer_done)
+        return logits.numpy() if self._is_native else logits
+
+    def warm_up(self) -> None:
+        """Captures all graphs."""
+        if self._graphs is not None:
+            self._graphs.capture_all()
+
+
+def store_in_torch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """As `gpu_kernels.cache.store`."""
+    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
+    value_cache.flatten(0, 1).index_copy_(0, slots, values)
+
+
+class _ModuleForward:
+    """The forward pass of a model made of torch modules.
+
+    An object of its own, which StepGraphs and ModelRunner both hold: graphs that held their runner would be a reference
+    cycle, and device memory would wait for a garbage collection.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend,
+        features: FeatureWriter | None = None,
+    ) -> None:
+        self._model = model
+        self._features = features
+        self._vocab_size = spec.vocab_size
+        self._kv_cache = kv_cache
+        self._attention = attention
+
+    @torch.inference_mode()
+    def __call__(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+        """As ModelRunner.forward."""
+        if self._features is None:
+            return self._forward(batch, on_layer_done)
+        with self._features.writing(batch.on(self._kv_cache.device).slot_mapping):
+            return self._forward(batch, on_layer_done)
+
+    def _forward(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
+        device = self._kv_cache.device
+        step = PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
+        on_device = batch.on(device)
+        arguments: dict[str, Any] = {
+            "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
+            "position_ids": on_device.positions.unsqueeze(0),
+            "use_cache": False,
+            STEP_ARGUMENT: step,
+        }
+        if batch.num_logits == 0:
+            self._model.base_model(**arguments)
+            return torch.empty((0, self._vocab_size), device=device)
+        if batch.num_logits < batch.num_rows:
+            arguments["logits_to_keep"] = on_device.logits_rows
+        logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
+        return logits.float()
+
+
+class PagedStep:
+    """One forward's attention: writes each layer's new keys and values, then attends over the cache."""
+
+    __slots__ = ("_attention", "_kv_cache", "_on_layer_done", "_plan", "_slots", "_store")
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend,
+        on_layer_done: Callable[[int], None] | None,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._attention = attention
+        self._on_layer_done = on_layer_done
+        self._plan = attention.prepare(batch)
+        self._slots = batch.on(kv_cache.device).slot_mapping
+        self._store = attention.store if isinstance(attention, NativeAttention) else store_in_torch
+        if not why_no_triton(kv_cache.device):
+            from outrider.engine.gpu_kernels.cache import store
+
+            self._store = store
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [num_rows, num_heads, head_dim]
+        key: Tensor,  # [num_rows, num_kv_heads, head_dim]
+        value: Tensor,  # [num_rows, num_kv_heads, head_dim]
+        options: AttentionOptions,
+        extras: Mapping[str, Any],
+    ) -> Tensor:
+        """Returns [num_rows, num_heads, head_dim]."""
+        key_cache = self._kv_cache.keys[layer]
+        value_cache = self._kv_cache.values[layer]
+        self._store(key, value, key_cache, value_cache, self._slots)
+        if self._on_layer_done is not None:
+            self._on_layer_done(layer)
+        return self._attention.attend(self._plan, query, key_cache, value_cache, options)

@@ -1,0 +1,65 @@
+"""How much of a GPU's memory steps take: the largest ones are run once, before the KV cache gets the rest."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.device import device_type
+from outrider.engine.features import FeatureReduction
+from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
+from outrider.engine.model_runner import ModelRunner, RunnableModel
+
+
+def rehearse(
+    model: RunnableModel,
+    attention: AttentionBackend,
+    *,
+    num_rows: int,
+    block_size: int,
+    num_logits: int = MOST_ROWS,
+    graphs: GraphShapes | None = None,
+    features: FeatureReduction | None = None,
+) -> int:
+    """Runs the largest step on a GPU and captures all graphs, over a cache of its own; returns the bytes they took.
+
+    Reserve this many bytes outside the KV pool. 0 on a CPU, whose system finds memory elsewhere.
+    """
+    device, spec = model.device, model.spec
+    if device_type(device) == "cpu":
+        return 0
+    window_blocks = -(-min(num_rows, spec.max_model_len) // block_size)
+    num_sequences = -(-num_rows // spec.max_model_len)
+    cache = PagedKVCache(
+        spec.planes,
+        num_blocks=num_sequences * window_blocks,
+        block_size=block_size,
+        device=device,
+        num_scratch_blocks=1,
+    )
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    rows = []
+    for sequence in range(num_sequences):
+        size = min(num_rows - sequence * spec.max_model_len, spec.max_model_len)
+        blocks = range(sequence * window_blocks, (sequence + 1) * window_blocks)
+        rows.append(SequenceRows([0] * size, 0, blocks, num_logits=min(size, max(num_logits, 0))))
+        num_logits -= rows[-1].num_logits
+    runner = ModelRunner(model, cache, attention, graphs=graphs, features=features)
+    runner.forward(build_input_batch(rows, block_size))
+    torch.cuda.synchronize(device)
+    taken = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free = free_memory_bytes(device)  # graphs take memory of the driver too
+    runner.warm_up()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    taken += free - free_memory_bytes(device)
+    del runner, cache
+    gc.collect()  # whatever else has come to hold them
+    torch.cuda.empty_cache()
+    return taken

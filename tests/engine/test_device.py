@@ -1,0 +1,44 @@
+"""Names of devices, and when torch is asked whether there is a GPU."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.engine import device
+from outrider.engine.device import device_type, has_gpu_driver
+from outrider.model_hub.kernels import resolve_device
+
+
+@pytest.mark.parametrize(("name", "found"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:1", "cuda")])
+def test_the_type_is_what_stands_before_the_number(name, found):
+    assert device_type(name) == found
+
+
+@pytest.fixture
+def no_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "DRIVER_LIBRARY", "libno-such-driver.so.1")
+    monkeypatch.setattr(device, "AMD_DRIVER", tmp_path / "kfd")
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_without_a_driver_auto_is_the_cpu_and_torch_is_not_asked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import would fail
+    assert not has_gpu_driver()
+    assert resolve_device("auto") == resolve_device("cpu") == "cpu"
+
+
+@pytest.mark.usefixtures("no_driver")
+@pytest.mark.parametrize("is_amd", [False, True])
+@pytest.mark.parametrize(("is_available", "found"), [(True, "cuda"), (False, "cpu")])
+def test_with_a_driver_torch_decides(monkeypatch, is_amd, is_available, found):
+    if is_amd:
+        device.AMD_DRIVER.touch()
+    else:
+        monkeypatch.setattr(device, "DRIVER_LIBRARY", "libc.so.6")
+    asked = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: is_available))
+    monkeypatch.setitem(sys.modules, "torch", asked)
+    assert has_gpu_driver()
+    assert resolve_device("auto") == found

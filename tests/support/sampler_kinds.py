@@ -1,0 +1,48 @@
+"""Samplers by what decides, and by the library of the arrays that they compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from outrider.engine.arrays import Array
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.sampler import Sampler
+from outrider.engine.sampler.native_decider import NativeDecider
+
+
+class SamplerKind(NamedTuple):
+    """How a sampler computes."""
+
+    array: Callable[[Any], Array]  # of the library, from an array of either
+    kernels: CpuKernels | None = None  # None: the library decides
+
+
+TORCH, NUMPY = SamplerKind(torch.as_tensor), SamplerKind(np.asarray)
+
+
+class SamplerOfKind(Sampler):
+    """Takes logits of either library."""
+
+    def __init__(self, kind: SamplerKind, **options: Any) -> None:
+        super().__init__(kernels=kind.kernels, **options)
+        self.array = kind.array
+
+    def decide(self, logits, rows):
+        return super().decide(self.array(logits), rows)
+
+    def with_logprobs(self, logits, rows, token_ids):
+        return super().with_logprobs(self.array(logits), rows, token_ids)
+
+    def distribution(self, logits, rows):
+        return super().distribution(self.array(logits), rows)
+
+
+def as_taken_by(sampler: Sampler, logits: Array) -> Array:
+    """Logits of either library, as this sampler is to be given them."""
+    if isinstance(sampler, SamplerOfKind):
+        return sampler.array(logits)
+    return np.asarray(logits) if isinstance(sampler._decider, NativeDecider) else logits
