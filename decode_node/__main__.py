@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from decode_node.config import SECTIONS, DecodeNodeConfig
@@ -71,7 +72,7 @@ def make_build(
         from outrider.engine.sampler.warm_up import warm_up_sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.heads.locate import reduction_of
+        from outrider.heads.of_target import reduction_of
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
         from outrider.service.engine_failure import end_process
@@ -89,7 +90,7 @@ def make_build(
             max_rows_per_step=config.max_rows_per_step,
             graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees == "auto"),
             main_memory_bytes=sum(proposer.info.memory_bytes for proposer in proposers),
-            features=reduction_of(model_config, progress=announce_progress),
+            features=partial(reduction_of, model_config),
             on_rank_lost=end_process,
             progress=announce_progress,
         )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
 
+from outrider.engine.kv_cache.array_plane import WORDS, Words
 from outrider.node import FeatureFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class HeldFeatures:
@@ -28,13 +26,8 @@ class HeldFeatures:
         assert start <= len(self), "no gap"
         self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
 
-    def read(self, start: int, end: int) -> Tensor:
-        """Those of tokens [start, end): a copy in main memory, [end - start, width] of the format's dtype."""
-        import torch
-
+    def read(self, start: int, end: int) -> Words:
+        """Those of tokens [start, end): a copy, [end - start, width] of the format's dtype (see WORDS)."""
         size = self._format.bytes_per_token
-        dtype: torch.dtype = getattr(torch, self._format.dtype)
-        rows = self._data[start * size : end * size]
-        if not rows:
-            return torch.empty(0, self._format.width, dtype=dtype)
-        return torch.frombuffer(rows, dtype=dtype).view(-1, self._format.width)
+        rows = np.frombuffer(self._data[start * size : end * size], dtype=WORDS[self._format.dtype])
+        return rows.reshape(-1, self._format.width)

@@ -35,7 +35,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class FeatureFormat:
     """Features of a target's tokens, as they are sent to a drafter head; fields as in `FeatureFormat` of node.proto."""
 
-    fingerprint: str  # of the reduction (see outrider.engine.features)
+    fingerprint: str  # of the reduction (see outrider.engine.feature_spec)
     width: int
     dtype: str
     taps: tuple[int, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from outrider.config import parse_role_arguments
@@ -55,7 +56,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.engine import PromptEngine
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.heads.locate import reduction_of
+        from outrider.heads.of_target import reduction_of
         from outrider.kv_transfer.connectors import Connector
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
@@ -68,7 +69,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         compute = open_compute(
             model_config,
             config.kv_cache,
-            features=reduction_of(model_config, progress=announce_progress),
+            features=partial(reduction_of, model_config),
             on_rank_lost=end_process,
             progress=announce_progress,
         )

@@ -14,10 +14,10 @@ from decode_node.drafting.local_head import open_local_head
 from outrider.bench.prompts import BenchPrompt, load_prompts
 from outrider.client import ChatMessage
 from outrider.engine.engine import Engine
-from outrider.engine.features import FeatureReduction
+from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.scheduler import Scheduler
-from outrider.heads.locate import reduction_of
+from outrider.heads.of_target import reduction_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSettings, make_proposer, parse_draft_choice
@@ -41,7 +41,7 @@ class ModelPair:
     """A target model, and the proposer of a draft node, with its own model where it needs one."""
 
     model: LoadedModel
-    reduction: FeatureReduction | None  # of a head
+    reduction: FeatureSpec | None  # of a head
     proposer_name: str
     settings: ProposerSettings
     kv_cache: KVCacheConfig
@@ -66,9 +66,10 @@ class ModelPair:
         own = replace(config, cpus=tuple(draft_cpus))
         if choice.model_id and not is_head:
             own = replace(own, id=choice.model_id)
-        reduction = reduction_of(config)
+        model = open_model(config)
+        reduction = reduction_of(config, model)
         return cls(
-            model=open_model(config).with_features(reduction),
+            model=model.with_features(reduction),
             reduction=reduction,
             proposer_name=choice.proposer,
             settings=ProposerSettings(model=own, kv_cache=kv_cache),

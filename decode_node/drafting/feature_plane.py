@@ -14,7 +14,7 @@ from outrider.engine.kv_cache.sequence_kv import SequenceKV
 
 @dataclass(eq=False)
 class FeaturePlane:
-    """The plane of a paged KV cache that has the feature of each token (see outrider.engine.features)."""
+    """The plane of a paged KV cache that has the feature of each token (see outrider.engine.feature_spec)."""
 
     kv_cache: KVCache
     plane: PlaneSpec

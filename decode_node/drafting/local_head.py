@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from decode_node.config import DecodeNodeConfig
 from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
+from outrider.engine.arrays import Array, ids_beside
 from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.scheduler import EngineSequence
 from outrider.heads.locate import head_folder
+from outrider.heads.of_target import open_packed_head
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.loaded_model import LoadedModel
+from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CATCH_UP_SECONDS = 0.01
 MAX_CATCH_UP_ROWS = 256
@@ -26,23 +25,21 @@ MAX_CATCH_UP_ROWS = 256
 class PlaneFeatures:
     """The `Features` of a sequence on this node: of all tokens that are computed. Engine thread only."""
 
-    rows: Tensor  # [num_slots, width], of the cache
+    rows: Array  # [num_slots, width], of the cache
     sequence: EngineSequence
 
     def __len__(self) -> int:
         return self.sequence.num_computed
 
-    def read(self, start: int, end: int) -> Tensor:
+    def read(self, start: int, end: int) -> Array:
         kv = self.sequence.kv
         assert kv is not None
         slots = [kv.slot(place) for place in range(start, end)]
         if slots == list(range(slots[0], slots[-1] + 1)):
-            # A slice keeps the interpreter's lock. index_select would hand it to the event loop, and wait while that
+            # A slice keeps the interpreter's lock. A copy would hand it to the event loop, and wait while that
             # sends the tokens of the last step; the head's kernels, which come next, run beside it.
             return self.rows[slots[0] : slots[-1] + 1]
-        from outrider.engine.transfer import upload_ids
-
-        return self.rows.index_select(0, upload_ids(slots, self.rows.device))
+        return self.rows[ids_beside(slots, self.rows)]
 
 
 def open_local_head(
@@ -55,12 +52,10 @@ def open_local_head(
     folder = head_folder(model_config)
     if folder is None or not config.local_head or not config.num_speculative_tokens:
         return None, None
-    from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer  # imports torch
-
     target = HeadTarget.of(model)
-    proposer = make_head_proposer(
-        load_head(folder, target), target, max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS
-    )
+    head = open_packed_head(folder, model) or load_head(folder, target)
+    proposer = make_head_proposer(head, target, max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS)
     assert model.spec.features is not None
-    rows = kv_cache.layers(model.spec.features.name)[0].flatten(0, 1).flatten(1)
+    plane = model.spec.features
+    rows = kv_cache.layers(plane.name)[0].reshape(-1, plane.head_dim)
     return IsolatedProposer(proposer, on_failure=log_failed_proposer), lambda sequence: PlaneFeatures(rows, sequence)

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.engine.cpu_kernels.modules import NativeLayers
-from outrider.engine.cpu_kernels.reduction import NativeReduction
+from outrider.engine.cpu_kernels.reduction_packing import pack_reduction, reduce
+from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.features import FeatureReduction
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.errors import ModelError
 
 if TYPE_CHECKING:
@@ -22,21 +25,20 @@ if TYPE_CHECKING:
 class FeatureWriter:
     """Writes features of a model's forwards to their plane. All that it does may be captured in a CUDA graph."""
 
-    def __init__(
-        self, model: PreTrainedModel, features: FeatureReduction, kv_cache: PagedKVCache, native: object
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, features: FeatureSpec, kv_cache: PagedKVCache, native: object) -> None:
         """`native`: NativeLayers in whose way rows are reduced too, or anything else: torch reduces.
 
         Raises: ModelError where the model's layers cannot be found.
         """
-        plane = kv_cache.layers(features.plane_name)[0]  # [num_blocks, block_size, 1, width]
+        assert isinstance(features, FeatureReduction), "only a native decoder's are packed"
+        plane = tensor_of(kv_cache.layers(features.plane_name)[0])  # [num_blocks, block_size, 1, width]
         self._plane = plane.flatten(0, 2)  # [num_slots, width]
         self._decoder = model.get_decoder()
         self._layers = _layers_of(self._decoder, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._features = features.to(plane.device, plane.dtype)
         self._native_layers = native if isinstance(native, NativeLayers) else None
         if self._native_layers is not None:
-            self._native = NativeReduction(self._native_layers.kernels, features, plane.dtype)
+            self._packed = pack_reduction(self._native_layers.kernels, features, ELEMENT_TYPES[plane.dtype])
 
     @contextmanager
     def writing(self, slots: Tensor) -> Iterator[None]:
@@ -70,7 +72,7 @@ class FeatureWriter:
     def _reduced(self, taps: Tensor) -> Tensor:
         if self._native_layers is None:
             return self._features(taps)
-        return self._native.reduce(taps, self._native_layers.workspace)
+        return reduce(self._native_layers.kernels, self._packed, taps, self._native_layers.workspace)
 
 
 def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:

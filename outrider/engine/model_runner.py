@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from outrider.engine.arrays import Array
     from outrider.engine.cpu_kernels.modules import NativeLayers
-    from outrider.engine.features import FeatureReduction
+    from outrider.engine.feature_spec import FeatureSpec
 
 
 class RunnableModel(Protocol):
@@ -77,7 +77,7 @@ class ModelRunner:
         attention: AttentionBackend | None = None,
         *,
         graphs: GraphShapes | None = None,
-        features: FeatureReduction | None = None,
+        features: FeatureSpec | None = None,
     ) -> None:
         """`attention`: of a model that torch computes; native kernels bring their own.
 
@@ -151,7 +151,7 @@ def open_runner(
     num_logits: int = MOST_ROWS,
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
-    features: FeatureReduction | None = None,
+    features: FeatureSpec | None = None,
 ) -> tuple[PagedKVCache, ModelRunner]:
     """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
 

@@ -12,8 +12,8 @@ from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.modules import NativeLayers
+from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.feature_writer import FeatureWriter
-from outrider.engine.features import FeatureReduction
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import InputBatch
@@ -39,7 +39,7 @@ class ModuleSteps:
         attention: AttentionBackend | None,
         *,
         graphs: GraphShapes | None = None,
-        features: FeatureReduction | None = None,
+        features: FeatureSpec | None = None,
     ) -> None:
         """As ModelRunner."""
         assert model.model is not None

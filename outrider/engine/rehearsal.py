@@ -8,7 +8,7 @@ import torch
 
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.device import device_type
-from outrider.engine.features import FeatureReduction
+from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
@@ -23,7 +23,7 @@ def rehearse(
     block_size: int,
     num_logits: int = MOST_ROWS,
     graphs: GraphShapes | None = None,
-    features: FeatureReduction | None = None,
+    features: FeatureSpec | None = None,
 ) -> int:
     """Runs the largest step on a GPU and captures all graphs, over a cache of its own; returns the bytes they took.
 

@@ -14,9 +14,8 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.spec import HeadSpec
 
 if TYPE_CHECKING:
-    from outrider.engine.cpu_kernels.decoder import NativeStep
     from outrider.engine.cpu_kernels.kernels import CpuKernels
-    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.heads.packed_head import PackedHead
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """attend(layer, query, key, value, scaling): writes the rows' keys and values to the head's paged cache and attends
@@ -51,7 +50,7 @@ class HeadModel(ABC):
 
     form: str  # as `speculators_model_type` in the layout of speculators
     reduction: FeatureReduction
-    suits_kernels: bool = False  # native kernels can compute it: `native_step`
+    suits_kernels: bool = False  # native kernels can compute it: `pack`
     spec: HeadSpec  # from `load` on
     target_ids: Tensor | None = None  # [draft_vocab_size] int64: the target's id of each logit; None: they are the same
     parallel_feature: Tensor | None = None  # [width]: what parallel rows are fed with in place of a feature
@@ -80,9 +79,6 @@ class HeadModel(ABC):
         """The token ids of the parallel rows after the newest token, `token_id`; empty where there are none."""
         return ()
 
-    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
-        """The native step that computes hidden states and logits, over the head's own cache.
-
-        It takes the weights along: torch cannot compute this head any more.
-        """
+    def pack(self, kernels: CpuKernels) -> PackedHead:
+        """For the kernels. It takes the weights along: torch cannot compute this head any more."""
         raise NotImplementedError

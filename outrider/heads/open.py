@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.features import FeatureReduction
 from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.forms import FORMS
 from outrider.heads.head_files import HeadFiles
+from outrider.heads.packed_head import PackedHead
 
 
 def open_head(
@@ -28,6 +30,15 @@ def open_head(
             files.dtype = torch_dtype
         head.load(files)
         return head
+
+
+def pack_head(folder: Path, target: Target, dtype: torch.dtype, kernels: CpuKernels) -> PackedHead | None:
+    """The head for these kernels; None, its weights not read, where torch is to compute it. Raises: as `open_head`."""
+    with _opened(folder, target, torch.device("cpu"), dtype) as (head, files):
+        if not head.suits_kernels:
+            return None
+        head.load(files)
+        return head.pack(kernels)
 
 
 def read_reduction(folder: Path, target: Target) -> FeatureReduction:

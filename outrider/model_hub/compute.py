@@ -18,12 +18,11 @@ from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
-from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 
 if TYPE_CHECKING:
-    from outrider.engine.features import FeatureReduction
     from outrider.engine.kv_cache.base import KVCache
 
 PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
@@ -79,7 +78,7 @@ def open_compute(
     max_rows_per_step: int | None = None,
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
-    features: FeatureReduction | None = None,
+    features: ReductionOf = no_features,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> Compute:
@@ -88,7 +87,7 @@ def open_compute(
     `max_rows_per_step`: None where all rows are of prompts: as many as suit the device.
     `graphs`: steps that are captured, if `model.cuda_graphs` and the device allow it; their memory is not the cache's.
     `main_memory_bytes`: what else the node may take of that memory, where the cache is in it.
-    `features`: made of every row for a drafter head, and kept in a plane of the cache.
+    `features`: made of every row for a drafter head, and kept in a plane of the cache; of the model as it was loaded.
     `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
     PagedKVCache.sized_for do, and RankLostError.
     """
@@ -105,7 +104,9 @@ def open_compute(
             progress=progress,
         )
         return Compute(*parts, num_rows)
-    model = open_model(config, progress=progress).with_features(features)
+    model = open_model(config, progress=progress)
+    reduction = features(model)
+    model = model.with_features(reduction)
     attention = None
     if model.model is not None:
         attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
@@ -117,6 +118,6 @@ def open_compute(
         num_rows=num_rows,
         graphs=graphs,
         main_memory_bytes=main_memory_bytes,
-        features=features,
+        features=reduction,
     )
     return Compute(model, cache, runner, nullcontext(), num_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from outrider.engine.numerics import native_numerics, torch_numerics
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.locate import ModelLocation
+from outrider.model_hub.packed_weights import PackedKey
 from outrider.model_hub.vocabulary import (
     TOKENIZER_FILE,
     eos_token_ids,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from outrider.engine.cpu_kernels.modules import NativeLayers
-    from outrider.engine.features import FeatureReduction
+    from outrider.engine.feature_spec import FeatureSpec
 
 INT8 = "int8"
 
@@ -55,8 +57,9 @@ class LoadedModel:
     constraints: ConstraintCompiler  # for its vocabulary
     directory: Path
     weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
+    packed_key: PackedKey | None = None  # of its packed weights, where they are kept: a head's are kept beside them
 
-    def with_features(self, features: FeatureReduction | None) -> LoadedModel:
+    def with_features(self, features: FeatureSpec | None) -> LoadedModel:
         """The same, whose cache has a plane for features of this reduction, and which says so."""
         if features is None:
             return self
@@ -82,6 +85,14 @@ class LoadedModel:
         return None if self.native is None else self.native.kernels
 
 
+ReductionOf = Callable[[LoadedModel], "FeatureSpec | None"]
+"""The reduction of a model's head, which may have been packed for the kernels that compute the model."""
+
+
+def no_features(_model: LoadedModel) -> None:
+    """Of a model without a head."""
+
+
 def describe_model(
     *,
     config: ModelConfig,
@@ -92,6 +103,7 @@ def describe_model(
     model: PreTrainedModel | None,
     native: NativeDecoder | NativeLayers | None,
     weights_from: str,
+    packed_key: PackedKey | None = None,
 ) -> LoadedModel:
     """Adds what the tokenizer and the other files of a checkpoint say. Raises ModelError for damaged ones."""
     directory = location.directory
@@ -128,4 +140,5 @@ def describe_model(
         constraints=grammar_compiler(tokenizer_files, spec.vocab_size),
         directory=directory,
         weights_from=weights_from,
+        packed_key=packed_key,
     )

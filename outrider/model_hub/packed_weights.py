@@ -1,16 +1,15 @@
-"""Packed weights of native decoders in the user's cache: written once, mapped read-only by every node that runs them.
+"""Packed weights in the user's cache: written once, mapped read-only by every node whose kernels read them.
 
 A folder for each, complete or absent: `weights`, all blobs one after the other, and
 `header.json`, which names them and has a hash of each file. Nodes of one machine share the
 pages of a mapped file. What a folder is known by (`PackedKey`) covers everything that the
-bytes depend on, so that weights which are found need not be checked against the model
-again.
+bytes depend on, so that weights which are found need not be checked against the model or
+head again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
@@ -19,30 +18,38 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+from filelock import FileLock, Timeout
 
 import outrider
-from outrider.engine.cpu_kernels.decoder_weights import PACKED, DecoderShape, DecoderWeights
-from outrider.engine.cpu_kernels.library import ElementType
+from outrider.engine.cpu_kernels.decoder_weights import PACKED
 from outrider.engine.cpu_kernels.paths import KernelChoice
-from outrider.engine.model_spec import ModelSpec
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import file_sha256, model_fingerprint
+from outrider.model_hub.locate import cache_directory
 from outrider.model_hub.progress import Progress, no_progress
 
 HEADER, WEIGHTS = "header.json", "weights"
-MADE_BY = ("engine/cpu_kernels", "engine/model_runner.py", "engine/numerics.py", "engine/rotation.py", "model_hub")
+MADE_BY = (
+    *("engine/cpu_kernels", "engine/feature_spec.py", "engine/features.py", "engine/model_runner.py"),
+    *("engine/numerics.py", "engine/rotation.py", "heads", "heads/forms", "model_hub"),
+)
 """Of the package: code that decides what is in a file, or whether it passed the check at load."""
 
+WAIT_REPORT_SECONDS = 1.0
+WAIT_SECONDS = 1800.0
+"""For another process that packs the same; a killed one is not waited for."""
+
 KEPT_FOR_A_MODEL = 2
-"""Of one model, made by different versions: the most recently used, beside the new one."""
+"""Of one model or head, made by different versions: the most recently used, beside the new one."""
 KEPT_SECONDS = 30 * 24 * 3600
 """How long weights that no node asks for stay."""
 
@@ -53,8 +60,9 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackedKey:
-    """What the bytes depend on: the model and its settings, and the code that packs and checks it."""
+    """Where the weights are, and what their bytes depend on: a model and its settings, and what packs and checks it."""
 
+    cache: Path
     model: str
     code: str
 
@@ -68,20 +76,81 @@ class PackedKey:
             (config.weights, config.max_model_len, kernels.path),
         )
         code = (file_sha256(kernels.library), _source_hash(), version("torch"), version("transformers"))
-        return cls(*(hashlib.sha256(repr(part).encode()).hexdigest()[:16] for part in (model, code)))
+        return cls(cache_directory(config) / "packed", _digest(model), _digest(code))
+
+    def of_addition(self, name: str, content: str) -> PackedKey:
+        """Of what is made for this model from that `content`, by the same code; older ones go by `name`."""
+        return replace(self, model=_digest((self.model, name)), code=_digest((self.code, content)))
 
     @property
-    def folder_name(self) -> str:
-        return f"{self.model}-{self.code}"
+    def folder(self) -> Path:
+        return self.cache / f"{self.model}-{self.code}"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedModel:
-    spec: ModelSpec
-    weights: DecoderWeights
+class Packed:
+    """What a folder has, or will have."""
+
+    about: Mapping[str, Any]  # as JSON has it
+    blobs: Mapping[str, np.ndarray]  # each [num_bytes] uint8, aligned to 64 bytes or more
 
 
-def read_packed(folder: Path, *, progress: Progress = no_progress) -> PackedModel | None:
+def open_packed(
+    key: PackedKey,
+    pack: Callable[[], Packed | None],
+    *,
+    is_read_in_parts: bool = False,
+    progress: Progress = no_progress,
+) -> tuple[Packed | None, str]:
+    """What was packed before, mapped; else what `pack` gives, which is left for others, and then mapped as well.
+
+    Any number of processes may call it at once: one packs, the others wait for it and report stage "wait". A cache that
+    cannot be used costs time and memory, nothing else: what `pack` gave is returned, with the reason. None as `pack`.
+
+    `is_read_in_parts`: pages are this process's once they are read; else all are from the start, as of a model, which
+    count as used when its KV cache is sized (see outrider.engine.memory).
+    """
+    read = partial(read_packed, key.folder, is_read_in_parts=is_read_in_parts, progress=progress)
+    if (packed := read()) is not None:
+        return packed, ""
+    with contextlib.ExitStack() as stack:
+        problem = _lock(stack, key, progress)
+        if not problem and (packed := read()) is not None:
+            return packed, ""
+        made = pack()
+        if made is None:
+            return None, ""
+        try:
+            if not problem:
+                write_packed(key, made)
+        except OSError as error:
+            problem = str(error)
+        if not problem and (packed := read()) is not None:
+            return packed, ""
+        return made, problem or f"what was written to {key.folder} cannot be read back"
+
+
+def _lock(stack: contextlib.ExitStack, key: PackedKey, progress: Progress) -> str:
+    """Enters the lock of this model's packed weights; returns why not, or nothing."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    try:
+        key.cache.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(key.cache / f"{key.model}.lock")
+        while True:
+            try:
+                lock.acquire(timeout=WAIT_REPORT_SECONDS)
+                break
+            except Timeout:
+                progress("wait", 0, 0)
+            if time.monotonic() > deadline:
+                return f"another process has been packing them for {WAIT_SECONDS / 60:.0f} minutes"
+    except OSError as error:
+        return str(error)
+    stack.callback(lock.release)
+    return ""
+
+
+def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progress = no_progress) -> Packed | None:
     """Maps the weights, every byte of which is compared with the header; None where there are none, or damaged ones."""
     try:
         header = json.loads((folder / HEADER).read_bytes())
@@ -102,32 +171,30 @@ def read_packed(folder: Path, *, progress: Progress = no_progress) -> PackedMode
         progress("weights", min(start + _HASHED_AT_ONCE, data.nbytes), data.nbytes)
     if digest.hexdigest() != header["weights_hash"]:
         return None
+    if is_read_in_parts:
+        memory.madvise(mmap.MADV_DONTNEED)
     with contextlib.suppress(OSError):  # a cache that this user may only read
         os.utime(folder)
-    shape = header["shape"]
-    shape |= {"element_type": ElementType(shape["element_type"]), "sliding_windows": tuple(shape["sliding_windows"])}
-    shape["matrix_sizes"] = {name: tuple(sizes) for name, sizes in shape["matrix_sizes"].items()}
     blobs = {name: data[offset : offset + num_bytes] for name, (offset, num_bytes) in header["blobs"].items()}
-    return PackedModel(ModelSpec(**header["spec"]), DecoderWeights(DecoderShape(**shape), blobs))
+    return Packed(header["about"], blobs)
 
 
-def write_packed(cache: Path, key: PackedKey, packed: PackedModel) -> None:
+def write_packed(key: PackedKey, packed: Packed) -> None:
     """Writes beside and renames, so that the folder is complete or absent; removes older ones of the same model.
 
     Call it with the model's lock held. Raises OSError, nothing left behind, when it cannot.
     """
-    folder = cache / key.folder_name
-    needed = sum(blob.nbytes + _PAGE for blob in packed.weights.blobs.values())
-    _remove_old(cache, key)
-    if shutil.disk_usage(cache).free < needed + _SPARE_BYTES:
-        raise OSError(errno.ENOSPC, f"{needed >> 20} MiB are needed", str(cache))
-    with tempfile.TemporaryDirectory(dir=cache, prefix=f".{key.model}-", ignore_cleanup_errors=True) as name:
+    needed = sum(blob.nbytes + _PAGE for blob in packed.blobs.values())
+    _remove_old(key)
+    if shutil.disk_usage(key.cache).free < needed + _SPARE_BYTES:
+        raise OSError(errno.ENOSPC, f"{needed >> 20} MiB are needed", str(key.cache))
+    with tempfile.TemporaryDirectory(dir=key.cache, prefix=f".{key.model}-", ignore_cleanup_errors=True) as name:
         unfinished = Path(name, "packed")
         unfinished.mkdir()
         blobs: dict[str, tuple[int, int]] = {}
         digest = xxhash.xxh3_128()
         with (unfinished / WEIGHTS).open("wb") as file:
-            for blob_name, blob in packed.weights.blobs.items():
+            for blob_name, blob in packed.blobs.items():
                 gap = b"\0" * (-file.tell() % (_PAGE if blob_name.endswith(f".{PACKED}") else _LINE))
                 blobs[blob_name] = (file.tell() + len(gap), blob.nbytes)
                 for part in (gap, blob.data):
@@ -136,29 +203,31 @@ def write_packed(cache: Path, key: PackedKey, packed: PackedModel) -> None:
             num_bytes = file.tell()
             file.flush()
             os.fsync(file.fileno())
-        shape = {field.name: getattr(packed.weights.shape, field.name) for field in dataclasses.fields(DecoderShape)}
         header: dict[str, Any] = {
-            "spec": asdict(packed.spec),
-            "shape": shape,
+            "about": packed.about,
             "blobs": blobs,
             "num_bytes": num_bytes,
             "weights_hash": digest.hexdigest(),
         }
         (unfinished / HEADER).write_text(json.dumps(header | {"hash": _header_hash(header)}), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-        unfinished.rename(folder)
+        shutil.rmtree(key.folder, ignore_errors=True)  # a damaged one
+        unfinished.rename(key.folder)
+
+
+def _digest(parts: tuple[object, ...]) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _header_hash(header: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(header, sort_keys=True).encode())
 
 
-def _remove_old(cache: Path, key: PackedKey) -> None:
+def _remove_old(key: PackedKey) -> None:
     """What other versions made of this model, what nobody used for long, and what killed processes left behind."""
-    for path in cache.glob(f".{key.model}-*"):
+    for path in key.cache.glob(f".{key.model}-*"):
         shutil.rmtree(path, ignore_errors=True)
-    found = sorted(_folders(cache), reverse=True)
-    same = [path for _, path in found if path.name.startswith(key.model) and path.name != key.folder_name]
+    found = sorted(_folders(key.cache), reverse=True)
+    same = [path for _, path in found if path.name.startswith(key.model) and path != key.folder]
     old = [path for used, path in found if used < time.time() - KEPT_SECONDS]
     for path in {*same[KEPT_FOR_A_MODEL:], *old}:
         shutil.rmtree(path, ignore_errors=True)

@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 
 from outrider.engine.device import device_type
-from outrider.engine.features import FeatureReduction
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS, PagedKVCache
 from outrider.engine.ranks.channel import Channel, RankLostError
@@ -25,7 +24,7 @@ from outrider.engine.ranks.leading_runner import LeadingRunner
 from outrider.engine.ranks.sharded_cache import ShardedKVCache
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import read_config
-from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.shard import START_SECONDS, Allocate, Loaded, Ready, Shard, Start, open_shard
@@ -41,7 +40,7 @@ def open_ranks(
     kv_cache: KVCacheConfig,
     *,
     max_rows_per_step: int,
-    features: FeatureReduction | None = None,
+    features: ReductionOf = no_features,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -79,13 +78,14 @@ def open_ranks(
         _receive(members, Ready)
         release.callback(_leave)
         shard = open_shard(start, progress=progress)
-        shard = replace(shard, model=shard.model.with_features(features))
+        reduction = features(shard.model)
+        shard = replace(shard, model=shard.model.with_features(reduction))
         frees = [shard.free_bytes, *(loaded.free_bytes for loaded in _receive(members, Loaded))]
         num_blocks = _num_blocks(shard, kv_cache, frees)
         for member in members:
             member.commands.send(Allocate(num_blocks))
         cache = ShardedKVCache(shard.make_cache(num_blocks), ranks)
-        runner = LeadingRunner(shard.model, cache, shard.attention, ranks, features)
+        runner = LeadingRunner(shard.model, cache, shard.attention, ranks, reduction)
         runner.warm_up()
     except Exception as error:
         try:

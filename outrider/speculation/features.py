@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from outrider.engine.arrays import Array
 
 
 class Features(Protocol):
-    """The target's features of one sequence (see outrider.engine.features), which a head is fed with."""
+    """The target's features of one sequence (see outrider.engine.feature_spec), which a head is fed with."""
 
     def __len__(self) -> int:
         """Tokens whose features are there, from the first on: at most all but the newest committed one."""
 
-    def read(self, start: int, end: int) -> Any:
-        """Those of tokens [start, end): a torch.Tensor [end - start, width] of the head's dtype, on its device."""
+    def read(self, start: int, end: int) -> Array:
+        """Those of tokens [start, end): [end - start, width], an array of numpy (see WORDS) or a tensor."""
 
 
 @dataclass(frozen=True, slots=True)

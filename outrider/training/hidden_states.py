@@ -39,7 +39,7 @@ def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, m
 
     identity = FeatureReduction(taps=tuple(taps), hidden_size=hidden_size, takes_final_norm=True)
     return open_compute(
-        config, KVCacheConfig(), max_rows_per_step=max_length, features=identity, on_rank_lost=on_rank_lost
+        config, KVCacheConfig(), max_rows_per_step=max_length, features=lambda _: identity, on_rank_lost=on_rank_lost
     )
 
 

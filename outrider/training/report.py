@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import torch
 
-from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.heads.base import HeadModel
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, start_kernels
@@ -40,7 +39,7 @@ def measure_head(head: HeadModel, config: ModelConfig, device: str, *, limit_sec
     )
     options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
     start, known = SequenceStart(options=options, sample=0, prompt_length=1), PRICED_CONTEXT + 1
-    state = torch.zeros(head.spec.width, device=device, dtype=TORCH_DTYPES[head.spec.dtype])
+    state = forward.steps.rows(np.zeros((1, head.spec.width), dtype=WORDS[head.spec.dtype]))[0]
     flush, seconds = cache_flush(device), []
     paths: list[PathRows] = []
     for clients in CLIENTS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from decode_node.__main__ import make_build
 from decode_node.config import DecodeNodeConfig
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -32,8 +30,7 @@ class TinyNode(DrivenNode):
             self.loop._drafts._client = drafts
 
     def iterate(self):
-        with torch.inference_mode():
-            self.loop.iterate()
+        self.loop.iterate()
 
     def run(self, *, max_turns=2000):
         """Until nothing is left to do."""

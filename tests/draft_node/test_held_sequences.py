@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,7 +171,7 @@ def test_features_may_lag_behind_the_tokens_and_overlap(held_with_features):
         update_with(text, 7, 9, since=8),
     ):
         assert held.apply(PEER, update) is sequence
-    assert torch.equal(sequence.features.read(0, sequence.num_features), features_of(text[:9]))
+    assert np.array_equal(sequence.features.read(0, sequence.num_features), features_of(text[:9]))
 
 
 def test_features_behind_a_gap_are_an_unknown_prefix(held_with_features):

@@ -19,7 +19,7 @@ from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
 from outrider.engine.model_runner import ModelRunner, open_runner
 from outrider.engine.step_graphs import StepGraphs
 from outrider.model_hub.compute import open_compute
@@ -242,7 +242,7 @@ def test_captured_steps_write_features_too(loaded):
         capture=capture,
     )
     graphs.capture_all()
-    slots = node.cache.layers(reduction.plane_name)[0].flatten(0, 2)
+    slots = tensor_of(node.cache.layers(reduction.plane_name)[0]).flatten(0, 2)
     assert not slots[: NUM_BLOCKS * BLOCK_SIZE].any()
     features, _ = node.prefill(PROMPT, 5, num_logits=5)
     assert len(replayed) == 13
@@ -265,7 +265,7 @@ def test_a_node_computes_the_features_that_it_is_told(bfloat16):
     compute = open_compute(
         ModelConfig(id=str(bfloat16.directory), dtype="bfloat16", keep_packed=False),
         KVCacheConfig(block_size=BLOCK_SIZE, num_blocks=1000),
-        features=reduction,
+        features=lambda _: reduction,
         on_rank_lost=print,
     )
     assert compute.kv_cache.planes == compute.model.spec.planes

@@ -9,9 +9,11 @@ from outrider.constraints.base import NoConstraints
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
+from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
 from outrider.speculation.proposers.head_forward import HeadForward
@@ -55,11 +57,9 @@ class Native:
     """A head's native step over a cache of its own; `run` takes (sequence, first row, end) each."""
 
     def __init__(self, head, kernels):
-        self.head = head
         self.dtype = getattr(torch, head.spec.dtype)
-        self.step = head.native_step(
-            kernels, PagedKVCache(head.spec.planes, num_blocks=8, block_size=BLOCK_SIZE, kernels=kernels)
-        )
+        cache = PagedKVCache(head.spec.planes, num_blocks=8, block_size=BLOCK_SIZE, kernels=kernels)
+        self.steps = NativeHeadSteps(head.pack(kernels), kernels, cache)
 
     def run(self, *parts, num_logits=None, features=FEATURES):
         """(states, logits) of each part's rows, or of its last `num_logits`."""
@@ -73,8 +73,8 @@ class Native:
             for index, start, end in parts
         ]
         fed = torch.cat([features[index, start:end] for index, start, end in parts]).to(self.dtype)
-        batch = build_input_batch(rows, BLOCK_SIZE)
-        states, logits = self.step.draft(batch, fed, self.head.target_ids, VOCAB_SIZE)
+        fed = fed.view(torch.uint16) if self.dtype == torch.bfloat16 else fed
+        states, logits = map(tensor_of, self.steps.forward(build_input_batch(rows, BLOCK_SIZE), fed.numpy(), (), None))
         sizes = [each.num_logits for each in rows]
         return list(zip(states.split(sizes), logits.split(sizes), strict=True))
 
@@ -133,14 +133,14 @@ def test_bfloat16_is_near_and_has_the_same_bits_in_any_batch(folders, kernels):
 
 def test_a_proposers_forward_asks_the_kernels_where_there_are_some(folders, kernels):
     options = {"num_cached_tokens": 512, "known_token_ids": KNOWN}
-    assert HeadForward.of(opened(folders, torch.float32), kernels=kernels, **options).native is not None
-    assert HeadForward.of(opened(folders, torch.float32), **options).native is None
+    assert isinstance(HeadForward.of(opened(folders, torch.float32), kernels=kernels, **options).model, PackedHead)
+    assert not isinstance(HeadForward.of(opened(folders, torch.float32), **options).model, PackedHead)
 
 
 def test_shapes_that_kernels_do_not_take_are_left_to_torch(tmp_path, kernels):
     head = opened(make_random_eagle3(tmp_path, head_dim=8), torch.float32)
     forward = HeadForward.of(head, num_cached_tokens=512, known_token_ids=KNOWN, kernels=kernels)
-    assert forward.native is None
+    assert not isinstance(forward.model, PackedHead)
     assert by_torch(head, 0)[1].isfinite().any()
 
 
@@ -166,8 +166,8 @@ def test_a_head_keeps_its_targets_dtype_where_kernels_compute_it(
         opened_in.append(open_head(*args, **options))
         return opened_in[-1]
 
-    monkeypatch.setattr("outrider.speculation.proposers.head_proposer.open_head", noting)
+    monkeypatch.setattr("outrider.heads.open.open_head", noting)
     model = load_head(head, opened_for)
     assert opened_in == [model], "once: it may have gigabytes"
     assert model.spec.dtype == dtype
-    assert (make_head_proposer(model, opened_for)._forward.native is not None) == (dtype == "bfloat16")
+    assert isinstance(make_head_proposer(model, opened_for)._forward.model, PackedHead) == (dtype == "bfloat16")

@@ -22,7 +22,6 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import ModelError
 from outrider.model_hub import load as load_module
-from outrider.model_hub import open as open_module
 from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -261,11 +260,11 @@ def test_a_damaged_checkpoint_is_refused_whatever_is_packed(opened, tiny, tmp_pa
 
 
 def test_a_node_that_waits_too_long_for_another_serves_by_itself(opened, cache, monkeypatch):
-    monkeypatch.setattr(open_module, "WAIT_REPORT_SECONDS", 0.01)
-    monkeypatch.setattr(open_module, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(packed_weights, "WAIT_REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(packed_weights, "WAIT_SECONDS", 0.0)
     opened()
     (folder,) = folders(cache)
     shutil.rmtree(folder)
     (lock,) = (cache / "packed").glob("*.lock")
-    with open_module.FileLock(lock):
+    with packed_weights.FileLock(lock):
         assert "another process has been packing them" in opened().weights_from

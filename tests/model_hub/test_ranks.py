@@ -28,6 +28,7 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
 from outrider.model_hub import ranks
 from outrider.model_hub.compute import Compute, open_compute
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.loaded_model import no_features
 from outrider.model_hub.ranks import open_ranks
 from prefill_node.push import KvPush
 from tests.support.in_memory_connector import InMemoryConnector
@@ -45,12 +46,12 @@ KV_CACHE = KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
 SETTINGS = {"num_threads": 1, "max_model_len": 128}
 
 
-def open_one(path, *, features=None, **settings):
+def open_one(path, *, features=no_features, **settings):
     config = ModelConfig(id=str(path), kernels="torch", **SETTINGS, **settings)
     return open_compute(config, KV_CACHE, max_rows_per_step=64, features=features, on_rank_lost=print)
 
 
-def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, features=None, **settings):
+def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, features=no_features, **settings):
     config = ModelConfig(id=str(path), tensor_parallel_size=num_ranks, **SETTINGS, **settings)
     parts = open_ranks(
         config,
@@ -144,7 +145,10 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    one, two = open_one(path, features=FEATURES), open_two(path, lost.put, features=FEATURES)
+    one, two = (
+        open_one(path, features=lambda _: FEATURES),
+        open_two(path, lost.put, features=lambda _: FEATURES),
+    )
     with two.ranks:
         assert two.model.spec.num_kv_heads == 1
         assert two.kv_cache.planes == one.kv_cache.planes

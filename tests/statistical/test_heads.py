@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from outrider.engine.sampler import SampleRows
 from outrider.heads.checkpoint import Target
+from outrider.heads.module_steps import ModuleHeadSteps
 from outrider.heads.open import open_head
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import SequenceStart
@@ -178,7 +179,7 @@ def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_p
     decide = HeadForward._decide
 
     def rename_after(self, logits, rows, **options):
-        ids = self.model.target_ids.tolist()
+        ids = self.steps.target_ids.tolist()
 
         def renamed(each):
             token_ids = tuple(ids[token_id] for token_id in each.token_ids)
@@ -187,7 +188,9 @@ def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_p
         return [renamed(each) for each in decide(self, logits, rows, **options)]
 
     monkeypatch.setattr(
-        HeadForward, "_of_target", lambda _, logits: pad(logits, (0, VOCAB_SIZE - logits.shape[1]), value=-torch.inf)
+        ModuleHeadSteps,
+        "_of_target",
+        lambda _, logits: pad(logits, (0, VOCAB_SIZE - logits.shape[1]), value=-torch.inf),
     )
     monkeypatch.setattr(HeadForward, "_decide", rename_after)
     tokens, without = generate(make_proposer(form, in_torch=True), COUPLED, num_tokens=40, temperature=4.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from outrider.node import FeatureFormat
@@ -40,7 +41,7 @@ class FakeHead(ScriptedProposer):
             assert request.features is not None
             num_tokens = len(request.features)
             expected = features_of(request.token_ids)[:num_tokens]
-            if not torch.equal(request.features.read(0, num_tokens), expected):
+            if not np.array_equal(request.features.read(0, num_tokens), expected):
                 self.wrong.append(request)
         return [
             proposal if len(request.features or ()) == len(request.token_ids) - 1 else nothing(request)

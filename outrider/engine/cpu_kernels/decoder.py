@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,12 @@ import numpy.typing as npt
 from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import BatchStruct, DecoderStruct, LayerStruct, Workspace
+from outrider.engine.cpu_kernels.reduction import PackedReduction
+from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
+from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.errors import InternalError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from outrider.engine.features import FeatureReduction
 
 Logits = npt.NDArray[np.float32]
 
@@ -32,15 +29,8 @@ Logits = npt.NDArray[np.float32]
 class NativeDecoder:
     """The forward of a whole model over our paged cache. Steps keep theirs in a workspace."""
 
-    def __init__(
-        self,
-        kernels: CpuKernels,
-        weights: DecoderWeights,
-        *,
-        begins_normalised: bool = False,
-        keeps_normalised: bool = False,
-    ) -> None:
-        """`weights` are packed for the path of `kernels`. The others are of a drafter head, see OutriderDecoder."""
+    def __init__(self, kernels: CpuKernels, weights: DecoderWeights) -> None:
+        """`weights` are packed for the path of `kernels`."""
         self.kernels = kernels
         self.weights = weights  # keeps what the structures point to
         shape = weights.shape
@@ -64,8 +54,8 @@ class NativeDecoder:
             head,
             self._layers,
             weights.address("feature_norm"),
-            begins_normalised,
-            keeps_normalised,
+            shape.begins_normalised,
+            shape.keeps_normalised,
         )
 
 
@@ -89,9 +79,7 @@ class NativeStep:
     attention_name = "native"
     padded_rows: tuple[int, ...] = ()
 
-    def __init__(
-        self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureReduction | None = None
-    ) -> None:
+    def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
         """`kv_cache` was made for these kernels. `features`: made of each row, and kept in their plane of the cache."""
         self._decoder = decoder  # keeps what its structure points to
         self._struct = struct = decoder.struct
@@ -106,11 +94,12 @@ class NativeStep:
         self._values = pointers(*(values.ctypes.data for values in kv_cache.values))
         self._features = self._reduction = None
         if features is not None:
-            from outrider.engine.cpu_kernels.reduction import NativeReduction  # imports torch
+            if not isinstance(features, PackedReduction):
+                from outrider.engine.cpu_kernels.reduction_packing import pack_reduction  # imports torch
 
-            plane = kv_cache.layers(features.plane_name)[0]
-            self._reduction = NativeReduction(decoder.kernels, features, plane.dtype)  # keeps what is pointed to
-            self._features = self._reduction.struct(plane)
+                features = pack_reduction(decoder.kernels, features, decoder.weights.shape.element_type)
+            self._reduction = features  # keeps what is pointed to
+            self._features = features.struct(kv_cache.layers(features.plane_name)[0])
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Logits:
         """As ModelRunner.forward: [num_logits, vocab_size]."""
@@ -129,23 +118,28 @@ class NativeStep:
         """Nothing is left to do."""
 
     def draft(
-        self, batch: InputBatch, features: Tensor, target_ids: Tensor | None, vocab_size: int
-    ) -> tuple[Tensor, Logits]:
+        self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int
+    ) -> tuple[Words, Logits]:
         """Of a drafter head, whose rows are fed with `features` [num_rows, hidden_size] beside their tokens.
 
         `target_ids` [own vocab_size] int64: where its logits belong among `vocab_size`; None: all, in order. Returns
         (own hidden states [num_logits, hidden_size], logits [num_logits, vocab_size] float32, -inf where it has none).
         """
         struct = batch_struct(batch)
-        struct.features = features.data_ptr()
+        features = np.ascontiguousarray(features)
+        struct.features = features.ctypes.data
         self._run_layers(struct, 0, self._struct.num_layers)
-        states = features.new_empty((batch.num_logits, self._struct.hidden_size))
+        states = np.empty((batch.num_logits, self._struct.hidden_size), dtype=features.dtype)
         logits = np.empty((batch.num_logits, vocab_size), dtype=np.float32)
         self._write_logits(batch, logits, target_ids, states)
         return states, logits
 
     def _write_logits(
-        self, batch: InputBatch, logits: Logits, columns: Tensor | None = None, states: Tensor | None = None
+        self,
+        batch: InputBatch,
+        logits: Logits,
+        columns: npt.NDArray[np.int64] | None = None,
+        states: Words | None = None,
     ) -> None:
         self._functions.outrider_decoder_logits(
             self._team.handle,
@@ -154,9 +148,9 @@ class NativeStep:
             _address(batch.arrays.logits_rows),
             batch.num_logits,
             logits.ctypes.data,
-            None if columns is None else columns.data_ptr(),
+            None if columns is None else columns.ctypes.data,
             logits.shape[1],
-            None if states is None else states.data_ptr(),
+            None if states is None else states.ctypes.data,
         )
 
     def _run_layers(self, batch: BatchStruct, first: int, last: int) -> None:

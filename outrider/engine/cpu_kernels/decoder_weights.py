@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,18 @@ class DecoderShape:
     element_type: ElementType  # of activations, embedding, and weights that are not int8
     sliding_windows: tuple[int, ...]  # by layer; 0: none
     matrix_sizes: Mapping[str, tuple[int, int]]  # by name: (out_features, in_features)
+    begins_normalised: bool = False  # of a drafter head, as what follows: see OutriderDecoder
+    keeps_normalised: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def of_json(cls, shape: Mapping[str, Any]) -> DecoderShape:
+        """What `as_json` gave, from a file."""
+        sizes = {name: tuple(sizes) for name, sizes in shape["matrix_sizes"].items()}
+        types = {"element_type": ElementType(shape["element_type"]), "sliding_windows": tuple(shape["sliding_windows"])}
+        return cls(**{**shape, **types, "matrix_sizes": sizes})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,64 +1,49 @@
-"""A head's reduction of hidden states to features, by the kernels: rows have the same bits in any batch."""
+"""A head's reduction of hidden states to features, as the kernels read it. Torch-free."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import FeaturesStruct, MatrixStruct, Workspace
-from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
-from outrider.engine.cpu_kernels.operators import linear, rms_norm
-from outrider.engine.features import FeatureReduction
+from outrider.engine.cpu_kernels.library import ElementType, FeaturesStruct, MatrixStruct
+from outrider.engine.feature_spec import FeatureSpec
 
 
-class NativeReduction:
-    """A FeatureReduction in the layout of the kernels."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedReduction(FeatureSpec):
+    """A reduction whose weights are in this process's memory or mapped from a file.
 
-    def __init__(self, kernels: CpuKernels, reduction: FeatureReduction, dtype: torch.dtype) -> None:
-        """`dtype`: of the model, to which taps and projection are rounded."""
-        self._kernels = kernels
-        self._reduction = reduction
-        self._tap_norms = _float32(reduction.tap_norms)
-        self._norm = _float32(reduction.norm)
-        self._projection: PackedMatrix | None = None
-        if reduction.projection is not None:
-            weight = reduction.projection.to("cpu", dtype)
-            self._projection = PackedMatrix(kernels, WeightArena(), [weight], [reduction.bias])
+    Names: "tap_norms" and "norm" in float32, "projection.packed", "projection.bias". What it has not is not there.
+    """
 
-    def struct(self, plane: Tensor) -> FeaturesStruct:
+    element_type: ElementType  # of hidden states, features and projection
+    blobs: Mapping[str, np.ndarray]  # each [num_bytes] uint8, aligned to 64 bytes or more
+
+    @property
+    def projection(self) -> MatrixStruct:
+        """Points to blobs, which it does not keep alive; empty without one."""
+        packed = self._address("projection.packed")
+        if packed is None:
+            return MatrixStruct()
+        num_in = len(self.taps) * self.hidden_size
+        return MatrixStruct(packed, self._address("projection.bias"), None, self.width, num_in, self.element_type)
+
+    def struct(self, plane: np.ndarray) -> FeaturesStruct:
         """For decoder steps that write to `plane` [num_blocks, block_size, 1, width]; keeps nothing alive."""
-        taps = self._reduction.taps
         return FeaturesStruct(
-            len(taps),
-            (ctypes.c_int64 * len(taps))(*taps),
-            self._reduction.takes_final_norm,
-            self._reduction.epsilon,
-            None if self._tap_norms is None else self._tap_norms.data_ptr(),
-            None if self._norm is None else self._norm.data_ptr(),
-            MatrixStruct() if self._projection is None else self._projection.struct,
-            plane.data_ptr(),
+            len(self.taps),
+            (ctypes.c_int64 * len(self.taps))(*self.taps),
+            self.takes_final_norm,
+            self.epsilon,
+            self._address("tap_norms"),
+            self._address("norm"),
+            self.projection,
+            plane.ctypes.data,
         )
 
-    def reduce(self, taps: Tensor, workspace: Workspace) -> Tensor:
-        """As FeatureReduction's call: [num_rows, num_taps * hidden_size] → [num_rows, width]."""
-        reduction = self._reduction
-        taps = taps.contiguous()
-        if self._tap_norms is not None:
-            parts = [part.contiguous() for part in taps.split(reduction.hidden_size, dim=1)]
-            for part, weight in zip(parts, self._tap_norms, strict=True):
-                rms_norm(self._kernels, part, weight, reduction.epsilon, part)
-            taps = torch.cat(parts, dim=1)
-        if self._norm is not None:
-            rms_norm(self._kernels, taps, self._norm, reduction.epsilon, taps)
-        if self._projection is None:
-            return taps
-        features = taps.new_empty((len(taps), self._projection.out_features))
-        linear(self._kernels, workspace, self._projection.struct, taps, features)
-        return features
-
-
-def _float32(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.to("cpu", torch.float32).contiguous()
+    def _address(self, name: str) -> int | None:
+        blob = self.blobs.get(name)
+        return None if blob is None else int(blob.ctypes.data)

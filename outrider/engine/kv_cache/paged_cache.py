@@ -54,17 +54,14 @@ class PagedKVCache:
         self.device = device
         self.scratch_blocks = range(num_blocks, num_blocks + num_scratch_blocks)
         self._tensors: TensorMemory | None = None
-        if kernels is None or any(plane.is_feature for plane in planes):
+        if kernels is None:
             from outrider.engine.kv_cache.tensor_planes import TensorMemory  # imports torch
 
-            self._tensors = TensorMemory(device)
-        self._planes: dict[str, CachePlane] = {}
-        for plane in planes:
-            maker: PlaneMaker | None = self._tensors if plane.is_feature or kernels is None else kernels
-            assert maker is not None
-            self._planes[plane.name] = maker.make_plane(
-                plane, num_blocks=self.scratch_blocks.stop, block_size=block_size
-            )
+            kernels = self._tensors = TensorMemory(device)
+        self._planes: dict[str, CachePlane] = {
+            plane.name: kernels.make_plane(plane, num_blocks=self.scratch_blocks.stop, block_size=block_size)
+            for plane in planes
+        }
         self.keys, self.values = (self._planes[name].layers for name in ("k", "v"))
 
     @classmethod
@@ -130,7 +127,7 @@ class PagedKVCache:
 
     def layers(self, plane: str) -> Any:
         """What a plane keeps in each layer, by its number: tensors [num_blocks, block_size, heads, dim], or whatever
-        the kernels that it is packed for attend over.
+        the kernels that it is packed for attend over; of features an array of this shape (see WORDS).
         """
         return self._planes[plane].layers
 

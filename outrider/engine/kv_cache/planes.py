@@ -23,7 +23,7 @@ class PlaneSpec:
 
     @property
     def is_feature(self) -> bool:
-        """Whether it keeps a drafter head's features (see `outrider.engine.features`), which the end of a forward
+        """Whether it keeps a drafter head's features (see `outrider.engine.feature_spec`), which the end of a forward
         writes; the others' layers are written one after another.
         """
         return self.name.startswith(FEATURE_PLANE_PREFIX)

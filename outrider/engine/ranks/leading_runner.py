@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from outrider.engine.arrays import Array
 from outrider.engine.attention.base import AttentionBackend
-from outrider.engine.features import FeatureReduction
+from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.model_runner import ModelRunner, RunnableModel
 from outrider.engine.ranks.commands import Step
@@ -23,7 +23,7 @@ class LeadingRunner(ModelRunner):
         kv_cache: ShardedKVCache,
         attention: AttentionBackend,
         ranks: RankGroup,
-        features: FeatureReduction | None = None,
+        features: FeatureSpec | None = None,
     ) -> None:
         super().__init__(model, kv_cache.local, attention, features=features)
         self._ranks = ranks

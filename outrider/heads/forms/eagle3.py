@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
 from outrider.engine.cpu_kernels.decoder_packing import WIDTH_STEP, DecoderPacking
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
+from outrider.engine.cpu_kernels.reduction_packing import pack_reduction
 from outrider.engine.features import FeatureReduction, rms_norm
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer, as_float32
 from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
+from outrider.heads.packed_head import PackedHead
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _ARCHITECTURES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
@@ -100,8 +100,8 @@ class Eagle3(HeadModel):
         normed = hidden if self._feeds_back_normed else rms_norm(hidden, self._norm, self._shape.epsilon)
         return self._output(normed).float()
 
-    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
-        shape = self._shape
+    def pack(self, kernels: CpuKernels) -> PackedHead:
+        shape, element_type = self._shape, ELEMENT_TYPES[self._embedding.dtype]
         # A draft token takes as long as reading the weights. Rounding them changes few drafts, and no answer.
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
         for index, layer in enumerate(self._layers):
@@ -113,24 +113,21 @@ class Eagle3(HeadModel):
         packing.add("feature_norm", as_float32(self._hidden_norm))
         packing.add("final_norm", as_float32(self._norm))
         packing.add_matrix("head", [self._output])
+        packing.add("target_ids", self.target_ids)
         del self._layers, self._output
         weights = DecoderWeights(
             DecoderShape(
                 **asdict(shape),
                 scaling=shape.head_dim**-0.5,
-                element_type=ELEMENT_TYPES[self._embedding.dtype],
+                element_type=element_type,
                 sliding_windows=(0,) * shape.num_layers,
                 matrix_sizes=packing.matrix_sizes,
+                begins_normalised=not self._keeps_unnormed,
+                keeps_normalised=self._feeds_back_normed,
             ),
             packing.blobs,
         )
-        decoder = NativeDecoder(
-            kernels,
-            weights,
-            begins_normalised=not self._keeps_unnormed,
-            keeps_normalised=self._feeds_back_normed,
-        )
-        return NativeStep(decoder, kv_cache)
+        return PackedHead(self.spec, pack_reduction(kernels, self.reduction, element_type), weights)
 
 
 def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:

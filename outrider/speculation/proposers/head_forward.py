@@ -5,28 +5,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from outrider.constraints.base import ConstraintCompiler
-from outrider.engine.arrays import Array
-from outrider.engine.attention import AttentionBackend, AttentionOptions, make_attention_backend
-from outrider.engine.attention.native import NativeAttention
-from outrider.engine.cpu_kernels.decoder import NativeStep
+from outrider.engine.arrays import Array, beside, namespace, without_warnings
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
+from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
-from outrider.engine.module_steps import PagedStep
 from outrider.engine.sampler import Sampler, SequenceSampling
 from outrider.engine.sampler.warm_up import warm_up_sampler
-from outrider.engine.transfer import upload, upload_ids
-from outrider.heads.base import HeadModel, HeadRows
+from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import HeadRules
@@ -34,6 +27,10 @@ from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import MAX_SEQUENCES
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.path_sampler import PathSampler
+
+if TYPE_CHECKING:
+    from outrider.heads.base import HeadModel
+    from outrider.heads.module_steps import ModuleHeadSteps
 
 BLOCK_SIZE = 16
 WARM_UP_ROWS = 64
@@ -43,21 +40,22 @@ MAX_PATHS = 16 * MAX_SEQUENCES
 
 @dataclass(frozen=True, slots=True)
 class HeadForward(PathSampler):
-    """A `DraftForward`: a head, its paged cache and a sampler over the target's vocabulary."""
+    """A `DraftForward`: a head, its paged cache and a sampler over the target's vocabulary.
+
+    Features, states and logits are arrays of numpy or torch, as the head's steps take and give them.
+    """
 
     pool: BlockPool
     kv_cache: PagedKVCache | None  # of a head that keeps KV
-    attention: AttentionBackend
-    model: HeadModel
+    model: HeadModel | PackedHead
+    steps: ModuleHeadSteps | NativeHeadSteps
     sampler: Sampler
     head: HeadRules
-    device: torch.device
-    native: NativeStep | None = None  # of the model, where kernels can compute it
 
     @classmethod
     def of(
         cls,
-        model: HeadModel,
+        model: HeadModel | PackedHead,
         *,
         num_cached_tokens: int,
         known_token_ids: npt.NDArray[np.bool_],
@@ -69,15 +67,12 @@ class HeadForward(PathSampler):
         num_cached_tokens: for which its cache has room, of all sequences; longer sequences are not drafted for.
         known_token_ids: [vocab_size] bool, as for the target's Sampler.
         constraints: likewise.
-        kernels: of the target on a CPU; None: torch computes.
+        kernels: of the target on a CPU, for which a packed head was packed; None: torch computes.
         """
         spec = model.spec
-        attention: AttentionBackend
         of_cache = None
         if kernels is not None and spec.dtype in ("float32", "bfloat16") and spec.head_dim % 16 == 0:
-            attention, of_cache = NativeAttention(kernels), kernels
-        else:
-            attention = make_attention_backend("auto", device, spec.dtype)
+            of_cache = kernels
         cache, num_blocks, block_size = None, MAX_PATHS, spec.max_model_len
         if spec.planes:
             num_blocks, block_size = -(-num_cached_tokens // BLOCK_SIZE), BLOCK_SIZE
@@ -99,10 +94,18 @@ class HeadForward(PathSampler):
             max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
             num_parallel_rows=len(model.parallel_tokens(0)),
         )
-        native = None
-        if kernels is not None and cache is not None and model.suits_kernels:
-            native = model.native_step(kernels, cache)
-        return cls(pool, cache, attention, model, sampler, rules, torch.device(device), native)
+        if kernels is not None and not isinstance(model, PackedHead) and model.suits_kernels:
+            model = model.pack(kernels)
+        steps: ModuleHeadSteps | NativeHeadSteps
+        if isinstance(model, PackedHead):
+            assert kernels is not None
+            assert cache is not None
+            steps = NativeHeadSteps(model, kernels, cache)
+        else:
+            from outrider.heads.module_steps import ModuleHeadSteps  # imports torch
+
+            steps = ModuleHeadSteps(model, cache, device=device, kernels=of_cache)
+        return cls(pool, cache, model, steps, sampler, rules)
 
     @property
     def max_model_len(self) -> int:
@@ -121,7 +124,7 @@ class HeadForward(PathSampler):
             prompt_length=1,
         )
         sampling, spec = self.start(start, (0,)), self.model.spec
-        state = torch.zeros(spec.width, device=self.device, dtype=TORCH_DTYPES[spec.dtype])
+        state = self.steps.rows(np.zeros((1, spec.width), dtype=WORDS[spec.dtype]))[0]
         most = min(WARM_UP_ROWS, self.max_model_len)
         blocks = self.pool.allocate(self.pool.num_blocks_for(most + self.head.num_parallel_rows))
         for num_rows in (most, 1):
@@ -130,7 +133,6 @@ class HeadForward(PathSampler):
             self.decide([rows], ())
         self.pool.release(blocks)
 
-    @torch.inference_mode()
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if self.kv_cache is not None:
             self.kv_cache.copy_blocks(block_copies)
@@ -149,82 +151,53 @@ class HeadForward(PathSampler):
             self.pool.block_size,
         )
         parts = [part for row, parallel in fed_rows for part in self._fed_with(row, len(parallel))]
-        features = parts[0] if len(parts) == 1 else torch.cat(parts)
-        hidden, logits = self._forward(batch, features, fed_rows)
+        xp = namespace(parts[0])
+        features = parts[0] if len(parts) == 1 else xp.concat(parts)
+        depths = [depth for row, parallel in fed_rows for depth in _depths(row, len(row.token_ids) + len(parallel))]
+        attended = batch
+        if self.model.spec.attends_both_ways:
+            attended = attend_both_ways(batch, [len(parallel) for _, parallel in fed_rows])
+        hidden, logits = self.steps.forward(batch, features, depths, attended)
         if not batch.num_logits:
             return [Decided(()) for _ in rows]
         confidences = self._confidences(logits[::num_parallel], [row for row in rows if row.num_decisions])
-        deciding: Array = logits
-        if self.device.type == "cpu":  # as the target's
-            deciding, confidences = logits.numpy(), confidences.numpy()
         # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
-        states = iter([state.clone() for state in hidden[::num_parallel]])
+        states = iter([xp.asarray(state, copy=True) for state in hidden[::num_parallel]])
         return [
             replace(each, state=next(states)) if each.token_ids else each
-            for each in self._decide(deciding, rows, num_parallel=num_parallel, confidences=(confidences,))
+            for each in self._decide(logits, rows, num_parallel=num_parallel, confidences=(confidences,))
         ]
 
-    def _forward(
-        self, batch: InputBatch, features: Tensor, fed_rows: Sequence[tuple[PathRows, Sequence[int]]]
-    ) -> tuple[Tensor, Tensor]:
-        """Own hidden states [num_logits, width], and logits of the target's vocabulary. Rows with parallel tokens."""
-        if self.native is not None:
-            hidden, of_target = self.native.draft(batch, features.contiguous(), self.model.target_ids, self.vocab_size)
-            return hidden, torch.from_numpy(of_target)
-        device = self.device
-        fed = batch.on(device)
-        depths = upload_ids(
-            [depth for row, parallel in fed_rows for depth in _depths(row, len(row.token_ids) + len(parallel))], device
-        )
-        if self.model.spec.attends_both_ways:
-            batch = attend_both_ways(batch, [len(parallel) for _, parallel in fed_rows])
-        step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            assert step is not None, "a head without layers asks for attention"
-            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
-
-        hidden = self.model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
-        hidden = hidden.index_select(0, fed.logits_rows)
-        if not batch.num_logits:
-            return hidden, hidden
-        return hidden, self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
-
-    def _confidences(self, logits: Tensor, rows: Sequence[PathRows]) -> Array:
+    @without_warnings
+    def _confidences(self, logits: Array, rows: Sequence[PathRows]) -> Array:
         """Of logits [len(rows), vocab_size]: each row's largest probability, at its temperature.
 
         Returns [len(rows)] float64; 0 where features were no numbers.
         """
-        if self.model.target_ids is not None:
-            logits = logits.index_select(1, self.model.target_ids)
+        xp, target_ids = namespace(logits), self.steps.target_ids
         params = [cast("SequenceSampling", row.sampling).params for row in rows]
-        temperatures = np.array([1.0 if each.is_greedy else each.temperature for each in params], dtype=np.float32)
-        return torch.softmax(logits / upload(temperatures, self.device)[:, None], 1).amax(1).nan_to_num(0.0).double()
+        temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
+        # In place: new memory takes longer than the arithmetic.
+        values = xp.asarray(logits, copy=True) if target_ids is None else xp.take(logits, target_ids, axis=1)
+        values -= xp.max(values, axis=1, keepdims=True)
+        values /= beside(temperatures, values)
+        xp.exp(values, out=values)
+        largest = 1.0 / xp.sum(values, axis=1, dtype=xp.float64)
+        return xp.where(xp.isnan(largest), 0.0, largest)
 
-    def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Tensor]:
+    def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Array]:
         """Of the path's rows and its parallel ones: [n, width] each, together as many as there are rows."""
-        parts: list[Tensor] = []
+        parts: list[Array] = []
         if num_true := len(row.token_ids) - len(row.states):
             assert row.features is not None
-            values = row.features.read(row.start_position - 1, row.start_position - 1 + num_true)
-            dtype = TORCH_DTYPES[self.model.spec.dtype]
-            # `to` would give up the interpreter's lock even where it has nothing to do, see PlaneFeatures.
-            is_fit = values.dtype == dtype and values.device == self.device
-            parts.append(values if is_fit else values.to(self.device, dtype))
+            parts.append(self.steps.rows(row.features.read(row.start_position - 1, row.start_position - 1 + num_true)))
         if row.states:
-            parts.append(torch.stack(cast("tuple[Tensor, ...]", row.states)))
+            parts.append(namespace(row.states[0]).stack(row.states))
         if num_parallel_rows:
-            assert self.model.parallel_feature is not None, "a parallel head has one"
-            parts.append(self.model.parallel_feature.expand(num_parallel_rows, -1))
+            feature = self.steps.parallel_feature
+            assert feature is not None, "a parallel head has one"
+            parts.append(feature.expand(num_parallel_rows, -1))
         return parts
-
-    def _of_target(self, logits: Tensor) -> Tensor:
-        """[n, draft_vocab_size] → [n, vocab_size]: -inf where the head has no logit."""
-        target_ids = self.model.target_ids
-        if target_ids is None:
-            return logits
-        scattered = torch.full((len(logits), self.vocab_size), -torch.inf, device=logits.device)
-        return scattered.index_copy_(1, target_ids, logits)
 
 
 def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:

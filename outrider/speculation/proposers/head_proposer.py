@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from outrider.constraints.base import ConstraintCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.paged_cache import free_memory_bytes
-from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
-from outrider.heads.base import HeadModel
-from outrider.heads.checkpoint import Target
-from outrider.heads.open import open_head
+from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
 from outrider.model_hub.loaded_model import LoadedModel
@@ -33,6 +30,9 @@ from outrider.model_hub.vocabulary import (
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
+
+if TYPE_CHECKING:
+    from outrider.heads.base import HeadModel
 
 MEMORY_SHARE = 0.03
 """Of free memory, for keys and values of a head: it has one layer or few where its target has dozens."""
@@ -69,6 +69,7 @@ class HeadTarget:
     @classmethod
     def locate(cls, config: ModelConfig, *, progress: Progress = no_progress) -> HeadTarget:
         """Of one that other nodes compute, as their section `model` says. Raises: as `locate_model`, ConfigError."""
+        from outrider.heads.checkpoint import Target
         from outrider.model_hub.load import read_config, resolve_dtype  # imports transformers
 
         directory = locate_model(config, progress=progress).directory
@@ -93,6 +94,12 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
 
     Raises: ConfigError for one that was made for another target or is not supported; ModelError for damaged files.
     """
+    import torch
+
+    from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+    from outrider.heads.checkpoint import Target
+    from outrider.heads.open import open_head
+
     dtype, torch_dtype = TORCH_DTYPES[target.dtype], torch.float32 if device_type(target.device) == "cpu" else None
     if target.kernels is None and torch_dtype is not None:
         dtype = torch_dtype
@@ -103,7 +110,7 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
 
 
 def make_head_proposer(
-    model: HeadModel,
+    model: HeadModel | PackedHead,
     target: HeadTarget,
     *,
     max_catch_up_rows: int = MAX_CATCH_UP_ROWS,

@@ -27,7 +27,7 @@ from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_F
 from outrider.speculation.proposers.path_sampler import PathSampler
 
 if TYPE_CHECKING:
-    from outrider.engine.features import FeatureReduction
+    from outrider.engine.feature_spec import FeatureSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ModelForward(PathSampler):
         attention: str = "auto",
         graphs: GraphShapes | None = None,
         main_memory_bytes: int = 0,
-        features: FeatureReduction | None = None,
+        features: FeatureSpec | None = None,
     ) -> ModelForward:
         """With a cache for this model alone. Raises ConfigError when the cache does not fit.
 

@@ -18,6 +18,7 @@ from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_na
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.errors import InternalError
 from outrider.model_hub.support import describe_decoder
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
@@ -295,7 +296,7 @@ def test_features_have_the_same_bits_alone_and_in_company(library, teams, decode
     in_company = together.run([(0, 90, []), (2, 69, []), (1, 7, [])])[1]
     in_company = torch.cat([in_company, together.run([(0, 1, []), (2, 1, [4, 5])])[1]])
     assert differing_rows(in_company[-1:], logits) == []
-    planes = [engine.cache.layers(reduction.plane_name)[0] for engine in (alone, together)]
+    planes = [tensor_of(engine.cache.layers(reduction.plane_name)[0]) for engine in (alone, together)]
     tables = [engine.sequences[2].block_ids for engine in (alone, together)]
     found, expected = (plane[table].flatten(0, 2)[:70] for plane, table in zip(planes, tables, strict=True))
     assert found.any(dim=1).all()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.errors import ConfigError
-from outrider.heads.locate import reduction_of
+from outrider.heads.of_target import reduction_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import RequestOptions, SamplingParams
@@ -25,16 +26,16 @@ PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19, 4, 8, 15, 16, 23, 42]
 
 
 class RandomFeatures:
-    """As sent by a target in bfloat16: of any text, the same for each token."""
+    """As sent by a target in float32: of any text, the same for each token."""
 
     def __init__(self, num_tokens: int, *, scale: float = 1.0) -> None:
         values = torch.randn((num_tokens, 64), generator=torch.Generator().manual_seed(2)) * scale
-        self._values = values.to(torch.bfloat16)
+        self._values = values.numpy()
 
     def __len__(self) -> int:
         return len(self._values) - 1
 
-    def read(self, start: int, end: int) -> torch.Tensor:
+    def read(self, start: int, end: int) -> np.ndarray:
         return self._values[start:end]
 
 
@@ -70,7 +71,7 @@ def test_a_draft_node_opens_a_head_beside_its_targets_files(config):
     assert proposer.info.name == "eagle3:head"
     assert proposer.info.can_look_ahead
     assert proposer.info.vocabulary_fingerprint == model.info.vocabulary_fingerprint
-    assert proposer.info.features == reduction_of(config).format(model.spec.dtype)
+    assert proposer.info.features == reduction_of(config, model).format(model.spec.dtype)
     assert proposer.info.memory_bytes > 0
     assert len(drafts_of(proposer, PROMPT, 6)) == 6
 

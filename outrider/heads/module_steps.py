@@ -1,0 +1,87 @@
+"""The forward passes of a head that torch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.engine.arrays import Array
+from outrider.engine.attention import AttentionOptions, make_attention_backend
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.attention.native import NativeAttention
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.input_batch import InputBatch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
+from outrider.engine.module_steps import PagedStep
+from outrider.engine.transfer import upload_ids
+from outrider.heads.base import HeadModel, HeadRows
+
+
+class ModuleHeadSteps:
+    """Forwards of one head over its own cache. Logits are arrays of numpy on a CPU, else tensors."""
+
+    def __init__(
+        self, model: HeadModel, kv_cache: PagedKVCache | None, *, device: str, kernels: CpuKernels | None
+    ) -> None:
+        """`kv_cache`: of a head that keeps KV. `kernels`: that it was made for, and which compute attention."""
+        self.parallel_feature = model.parallel_feature
+        self._model = model
+        self._kv_cache = kv_cache
+        self._device, self._dtype = torch.device(device), TORCH_DTYPES[model.spec.dtype]
+        self._attention: AttentionBackend
+        if kernels is not None:
+            self._attention = NativeAttention(kernels)
+        else:
+            self._attention = make_attention_backend("auto", device, model.spec.dtype)
+
+    @property
+    def target_ids(self) -> Array | None:
+        """[draft_vocab_size]: the target's id of each logit; None: they are the same."""
+        return None if self._model.target_ids is None else self._as_logits_are(self._model.target_ids)
+
+    def rows(self, values: Array) -> Tensor:
+        """Features as the head is fed with them: on its device, in its dtype."""
+        tensor = tensor_of(values)
+        # `to` would give up the interpreter's lock even where it has nothing to do, see PlaneFeatures.
+        is_fit = tensor.dtype == self._dtype and tensor.device == self._device
+        return tensor if is_fit else tensor.to(self._device, self._dtype)
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: InputBatch, features: Tensor, depths: Sequence[int], attended: InputBatch
+    ) -> tuple[Tensor, Array]:
+        """Of rows fed with `features` [num_rows, width], at `depths` (see HeadRows) [num_rows].
+
+        `attended`: the same rows as attention is to see them.
+
+        Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
+        float32, -inf where it has none.
+        """
+        fed = batch.on(self._device)
+        step = None if self._kv_cache is None else PagedStep(attended, self._kv_cache, self._attention, None)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            assert step is not None, "a head without layers asks for attention"
+            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
+
+        of_rows = upload_ids(depths, self._device)
+        hidden = self._model.forward(HeadRows(fed.token_ids, features, of_rows, fed.positions), attend)
+        hidden = hidden.index_select(0, fed.logits_rows)
+        if not batch.num_logits:
+            return hidden, hidden
+        logits = self._model.logits(hidden, of_rows.index_select(0, fed.logits_rows))
+        return hidden, self._as_logits_are(self._of_target(logits))
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """[n, draft_vocab_size] → [n, vocab_size]: -inf where the head has no logit."""
+        target_ids = self._model.target_ids
+        if target_ids is None:
+            return logits
+        shape = (len(logits), self._model.spec.vocab_size)
+        return torch.full(shape, -torch.inf, device=logits.device).index_copy_(1, target_ids, logits)
+
+    def _as_logits_are(self, values: Tensor) -> Array:
+        return values.numpy() if self._device.type == "cpu" else values

@@ -1,0 +1,69 @@
+"""READ FIRST: what nodes have of the head that `model.head` names, beside its target. Torch-free once it is packed.
+
+Native kernels read a head as they read their model: packed weights, which are mapped, and which the first process that
+finds none makes of the checkpoint (see outrider.model_hub.open).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from outrider.engine.feature_spec import FeatureSpec
+from outrider.heads.locate import head_folder
+from outrider.heads.packed_head import PackedHead
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.packed_weights import Packed, open_packed
+
+
+def reduction_of(config: ModelConfig, model: LoadedModel) -> FeatureSpec | None:
+    """Of the head that `model.head` names, for its target as it was loaded; None without one.
+
+    Raises: as `open.open_head`, ConfigError for a missing folder.
+    """
+    folder = head_folder(config)
+    if folder is None:
+        return None
+    if (packed := open_packed_head(folder, model)) is not None:
+        return packed.reduction
+    from outrider.heads.checkpoint import Target
+    from outrider.heads.open import read_reduction  # imports torch
+
+    return read_reduction(folder, Target.open(model.directory))
+
+
+def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
+    """The head of this folder for the kernels of that target. Any number of processes may call it at once.
+
+    None where torch computes the head or its target, or where packed weights are not kept. Raises: as `open.open_head`.
+    """
+    if model.packed_key is None:
+        return None
+    content = _content_hash(folder)
+
+    def pack() -> Packed | None:
+        from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+        from outrider.heads.checkpoint import Target
+        from outrider.heads.open import pack_head  # imports torch
+
+        assert model.cpu_kernels is not None
+        head = pack_head(folder, Target.open(model.directory), TORCH_DTYPES[model.spec.dtype], model.cpu_kernels)
+        if head is None or _content_hash(folder) != content:  # its files may be replaced at any time
+            return None
+        return head.as_packed()
+
+    key = model.packed_key.of_addition(str(folder.absolute()), content)
+    packed, _ = open_packed(key, pack, is_read_in_parts=True)  # of an embedding few rows, of all a prefill node little
+    return None if packed is None else PackedHead.of_packed(packed)
+
+
+def _content_hash(folder: Path) -> str:
+    """Of all that a head is made of besides its target. What is missing counts as empty: opening will tell."""
+    digest = xxhash.xxh3_128()
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{path.name}:{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()

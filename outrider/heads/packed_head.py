@@ -1,0 +1,84 @@
+"""A head as native kernels read it: all that a proposer needs of it without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.cpu_kernels.decoder import Logits, NativeDecoder, NativeStep
+from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.reduction import PackedReduction
+from outrider.engine.feature_spec import FeatureSpec
+from outrider.engine.input_batch import InputBatch
+from outrider.engine.kv_cache.array_plane import Words
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.heads.spec import HeadSpec
+from outrider.model_hub.packed_weights import Packed
+
+_OF_REDUCTION = "reduction."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedHead:
+    """What `HeadModel.pack` makes of a head, in this process's memory or mapped from a file."""
+
+    spec: HeadSpec
+    reduction: PackedReduction
+    weights: DecoderWeights  # with "target_ids", where its ids are not the target's
+
+    @property
+    def target_ids(self) -> npt.NDArray[np.int64] | None:
+        """[draft_vocab_size]: the target's id of each logit; None: they are the same."""
+        blob = self.weights.blobs.get("target_ids")
+        return None if blob is None else blob.view(np.int64)
+
+    def parallel_tokens(self, _token_id: int) -> tuple[int, ...]:
+        """As HeadModel's: kernels know no parallel rows."""
+        return ()
+
+    def as_packed(self) -> Packed:
+        """For a file."""
+        reduction = {field.name: getattr(self.reduction, field.name) for field in fields(FeatureSpec)}
+        about = {"spec": asdict(self.spec), "shape": self.weights.shape.as_json(), "reduction": reduction}
+        own = {f"{_OF_REDUCTION}{name}": blob for name, blob in self.reduction.blobs.items()}
+        return Packed(about, {**self.weights.blobs, **own})
+
+    @classmethod
+    def of_packed(cls, packed: Packed) -> PackedHead:
+        about, shape = packed.about, DecoderShape.of_json(packed.about["shape"])
+        own = {
+            name.removeprefix(_OF_REDUCTION): blob
+            for name, blob in packed.blobs.items()
+            if name.startswith(_OF_REDUCTION)
+        }
+        reduction = {**about["reduction"], "taps": tuple(about["reduction"]["taps"])}
+        return cls(
+            HeadSpec(**about["spec"]),
+            PackedReduction(**reduction, element_type=shape.element_type, blobs=own),
+            DecoderWeights(shape, packed.blobs),
+        )
+
+
+class NativeHeadSteps:
+    """Forwards of a packed head over its own cache, which was made for these kernels. Not thread-safe."""
+
+    parallel_feature = None
+
+    def __init__(self, head: PackedHead, kernels: CpuKernels, kv_cache: PagedKVCache) -> None:
+        self.target_ids = head.target_ids
+        self._vocab_size = head.spec.vocab_size
+        self._step = NativeStep(NativeDecoder(kernels, head.weights), kv_cache)
+
+    def rows(self, values: Words) -> Words:
+        """Features as the head is fed with them: as they are, in its dtype."""
+        return values
+
+    def forward(
+        self, batch: InputBatch, features: Words, _depths: Sequence[int], _attended: InputBatch
+    ) -> tuple[Words, Logits]:
+        """As ModuleHeadSteps."""
+        return self._step.draft(batch, features, self.target_ids, self._vocab_size)

@@ -1,0 +1,75 @@
+"""Prefill and decode nodes with a drafter head import no torch, where kernels compute it and the model is packed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE, libraries_directory
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from tests.support.random_eagle3 import make_random_eagle3
+from tests.support.tiny_model import make_tiny_model
+
+PROGRAM = """
+import json, sys
+import numpy as np
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.model_hub.config import ModelConfig
+from outrider.rpc.peer_security import PLAINTEXT
+from prefill_node.__main__ import make_build
+from prefill_node.config import PrefillNodeConfig
+from tests.decode_node.tiny_node import PROMPT, TinyNode
+
+model, head = sys.argv[1:]
+config = PrefillNodeConfig(kv_cache=KVCacheConfig(num_blocks=256))
+prefill = make_build(config, ModelConfig(id=model, head=head, num_threads=1), PLAINTEXT)(lambda ended, stats: None)
+prefill.engine.runner.forward(build_input_batch([SequenceRows(PROMPT, 0, [3], 0)], 16))
+(plane,) = (plane for plane in prefill.engine.kv_cache.planes if plane.is_feature)
+assert prefill.engine.kv_cache.read(plane.name, range(1), np.arange(48, 48 + len(PROMPT))).any()
+
+node = TinyNode(model, head=head, draft_rows="all", draft_trees="auto")
+groups = [node.open(sampling=sampling) for sampling in ({"n": 2, "temperature": 1.0}, {})]
+node.run()
+drafted = sum(stats.num_draft_tokens for stats in node.stats)
+{more}
+print(json.dumps([node.parts.model.proposer, drafted, node.tokens(groups[1]), "torch" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def run_nodes(tmp_path_factory):
+    """`run_nodes(more)` opens both nodes, drafts and verifies in a process of its own: all share a cache."""
+    choice = choose_kernels()
+    if choice.library is None:
+        pytest.skip(str(choice))
+    folder = tmp_path_factory.mktemp("nodes")
+    model = make_tiny_model(folder / "model", dtype="bfloat16")
+    head, _ = make_random_eagle3(folder, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    kept = {"OUTRIDER_CACHE_DIR": str(folder / "cache"), LIBRARIES_VARIABLE: str(libraries_directory())}
+
+    def run(more=""):
+        command = [sys.executable, "-c", PROGRAM.replace("{more}", more), str(model), str(head)]
+        done = subprocess.run(
+            command, env={**os.environ, **kept}, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_nodes_with_a_packed_head_draft_and_verify_without_torch(run_nodes):
+    *expected, has_torch = run_nodes()
+    assert has_torch, "the first process packs"
+    *found, has_torch = run_nodes()
+    assert not has_torch
+    assert found == expected
+    proposer, num_drafted, tokens = found
+    assert proposer == "eagle3:head"
+    assert num_drafted > len(tokens) == 40
+    assert run_nodes("import torch")[-1], "the test would notice it"

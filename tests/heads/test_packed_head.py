@@ -1,0 +1,248 @@
+"""A head packed for native kernels: made once, mapped by every later start, and never trusted without a look."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.engine.cpu_kernels.reduction_packing import pack_reduction
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.heads import open as open_module
+from outrider.heads.checkpoint import Target
+from outrider.heads.module_steps import ModuleHeadSteps
+from outrider.heads.of_target import open_packed_head, reduction_of
+from outrider.heads.open import open_head, read_reduction
+from outrider.heads.packed_head import NativeHeadSteps
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.open import open_model
+from outrider.model_hub.packed_weights import HEADER, WEIGHTS
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.head_proposer import HeadTarget, load_head
+from tests.heads.golden_heads import rewrite_config, rewrite_tensors
+from tests.support.random_eagle3 import make_random_eagle3
+from tests.support.tiny_head import make_tiny_head
+from tests.support.tiny_model import make_tiny_model
+
+NATIVE = choose_kernels()
+pytestmark = pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE))
+BLOCK_SIZE, NUM_ROWS, VOCAB_SIZE, HIDDEN = 16, 40, 320, 64
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("target"), dtype="bfloat16")
+
+
+@pytest.fixture
+def head_path(tmp_path):
+    return make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])[0]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def open_target(model_path, cache):
+    def run(path=model_path, **settings):
+        return open_model(ModelConfig(id=str(path), cache_dir=str(cache), num_threads=1, **settings))
+
+    return run
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    """The folders of heads that were packed."""
+    original, packed = open_module.pack_head, []
+
+    def pack(folder, *others):
+        packed.append(folder)
+        return original(folder, *others)
+
+    monkeypatch.setattr(open_module, "pack_head", pack)
+    return packed
+
+
+def folders(cache):
+    return {path for path in (cache / "packed").iterdir() if path.is_dir()}
+
+
+def drafts(head, model):
+    """(states, logits) of some rows."""
+    kv_cache = PagedKVCache(head.spec.planes, num_blocks=3, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
+    batch = build_input_batch([SequenceRows(list(range(NUM_ROWS)), 0, (2, 0, 1), NUM_ROWS)], BLOCK_SIZE)
+    values = torch.randn((NUM_ROWS, HIDDEN), generator=torch.Generator().manual_seed(2)).to(model_dtype(model))
+    features = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
+    return NativeHeadSteps(head, model.cpu_kernels, kv_cache).forward(batch, features.numpy(), (), batch)
+
+
+def model_dtype(model):
+    return getattr(torch, model.spec.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True, "fc_norm": True, "norm_output": True}], ids=str)
+def test_a_mapped_head_is_that_of_the_checkpoint_to_the_last_bit(open_target, packs, tmp_path, dtype, flags):
+    head_path, _ = make_random_eagle3(tmp_path / "made", eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    norms = {f"fc_norm.{tap}.weight": torch.rand(HIDDEN) for tap in range(3)}
+    if flags:
+        rewrite_config(head_path, **flags)
+        rewrite_tensors(head_path, lambda tensors: tensors | norms | {"input_norm.weight": torch.rand(3 * HIDDEN)})
+    model = open_target(dtype=dtype)
+    expected = load_head(head_path, HeadTarget.of(model)).pack(model.cpu_kernels)
+    first, second = (open_packed_head(head_path, model) for _ in range(2))
+    assert packs == [head_path]
+    reduction = read_reduction(head_path, Target.open(model.directory))
+    assert reduction_of(ModelConfig(head=str(head_path)), model).format(dtype) == reduction.format(dtype)
+    packed = pack_reduction(model.cpu_kernels, reduction, expected.reduction.element_type)
+    assert set(packed.blobs) == {"projection.packed", *(("norm", "tap_norms") if flags else ())}
+    for head in (first, second):
+        assert head.spec == expected.spec
+        assert head.weights.shape == expected.weights.shape
+        for found, other in ((head.weights, expected.weights), (head.reduction, packed)):
+            for name, blob in other.blobs.items():
+                assert np.array_equal(found.blobs[name], blob), name
+                assert not found.blobs[name].flags.writeable
+        assert (head.reduction.plane(dtype), head.reduction.epsilon) == (reduction.plane(dtype), reduction.epsilon)
+        for found, other in zip(drafts(head, model), drafts(expected, model), strict=True):
+            assert np.array_equal(found, other)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1),
+        lambda folder: (folder / WEIGHTS).write_bytes(bytes((folder / WEIGHTS).stat().st_size)),
+        lambda folder: (folder / HEADER).write_text("{}"),
+        shutil.rmtree,
+    ],
+    ids=["cut short", "zeros", "header", "removed"],
+)
+def test_a_damaged_one_is_packed_again(open_target, head_path, cache, packs, damage):
+    model = open_target()
+    before = folders(cache)
+    expected = drafts(open_packed_head(head_path, model), model)
+    (folder,) = folders(cache) - before
+    damage(folder)
+    again = open_packed_head(head_path, model)
+    assert len(packs) == 2
+    assert all(map(np.array_equal, drafts(again, model), expected))
+    open_packed_head(head_path, model)
+    assert len(packs) == 2
+
+
+def test_what_the_bytes_depend_on_makes_another(open_target, head_path, packs, tmp_path):
+    model = open_target()
+    other = open_target(make_tiny_model(tmp_path / "other", dtype="bfloat16", seed=9))
+    open_packed_head(head_path, model)
+    for target in (open_target(dtype="float32"), open_target(weights="int8"), other):
+        before = len(packs)
+        open_packed_head(head_path, target)
+        assert len(packs) == before + 1
+    rewrite_tensors(head_path, lambda tensors: tensors | {"norm.weight": 2 * tensors["norm.weight"]})
+    changed = open_packed_head(head_path, model)
+    assert len(packs) == 5
+    assert np.array_equal(
+        changed.weights.blobs["final_norm"].view(np.float32),
+        open_head(head_path, Target.open(model.directory), torch.device("cpu"), torch.bfloat16)._norm.float(),
+    )
+    rewrite_config(head_path, norm_output=True)
+    assert open_packed_head(head_path, model).weights.shape.keeps_normalised
+    assert len(packs) == 6
+
+
+def test_nodes_that_start_at_once_pack_once(open_target, head_path, packs):
+    model, barrier = open_target(), threading.Barrier(3)
+
+    def start(_):
+        barrier.wait(60)
+        return open_packed_head(head_path, model)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [drafts(head, model) for head in pool.map(start, range(3))]
+    assert len(packs) == 1
+    assert all(np.array_equal(states, found[0][0]) for states, _ in found)
+
+
+def test_a_head_that_is_replaced_while_it_is_packed_is_not_kept(open_target, head_path, cache, monkeypatch):
+    model, pack = open_target(), open_module.pack_head
+    before = folders(cache)
+
+    def replaced(folder, *others):
+        rewrite_config(head_path, norm_output=True)
+        return pack(folder, *others)
+
+    monkeypatch.setattr(open_module, "pack_head", replaced)
+    assert open_packed_head(head_path, model) is None
+    assert folders(cache) == before
+
+
+def test_what_torch_computes_is_not_packed(open_target, head_path, cache, tmp_path):
+    medusa, plain = make_tiny_head(tmp_path / "medusa"), open_target()
+    before = folders(cache)
+    for model, path in (
+        (plain, medusa),
+        (open_target(keep_packed=False), head_path),
+        (open_target(kernels="torch"), head_path),
+    ):
+        assert open_packed_head(path, model) is None
+        reduction = read_reduction(path, Target.open(model.directory))
+        assert reduction_of(ModelConfig(head=str(path)), model).fingerprint == reduction.fingerprint
+    assert folders(cache) == before
+
+
+def test_a_cache_that_cannot_be_written_costs_no_more_than_the_packing(open_target, head_path, cache, packs):
+    model = open_target()
+    nowhere = replace(model, packed_key=replace(model.packed_key, cache=cache / "file" / "packed"))
+    (cache / "file").touch()
+    found = [drafts(open_packed_head(head_path, nowhere), model) for _ in range(2)]
+    assert len(packs) == 2
+    assert all(map(np.array_equal, *found))
+
+
+@pytest.mark.parametrize("kind", ["packed", "torch"])
+def test_a_heads_confidence_is_its_largest_probability(open_target, head_path, kind):
+    model = open_target()
+    head = open_packed_head(head_path, model) if kind == "packed" else load_head(head_path, HeadTarget.of(model))
+    kernels = model.cpu_kernels if kind == "packed" else None
+    forward = HeadForward.of(head, num_cached_tokens=64, known_token_ids=model.known_token_ids, kernels=kernels)
+    assert isinstance(forward.steps, NativeHeadSteps if kind == "packed" else ModuleHeadSteps)
+    logits = 9 * np.random.default_rng(0).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
+    outside = np.setdiff1d(np.arange(VOCAB_SIZE), forward.steps.target_ids)
+    logits[:, outside], logits[2], logits[3, forward.steps.target_ids[0]] = -np.inf, np.nan, np.inf
+    rows = [row_at(forward, temperature) for temperature in (0.0, 0.5, 1.0, 1.0)]
+    expected = torch.softmax(torch.from_numpy(logits[:2] / [[1.0], [0.5]]), 1).amax(1)
+    found = forward._confidences(logits, rows)
+    assert found.dtype == np.float64
+    assert found[:2] == pytest.approx(expected.numpy(), rel=1e-5)
+    assert found[2:].tolist() == [0.0, 0.0]
+
+
+def row_at(forward, temperature):
+    options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=temperature))
+    sampling = forward.start(SequenceStart(options=options, sample=0, prompt_length=1), (0,))
+    return PathRows((0,), 1, (0,), sampling, num_decisions=1)
+
+
+def test_features_of_any_dtype_are_fed_to_a_head_that_torch_computes(open_target, head_path):
+    model = open_target()
+    head = load_head(head_path, replace(HeadTarget.of(model), kernels=None))
+    steps = ModuleHeadSteps(head, None, device="cpu", kernels=None)
+    values = torch.tensor([[0.5, -3.25], [1e30, 0.0]])
+    for given in (values.numpy(), values.to(torch.bfloat16).view(torch.uint16).numpy(), values.to(torch.bfloat16)):
+        fed = steps.rows(given)
+        assert fed.dtype == torch.float32
+        assert torch.allclose(fed, values, rtol=0.01)
