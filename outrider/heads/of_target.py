@@ -6,6 +6,8 @@ finds none makes of the checkpoint (see outrider.model_hub.open).
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from pathlib import Path
 
 import xxhash
@@ -60,10 +62,10 @@ def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
 
 
 def _content_hash(folder: Path) -> str:
-    """Of all that a head is made of besides its target. What is missing counts as empty: opening will tell."""
-    digest = xxhash.xxh3_128()
+    """Of all that a head is made of besides its target. What cannot be read counts as empty: opening it will tell."""
+    digest = hashlib.sha256()
     for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-        content = path.read_bytes() if path.is_file() else b""
-        digest.update(f"{path.name}:{len(content)}:".encode())
-        digest.update(content)
+        digest.update(path.name.encode())
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
     return digest.hexdigest()

@@ -7,6 +7,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,6 +228,9 @@ def test_a_heads_confidence_is_its_largest_probability(open_target, head_path, k
     expected = torch.softmax(torch.from_numpy(logits[:2] / [[1.0], [0.5]]), 1).amax(1)
     found = forward._confidences(logits, rows)
     assert found.dtype == np.float64
+    on_a_gpu = SimpleNamespace(steps=SimpleNamespace(target_ids=torch.from_numpy(forward.steps.target_ids)))
+    in_torch = HeadForward._confidences(on_a_gpu, torch.from_numpy(logits), rows)
+    assert in_torch.numpy() == pytest.approx(found, rel=1e-6)
     assert found[:2] == pytest.approx(expected.numpy(), rel=1e-5)
     assert found[2:].tolist() == [0.0, 0.0]
 
