@@ -228,7 +228,7 @@ def test_a_heads_confidence_is_its_largest_probability(open_target, head_path, k
     expected = torch.softmax(torch.from_numpy(logits[:2] / [[1.0], [0.5]]), 1).amax(1)
     found = forward._confidences(logits, rows)
     assert found.dtype == np.float64
-    on_a_gpu = SimpleNamespace(steps=SimpleNamespace(target_ids=torch.from_numpy(forward.steps.target_ids)))
+    on_a_gpu = SimpleNamespace(steps=SimpleNamespace(target_ids=torch.tensor(forward.steps.target_ids)))
     in_torch = HeadForward._confidences(on_a_gpu, torch.from_numpy(logits), rows)
     assert in_torch.numpy() == pytest.approx(found, rel=1e-6)
     assert found[:2] == pytest.approx(expected.numpy(), rel=1e-5)
