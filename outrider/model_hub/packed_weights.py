@@ -163,7 +163,7 @@ def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progr
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     with contextlib.suppress(OSError):  # a file system or a kernel without huge pages for files
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_NOHUGEPAGE if is_read_in_parts else mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, dtype=np.uint8)  # keeps the mapping; cannot be written
     digest = xxhash.xxh3_128()
     for start in range(0, data.nbytes, _HASHED_AT_ONCE):
