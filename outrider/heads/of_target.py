@@ -6,13 +6,13 @@ finds none makes of the checkpoint (see outrider.model_hub.open).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from pathlib import Path
 
 import xxhash
 
 from outrider.engine.feature_spec import FeatureSpec
+from outrider.errors import ModelError
 from outrider.heads.locate import head_folder
 from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.config import ModelConfig
@@ -62,10 +62,19 @@ def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
 
 
 def _content_hash(folder: Path) -> str:
-    """Of all that a head is made of besides its target. What cannot be read counts as empty: opening it will tell."""
-    digest = hashlib.sha256()
+    """Of all that a head is made of besides its target. What is missing counts as empty: opening will tell.
+
+    Raises: ModelError for a file that cannot be read.
+    """
+    hashes = []
     for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-        digest.update(path.name.encode())
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
-    return digest.hexdigest()
+        try:
+            hashes.append((path.name, _file_hash(path) if path.is_file() else ""))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    return repr(hashes)
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:  # piece by piece: it may have gigabytes
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

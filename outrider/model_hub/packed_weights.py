@@ -160,7 +160,7 @@ def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progr
             if os.fstat(file.fileno()).st_size != header["num_bytes"]:
                 return None
             memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     with contextlib.suppress(OSError):  # a file system or a kernel without huge pages for files
         memory.madvise(mmap.MADV_NOHUGEPAGE if is_read_in_parts else mmap.MADV_HUGEPAGE)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,8 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.cpu_kernels.reduction_packing import pack_reduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.errors import ModelError
+from outrider.heads import of_target
 from outrider.heads import open as open_module
 from outrider.heads.checkpoint import Target
 from outrider.heads.module_steps import ModuleHeadSteps
@@ -24,13 +29,14 @@ from outrider.heads.of_target import open_packed_head, reduction_of
 from outrider.heads.open import open_head, read_reduction
 from outrider.heads.packed_head import NativeHeadSteps
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
 from outrider.model_hub.open import open_model
 from outrider.model_hub.packed_weights import HEADER, WEIGHTS
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_forward import HeadForward
-from outrider.speculation.proposers.head_proposer import HeadTarget, load_head
+from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from tests.heads.golden_heads import rewrite_config, rewrite_tensors
 from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.tiny_head import make_tiny_head
@@ -128,9 +134,10 @@ def test_a_mapped_head_is_that_of_the_checkpoint_to_the_last_bit(open_target, pa
         lambda folder: os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1),
         lambda folder: (folder / WEIGHTS).write_bytes(bytes((folder / WEIGHTS).stat().st_size)),
         lambda folder: (folder / HEADER).write_text("{}"),
+        lambda folder: (folder / HEADER).write_text("[" * 100_000),
         shutil.rmtree,
     ],
-    ids=["cut short", "zeros", "header", "removed"],
+    ids=["cut short", "zeros", "header", "deep header", "removed"],
 )
 def test_a_damaged_one_is_packed_again(open_target, head_path, cache, packs, damage):
     model = open_target()
@@ -189,6 +196,47 @@ def test_a_head_that_is_replaced_while_it_is_packed_is_not_kept(open_target, hea
     monkeypatch.setattr(open_module, "pack_head", replaced)
     assert open_packed_head(head_path, model) is None
     assert folders(cache) == before
+
+
+def test_a_head_that_cannot_be_read_is_a_models_error(open_target, head_path, monkeypatch):
+    model, opened = open_target(), Path.open
+
+    def failing(path, *args, **options):
+        if path.name == "model.safetensors" and path.parent == head_path:
+            raise OSError(errno.EIO, "no luck", str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(ModelError, match="no luck"):
+        open_packed_head(head_path, model)
+
+
+def test_a_large_head_is_not_read_into_memory_to_be_known(tmp_path):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(64 << 20)
+    tracemalloc.start()
+    try:
+        of_target._content_hash(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_head_that_torch_computes_has_as_many_threads_as_its_packed_target(open_target, head_path, tmp_path):
+    medusa, before = make_tiny_head(tmp_path / "medusa"), torch.get_num_threads()
+    target = HeadTarget.of(open_target())
+    try:
+        torch.set_num_threads(3)
+        make_head_proposer(load_head(head_path, target), target)
+        assert torch.get_num_threads() == 3, "kernels have their own"
+        make_head_proposer(load_head(medusa, target), target)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_target_that_torch_computes_keeps_its_threads(model_path):
+    assert HeadTarget.of(load_model(ModelConfig(id=str(model_path), kernels="torch", num_threads=1))).num_threads == 0
 
 
 def test_what_torch_computes_is_not_packed(open_target, head_path, cache, tmp_path):

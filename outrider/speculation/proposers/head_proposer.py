@@ -52,6 +52,7 @@ class HeadTarget:
     constraints: ConstraintCompiler  # for the same vocabulary
     vocabulary_fingerprint: str
     kernels: CpuKernels | None  # on a CPU: what computes the sampler and attention; None: torch
+    num_threads: int = 0  # of a head that torch computes; 0: as many as torch has, such as those of a target by torch
 
     @classmethod
     def of(cls, model: LoadedModel) -> HeadTarget:
@@ -64,6 +65,7 @@ class HeadTarget:
             constraints=model.constraints,
             vocabulary_fingerprint=model.info.vocabulary_fingerprint,
             kernels=model.cpu_kernels,
+            num_threads=model.num_threads if model.model is None else 0,
         )
 
     @classmethod
@@ -86,6 +88,7 @@ class HeadTarget:
             constraints=grammar_compiler(files, len(known)),
             vocabulary_fingerprint=vocabulary_fingerprint(strings),
             kernels=None if choice.library is None else start_kernels(choice, config),
+            num_threads=config.num_threads,
         )
 
 
@@ -131,6 +134,10 @@ def make_head_proposer(
         device=target.device,
         kernels=target.kernels,
     )
+    if target.num_threads and not isinstance(forward.model, PackedHead):
+        import torch
+
+        torch.set_num_threads(target.num_threads)
     forward.warm_up()
     info = ProposerInfo(
         name=f"{spec.form}:{spec.name}",
