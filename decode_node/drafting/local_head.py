@@ -9,6 +9,7 @@ from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
 from outrider.engine.arrays import Array, ids_beside
 from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.scheduler import EngineSequence
+from outrider.errors import ConfigError
 from outrider.heads.locate import head_folder
 from outrider.heads.of_target import open_packed_head
 from outrider.model_hub.config import ModelConfig
@@ -45,9 +46,9 @@ class PlaneFeatures:
 def open_local_head(
     config: DecodeNodeConfig, model_config: ModelConfig, model: LoadedModel, kv_cache: KVCache
 ) -> tuple[IsolatedProposer | None, FeaturesOf | None]:
-    """With the head that `model.head` names; nothing without one, or where draft nodes propose. Raises: as `load_head`.
+    """With the head that `model.head` names; nothing without one, or where draft nodes propose.
 
-    `kv_cache`: with the plane of its features.
+    `kv_cache`: with the plane of its features. Raises: as `load_head`, ConfigError for another head than `model` has.
     """
     folder = head_folder(model_config)
     if folder is None or not config.local_head or not config.num_speculative_tokens:
@@ -56,6 +57,8 @@ def open_local_head(
     head = open_packed_head(folder, model) or load_head(folder, target)
     proposer = make_head_proposer(head, target, max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS)
     assert model.spec.features is not None
+    if proposer.info.features != model.info.features:
+        raise ConfigError(f"head {folder} was replaced while the node started, by one with other features: start again")
     plane = model.spec.features
     rows = kv_cache.layers(plane.name)[0].reshape(-1, plane.head_dim)
     return IsolatedProposer(proposer, on_failure=log_failed_proposer), lambda sequence: PlaneFeatures(rows, sequence)

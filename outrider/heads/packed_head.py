@@ -14,8 +14,9 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.reduction import PackedReduction
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
-from outrider.engine.kv_cache.array_plane import Words
+from outrider.engine.kv_cache.array_plane import WORDS, Words
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.errors import InternalError
 from outrider.heads.spec import HeadSpec
 from outrider.model_hub.packed_weights import Packed
 
@@ -71,10 +72,13 @@ class NativeHeadSteps:
     def __init__(self, head: PackedHead, kernels: CpuKernels, kv_cache: PagedKVCache) -> None:
         self.target_ids = head.target_ids
         self._vocab_size = head.spec.vocab_size
+        self._width, self._dtype = head.reduction.width, WORDS[head.spec.dtype]
         self._step = NativeStep(NativeDecoder(kernels, head.weights), kv_cache)
 
     def rows(self, values: Words) -> Words:
-        """Features as the head is fed with them: as they are, in its dtype."""
+        """Features as the head is fed with them: as they are. Raises: InternalError for those of another reduction."""
+        if values.shape[1:] != (self._width,) or values.dtype != self._dtype:
+            raise InternalError(f"features [{values.shape[1]}] {values.dtype} for a head of [{self._width}]")
         return values
 
     def forward(

@@ -9,8 +9,10 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.speculation.step_cost import StepCostModel
 from tests.decode_node.tiny_node import PROMPT, TinyNode, generate
+from tests.heads.golden_heads import rewrite_config
 from tests.support.echo_head import EchoHead, make_echo_folder, make_echo_model
 from tests.support.random_eagle3 import make_random_eagle3
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("steps_take_a_set_time")
 
@@ -161,3 +163,15 @@ def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeyp
     for sample in range(sampling.get("n", 1)):
         assert node.tokens(group, sample) == plain.tokens(group, sample)
     node.assert_nothing_is_held()
+
+
+def test_a_head_that_is_replaced_between_the_two_looks_of_a_start_is_refused(tmp_path, monkeypatch):
+    model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+
+    def replaced(*_, **__):
+        rewrite_config(head, eagle_aux_hidden_state_layer_ids=[0, 2, 3])
+
+    monkeypatch.setattr("decode_node.drafting.local_head.open_packed_head", replaced)
+    with pytest.raises(ConfigError, match="was replaced while the node started"):
+        TinyNode(model, head=str(head))

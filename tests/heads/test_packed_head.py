@@ -20,7 +20,7 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.cpu_kernels.reduction_packing import pack_reduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.errors import ModelError
+from outrider.errors import InternalError, ModelError
 from outrider.heads import of_target
 from outrider.heads import open as open_module
 from outrider.heads.checkpoint import Target
@@ -209,6 +209,17 @@ def test_a_head_that_cannot_be_read_is_a_models_error(open_target, head_path, mo
     monkeypatch.setattr(Path, "open", failing)
     with pytest.raises(ModelError, match="no luck"):
         open_packed_head(head_path, model)
+
+
+@pytest.mark.parametrize(
+    "features", [np.zeros((2, HIDDEN // 2), np.uint16), np.zeros((2, HIDDEN), np.float32)], ids=["width", "dtype"]
+)
+def test_features_of_another_reduction_never_reach_the_kernels(open_target, head_path, features):
+    model = open_target()
+    head = open_packed_head(head_path, model)
+    kv_cache = PagedKVCache(head.spec.planes, num_blocks=1, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
+    with pytest.raises(InternalError, match="for a head of"):
+        NativeHeadSteps(head, model.cpu_kernels, kv_cache).rows(features)
 
 
 def test_a_large_head_is_not_read_into_memory_to_be_known(tmp_path):
