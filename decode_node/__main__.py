@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from decode_node.config import SECTIONS, DecodeNodeConfig
@@ -90,7 +89,7 @@ def make_build(
             max_rows_per_step=config.max_rows_per_step,
             graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees == "auto"),
             main_memory_bytes=sum(proposer.info.memory_bytes for proposer in proposers),
-            features=partial(reduction_of, model_config),
+            features=reduction_of(model_config),
             on_rank_lost=end_process,
             progress=announce_progress,
         )
@@ -109,7 +108,7 @@ def make_build(
         sampler = Sampler(
             vocab_size=info.vocab_size,
             known_token_ids=model.known_token_ids,
-            device=str(model.device),
+            device=model.device,
             kernels=model.cpu_kernels,
             constraints=model.constraints,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from outrider.config import parse_role_arguments
@@ -69,7 +68,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         compute = open_compute(
             model_config,
             config.kv_cache,
-            features=partial(reduction_of, model_config),
+            features=reduction_of(model_config),
             on_rank_lost=end_process,
             progress=announce_progress,
         )

@@ -67,7 +67,7 @@ class ModelPair:
         if choice.model_id and not is_head:
             own = replace(own, id=choice.model_id)
         model = open_model(config)
-        reduction = reduction_of(config, model)
+        reduction = reduction_of(config)(model)
         return cls(
             model=model.with_features(reduction),
             reduction=reduction,

@@ -7,6 +7,7 @@ finds none makes of the checkpoint (see outrider.model_hub.open).
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -16,18 +17,17 @@ from outrider.errors import ModelError
 from outrider.heads.locate import head_folder
 from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
 from outrider.model_hub.packed_weights import Packed, open_packed
 
 
-def reduction_of(config: ModelConfig, model: LoadedModel) -> FeatureSpec | None:
-    """Of the head that `model.head` names, for its target as it was loaded; None without one.
-
-    Raises: as `open.open_head`, ConfigError for a missing folder.
-    """
+def reduction_of(config: ModelConfig) -> ReductionOf:
+    """Of the head that `model.head` names. Raises: ConfigError for a missing folder; for what is in it, when called."""
     folder = head_folder(config)
-    if folder is None:
-        return None
+    return no_features if folder is None else partial(_reduction, folder)
+
+
+def _reduction(folder: Path, model: LoadedModel) -> FeatureSpec:
     if (packed := open_packed_head(folder, model)) is not None:
         return packed.reduction
     from outrider.heads.checkpoint import Target

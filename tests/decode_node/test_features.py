@@ -31,7 +31,7 @@ def config(tmp_path_factory):
 
 def features_of_one_pass(config, token_ids):
     model = load_model(config)
-    reduction = reduction_of(config, model)
+    reduction = reduction_of(config)(model)
     model = model.with_features(reduction)
     if not model.info.numerics.startswith("exact ("):
         pytest.skip("rows have other bits in other batches")

@@ -46,7 +46,7 @@ def open_decode(config):
 
 
 def test_prefill_and_decode_nodes_keep_the_features_of_the_head_and_say_so(config):
-    reduction = reduction_of(config, load_model(config))
+    reduction = reduction_of(config)(load_model(config))
     prefill, decode = open_prefill(config), open_decode(config)
     for parts, cache in ((prefill, prefill.engine.kv_cache), (decode, decode.engine.kv_cache)):
         assert cache.planes[2:] == (reduction.plane("float32"),)
@@ -63,7 +63,7 @@ def test_a_head_of_another_target_is_refused_at_the_start(config, tmp_path, open
     with pytest.raises(ConfigError, match="made for another target: hidden_size 48 of the head, 64 of the target"):
         open_node(other)
     with pytest.raises(ConfigError, match=r"model\.head is '.*nowhere': there is no such folder"):
-        open_node(replace(config, head=str(tmp_path / "nowhere")))
+        open_node(replace(config, head=str(tmp_path / "nowhere"), id=str(tmp_path / "no model is looked for first")))
 
 
 def test_only_the_default_model_has_a_head_of_its_own(tiny_model):

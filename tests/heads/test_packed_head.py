@@ -113,7 +113,7 @@ def test_a_mapped_head_is_that_of_the_checkpoint_to_the_last_bit(open_target, pa
     first, second = (open_packed_head(head_path, model) for _ in range(2))
     assert packs == [head_path]
     reduction = read_reduction(head_path, Target.open(model.directory))
-    assert reduction_of(ModelConfig(head=str(head_path)), model).format(dtype) == reduction.format(dtype)
+    assert reduction_of(ModelConfig(head=str(head_path)))(model).format(dtype) == reduction.format(dtype)
     packed = pack_reduction(model.cpu_kernels, reduction, expected.reduction.element_type)
     assert set(packed.blobs) == {"projection.packed", *(("norm", "tap_norms") if flags else ())}
     for head in (first, second):
@@ -260,7 +260,7 @@ def test_what_torch_computes_is_not_packed(open_target, head_path, cache, tmp_pa
     ):
         assert open_packed_head(path, model) is None
         reduction = read_reduction(path, Target.open(model.directory))
-        assert reduction_of(ModelConfig(head=str(path)), model).fingerprint == reduction.fingerprint
+        assert reduction_of(ModelConfig(head=str(path)))(model).fingerprint == reduction.fingerprint
     assert folders(cache) == before
 
 

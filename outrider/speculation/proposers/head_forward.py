@@ -83,7 +83,7 @@ class HeadForward(PathSampler):
         sampler = Sampler(
             vocab_size=spec.vocab_size,
             known_token_ids=known_token_ids,
-            device=str(device),
+            device=device,
             kernels=kernels,
             constraints=constraints,
         )

@@ -82,7 +82,7 @@ class ModelForward(PathSampler):
         sampler = Sampler(
             vocab_size=model.spec.vocab_size,
             known_token_ids=model.known_token_ids,
-            device=str(model.device),
+            device=model.device,
             kernels=model.cpu_kernels,
             constraints=model.constraints,
         )

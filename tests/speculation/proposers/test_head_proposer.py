@@ -71,7 +71,7 @@ def test_a_draft_node_opens_a_head_beside_its_targets_files(config):
     assert proposer.info.name == "eagle3:head"
     assert proposer.info.can_look_ahead
     assert proposer.info.vocabulary_fingerprint == model.info.vocabulary_fingerprint
-    assert proposer.info.features == reduction_of(config, model).format(model.spec.dtype)
+    assert proposer.info.features == reduction_of(config)(model).format(model.spec.dtype)
     assert proposer.info.memory_bytes > 0
     assert len(drafts_of(proposer, PROMPT, 6)) == 6
 
