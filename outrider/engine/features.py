@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,8 +28,6 @@ class FeatureReduction(FeatureSpec):
     bias: Tensor | None = None  # [width]
 
     def __post_init__(self) -> None:
-        if self.fingerprint:
-            return  # of the checkpoint's values, wherever these are
         digest = hashlib.sha256(repr((self.taps, self.hidden_size, self.takes_final_norm, self.epsilon)).encode())
         for name in _TENSORS:
             tensor = getattr(self, name)
@@ -41,10 +40,11 @@ class FeatureReduction(FeatureSpec):
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FeatureReduction:
         """The same with tensors there. The fingerprint stays that of the checkpoint's values."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        return replace(
-            self, **{name: tensor.to(device, dtype) for name, tensor in tensors.items() if tensor is not None}
-        )
+        moved = copy(self)
+        for name in _TENSORS:
+            if (tensor := getattr(self, name)) is not None:
+                object.__setattr__(moved, name, tensor.to(device, dtype))
+        return moved
 
     def __call__(self, taps: Tensor) -> Tensor:
         """[num_rows, num_taps * hidden_size] → [num_rows, width], by torch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -272,3 +273,13 @@ def test_a_node_computes_the_features_that_it_is_told(bfloat16):
     assert compute.model.spec.features == reduction.plane("bfloat16")
     compute.runner.forward(build_input_batch([SequenceRows(PROMPT[:4], 0, [0], 1)], BLOCK_SIZE))
     assert compute.kv_cache.layers(reduction.plane_name)[0][0].any()
+
+
+def test_a_changed_reduction_has_another_fingerprint_and_a_moved_one_its_own():
+    reduction = FeatureReduction(taps=(1,), hidden_size=4, projection=torch.eye(4) / 3)
+    moved = reduction.to("cpu", torch.bfloat16)
+    assert (moved.fingerprint, moved.projection.dtype) == (reduction.fingerprint, torch.bfloat16)
+    narrow = replace(reduction, projection=torch.eye(4)[:2])
+    assert narrow.width == 2
+    assert narrow.fingerprint not in (reduction.fingerprint, replace(reduction, epsilon=1e-3).fingerprint)
+    assert replace(reduction, epsilon=1e-3).fingerprint != reduction.fingerprint

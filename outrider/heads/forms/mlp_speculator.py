@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.engine.features import FeatureReduction
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 
@@ -54,10 +54,8 @@ class MLPSpeculator(HeadModel):
         if config.get("architectures", [ARCHITECTURE]) != [ARCHITECTURE]:
             raise files.refusal("architectures", config["architectures"], ARCHITECTURE)
         files.rename(lambda name: name.removeprefix("speculator."))
-        self.reduction = FeatureReduction(
-            taps=(files.target.num_layers,),
-            hidden_size=hidden_size,
-            takes_final_norm=True,
+        self.reduction = replace(
+            files.target.last_hidden_state(),
             epsilon=EPSILON,
             norm=torch.full((hidden_size,), 0.5**0.5) if config.get("scale_input") else None,
             projection=files.read("proj.0.weight", int(config.get("inner_dim") or config["emb_dim"]), hidden_size),
