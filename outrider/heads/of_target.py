@@ -57,7 +57,7 @@ def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
         return head.as_packed()
 
     key = model.packed_key.of_addition(str(folder.absolute()), content)
-    packed, _ = open_packed(key, pack, is_read_in_parts=True)  # of an embedding few rows, of all a prefill node little
+    packed, _ = open_packed(key, pack, is_read_in_parts=True)  # a prefill node reads its reduction alone
     return None if packed is None else PackedHead.of_packed(packed)
 
 

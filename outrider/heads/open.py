@@ -1,4 +1,4 @@
-"""READ FIRST: how a head gets from its folder to its proposer, and its reduction to the target."""
+"""Opens the folder of a head: all of it for torch, packed for the kernels, or its reduction alone."""
 
 from __future__ import annotations
 

@@ -105,10 +105,10 @@ def open_packed(
     """What was packed before, mapped; else what `pack` gives, which is left for others, and then mapped as well.
 
     Any number of processes may call it at once: one packs, the others wait for it and report stage "wait". A cache that
-    cannot be used costs time and memory, nothing else: what `pack` gave is returned, with the reason. None as `pack`.
+    cannot be used costs time and memory, nothing else: what `pack` gave, be it None, is returned with the reason.
 
-    `is_read_in_parts`: pages are this process's once they are read; else all are from the start, as of a model, which
-    count as used when its KV cache is sized (see outrider.engine.memory).
+    `is_read_in_parts`: only pages that this process goes on to read are resident. By default all are, as a model's must
+    be: they count as used when its KV cache is sized (see outrider.engine.memory).
     """
     read = partial(read_packed, key.folder, is_read_in_parts=is_read_in_parts, progress=progress)
     if (packed := read()) is not None:

@@ -53,8 +53,8 @@ class DecoderWeights:
     Names: "cosines", "sines", "embedding" (where the output layer does not share it),
     "final_norm", "head.packed"; of layer 3, "3.input_norm", "3.post_attention_norm",
     "3.query_norm", "3.key_norm", and of its matrices qkv, output, gate_up and down
-    "3.qkv.packed", "3.qkv.bias", "3.qkv.scales"; of a drafter head, "feature_norm". What a model does not
-    have is not there.
+    "3.qkv.packed", "3.qkv.bias", "3.qkv.scales"; of a drafter head, "feature_norm" and
+    "target_ids". What a model does not have is not there.
     """
 
     shape: DecoderShape
