@@ -10,7 +10,8 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner, rehearse
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.rehearsal import rehearse
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -26,7 +27,7 @@ def sampled_tokens(path, device, *, num_tokens=20):
     attention = make_attention_backend("auto", model.device, model.spec.dtype)
     cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
     runner = ModelRunner(model, cache, attention)
-    sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=str(model.device))
+    sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=model.device)
     state = sampler.start(
         SamplingParams(seed=3, max_tokens=num_tokens, temperature=0.8), sample=0, prompt_token_ids=PROMPT
     )

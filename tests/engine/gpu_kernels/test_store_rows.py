@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine.model_runner import store_in_torch
+from outrider.engine.module_steps import store_in_torch
 
 kernels = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.gpu_kernels.cache")
 
