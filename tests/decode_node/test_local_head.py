@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import outrider.heads.open
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -139,6 +140,14 @@ def test_the_node_names_its_head_unless_draft_nodes_propose_with_it(make_head_no
     other = make_head_node(local_head=False, local_fallback="ngram")
     assert other.parts.model.proposer == "ngram"
     assert other.parts.model.features is not None
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_torch_computes_a_head_in_as_many_threads_as_its_target_has(make_head_node):
+    make_head_node()
+    torch.set_num_threads(2)  # as where nothing but a head needs torch: packed weights do not
+    make_head_node()
+    assert torch.get_num_threads() == 1, "of TinyNode"
 
 
 def test_a_head_of_no_known_form_ends_the_start(make_head_node, tmp_path):
