@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from decode_node.config import DecodeNodeConfig
 from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
@@ -17,10 +16,6 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
-
-if TYPE_CHECKING:
-    from outrider.heads.base import HeadModel
-    from outrider.heads.packed_head import PackedHead
 
 CATCH_UP_SECONDS = 0.01
 MAX_CATCH_UP_ROWS = 256
@@ -59,13 +54,7 @@ def open_local_head(
     if folder is None or not config.local_head or not config.num_speculative_tokens:
         return None, None
     target = HeadTarget.of(model)
-    head: HeadModel | PackedHead | None = open_packed_head(folder, model)
-    if head is None:
-        if model.model is None and model_config.num_threads:  # else loading the model has told torch
-            import torch
-
-            torch.set_num_threads(model_config.num_threads)
-        head = load_head(folder, target)
+    head = open_packed_head(folder, model) or load_head(folder, target)
     proposer = make_head_proposer(head, target, max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS)
     assert model.spec.features is not None
     if proposer.info.features != model.info.features:

@@ -107,18 +107,25 @@ class InputBatch:
         device = str(device)
         if device not in self._tensors:
             if device == "cpu":
-                from outrider.engine.batch_tensors import views_of
-
-                self._tensors[device] = views_of(self)
+                self._tensors[device] = self._shaped({name: _view(getattr(self.arrays, name)) for name in FIELD_NAMES})
             else:
                 self.copy_to(device)
         return self._tensors[device]
 
     def copy_to(self, device: torch.device | str) -> Tensor:
         """One transfer of all fields; `on` gives views of it from here on. Returns it: [bytes] uint8, as `packed`."""
-        from outrider.engine.batch_tensors import copies_of
+        import torch
 
-        buffer, self._tensors[str(device)] = copies_of(self, device)
+        from outrider.engine.transfer import upload
+
+        buffer = upload(self.packed(), torch.device(device))
+        tensors, start = {}, 0
+        for name in FIELD_NAMES:
+            values = getattr(self.arrays, name)
+            size = len(values) * values.itemsize
+            tensors[name] = buffer.narrow(0, start, size).view(_dtype(values))
+            start += size + -size % ALIGNMENT
+        self._tensors[str(device)] = self._shaped(tensors)
         return buffer
 
     def packed(self) -> npt.NDArray[np.uint8]:
@@ -128,6 +135,10 @@ class InputBatch:
             packed += getattr(self.arrays, name)
             packed += bytes(-len(packed) % ALIGNMENT)
         return np.frombuffer(packed, dtype=np.uint8)
+
+    def _shaped(self, tensors: dict[str, Tensor]) -> BatchFields[Tensor]:
+        tensors["block_tables"] = tensors["block_tables"].view(self.num_seqs, self.max_blocks)
+        return BatchFields(**tensors)
 
 
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:
@@ -218,3 +229,16 @@ def _path_arrays(paths: dict[int, list[int]], num_rows: int) -> tuple[array[int]
             path_slots.extend(paths.get(row, ()))
             starts.append(len(path_slots))
     return starts, path_slots
+
+
+def _dtype(values: array[int]) -> torch.dtype:
+    import torch
+
+    return torch.int64 if values.itemsize == 8 else torch.int32
+
+
+def _view(values: array[int]) -> Tensor:
+    """A tensor over the array's memory, which it keeps alive."""
+    import torch
+
+    return torch.frombuffer(values, dtype=_dtype(values)) if values else torch.empty(0, dtype=_dtype(values))

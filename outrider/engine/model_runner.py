@@ -7,43 +7,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
-from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
-from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
-from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_spec import ModelSpec
+from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from outrider.engine.arrays import Array
-    from outrider.engine.cpu_kernels.modules import NativeLayers
     from outrider.engine.feature_spec import FeatureSpec
-
-
-class RunnableModel(Protocol):
-    """What a runner needs of a loaded model (see outrider.model_hub.loaded_model.LoadedModel)."""
-
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """None where `native` is a NativeDecoder."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def native(self) -> NativeDecoder | NativeLayers | None:
-        """What computes in place of `model`, or in its layers."""
-
-    @property
-    def cpu_kernels(self) -> CpuKernels | None:
-        """Of `native`."""
 
 
 class Steps(Protocol):
@@ -140,48 +113,3 @@ class ModelRunner:
             rows = SequenceRows([0] * num_rows, most - num_rows, blocks, num_logits=1)
             self.forward(build_input_batch([rows], block_size))
         self._steps.warm_up()
-
-
-def open_runner(
-    model: RunnableModel,
-    attention: AttentionBackend | None,
-    kv_cache: KVCacheConfig,
-    *,
-    num_rows: int,
-    num_logits: int = MOST_ROWS,
-    graphs: GraphShapes | None = None,
-    main_memory_bytes: int = 0,
-    features: FeatureSpec | None = None,
-) -> tuple[PagedKVCache, ModelRunner]:
-    """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
-
-    `num_logits`: rows of that step with logits, at most. `main_memory_bytes`: of that memory, for other things.
-    `features`: of every row; the model's specification has their plane.
-
-    Raises what PagedKVCache.sized_for does.
-    """
-    if device_type(model.device) == "cpu":
-        reserved_bytes = main_memory_bytes
-    else:
-        from outrider.engine.rehearsal import rehearse  # imports torch
-
-        assert attention is not None
-        reserved_bytes = rehearse(
-            model,
-            attention,
-            num_rows=num_rows,
-            num_logits=num_logits,
-            block_size=kv_cache.block_size,
-            graphs=graphs,
-            features=features,
-        )
-    cache = PagedKVCache.sized_for(
-        model.spec,
-        kv_cache,
-        device=model.device,
-        reserved_bytes=reserved_bytes,
-        kernels=model.cpu_kernels,
-    )
-    runner = ModelRunner(model, cache, attention, graphs=graphs, features=features)
-    runner.warm_up()
-    return cache, runner

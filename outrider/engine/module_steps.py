@@ -18,8 +18,8 @@ from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import RunnableModel
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 

@@ -13,7 +13,8 @@ from outrider.engine.device import device_type
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.model_runner import ModelRunner, open_runner
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
 from outrider.model_hub.config import ModelConfig

@@ -75,7 +75,7 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     """Joins the other ranks, and loads as they do. Raises what `load_model` does."""
     from outrider.engine.attention import make_attention_backend
     from outrider.engine.kv_cache.paged_cache import free_memory_bytes
-    from outrider.engine.rehearsal import rehearse
+    from outrider.engine.open_runner import rehearse
     from outrider.model_hub.load import load_model
     from outrider.model_hub.tensor_parallel import bound_collectives, join
 

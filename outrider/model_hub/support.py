@@ -19,8 +19,9 @@ from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARG
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner, RunnableModel
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError, ModelError
 
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

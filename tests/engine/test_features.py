@@ -21,7 +21,8 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
-from outrider.engine.model_runner import ModelRunner, open_runner
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.open_runner import open_runner
 from outrider.engine.step_graphs import StepGraphs
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fa
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.engine import module_steps, rehearsal, transfer
+from outrider.engine import module_steps, open_runner, transfer
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.graph_shapes import Buckets, GraphShapes
@@ -278,7 +278,7 @@ def gpu_memory(monkeypatch):
 
 @pytest.mark.usefixtures("gpu_memory")
 def test_the_pool_leaves_free_what_the_largest_step_takes(node):
-    assert rehearsal.rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
+    assert open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
     spec = node.loaded.spec
     cache = PagedKVCache.sized_for(spec, KVCacheConfig(), device=str(GPU), reserved_bytes=2_000_000)
     assert cache.num_blocks == int(10_000_000 * 0.9) // (16 * spec.bytes_per_token)
@@ -304,12 +304,12 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
             super().__init__(*arguments, **keywords)
             kept.append(weakref.ref(self))
 
-    monkeypatch.setattr(rehearsal, "PagedKVCache", Cache)
+    monkeypatch.setattr(open_runner, "PagedKVCache", Cache)
     monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: capture)
     monkeypatch.setattr(gc, "collect", lambda: 0)
     gc.disable()
     try:
-        rehearsal.rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=GraphShapes(2))
+        open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=GraphShapes(2))
     finally:
         gc.enable()
     assert len(kept) == (1 + 2 * 2 if node.attention.can_be_captured else 1)

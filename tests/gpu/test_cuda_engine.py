@@ -11,7 +11,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.rehearsal import rehearse
+from outrider.engine.open_runner import rehearse
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model

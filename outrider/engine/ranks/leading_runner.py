@@ -8,10 +8,11 @@ from outrider.engine.arrays import Array
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
-from outrider.engine.model_runner import ModelRunner, RunnableModel
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.sharded_cache import ShardedKVCache
+from outrider.engine.runnable_model import RunnableModel
 
 
 class LeadingRunner(ModelRunner):

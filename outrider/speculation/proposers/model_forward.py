@@ -12,7 +12,8 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner, open_runner
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.open_runner import open_runner
 from outrider.engine.sampler import Sampler
 from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.model_hub.config import ModelConfig

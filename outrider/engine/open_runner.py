@@ -1,23 +1,67 @@
-"""How much of a GPU's memory steps take: the largest ones are run once, before the KV cache gets the rest."""
+"""A runner with its KV cache, sized for the memory that steps leave free: on a GPU the largest ones are rehearsed."""
 
 from __future__ import annotations
 
 import gc
-
-import torch
+from typing import TYPE_CHECKING
 
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.device import device_type
-from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
-from outrider.engine.model_runner import ModelRunner, RunnableModel
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.runnable_model import RunnableModel
+
+if TYPE_CHECKING:
+    from outrider.engine.feature_spec import FeatureSpec
+
+
+def open_runner(
+    model: RunnableModel,
+    attention: AttentionBackend | None,
+    kv_cache: KVCacheConfig,
+    *,
+    num_rows: int,
+    num_logits: int = MOST_ROWS,
+    graphs: GraphShapes | None = None,
+    main_memory_bytes: int = 0,
+    features: FeatureSpec | None = None,
+) -> tuple[PagedKVCache, ModelRunner]:
+    """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
+
+    `num_logits`: rows of that step with logits, at most. `main_memory_bytes`: of that memory, for other things.
+    `features`: of every row; the model's specification has their plane.
+
+    Raises what PagedKVCache.sized_for does.
+    """
+    reserved_bytes = rehearse(
+        model,
+        attention,
+        num_rows=num_rows,
+        num_logits=num_logits,
+        block_size=kv_cache.block_size,
+        graphs=graphs,
+        features=features,
+    )
+    if device_type(model.device) == "cpu":
+        reserved_bytes += main_memory_bytes
+    cache = PagedKVCache.sized_for(
+        model.spec,
+        kv_cache,
+        device=model.device,
+        reserved_bytes=reserved_bytes,
+        kernels=model.cpu_kernels,
+    )
+    runner = ModelRunner(model, cache, attention, graphs=graphs, features=features)
+    runner.warm_up()
+    return cache, runner
 
 
 def rehearse(
     model: RunnableModel,
-    attention: AttentionBackend,
+    attention: AttentionBackend | None,
     *,
     num_rows: int,
     block_size: int,
@@ -32,6 +76,8 @@ def rehearse(
     device, spec = model.device, model.spec
     if device_type(device) == "cpu":
         return 0
+    import torch
+
     window_blocks = -(-min(num_rows, spec.max_model_len) // block_size)
     num_sequences = -(-num_rows // spec.max_model_len)
     cache = PagedKVCache(
