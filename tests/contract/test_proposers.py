@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
-import torch
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
@@ -36,7 +36,8 @@ class FedProposer:
 
     def __init__(self, proposer):
         self._proposer = proposer
-        self._by_id = torch.randn(VOCAB_SIZE, proposer.info.features.width, generator=torch.Generator().manual_seed(5))
+        shape = (VOCAB_SIZE, proposer.info.features.width)
+        self._by_id = np.random.default_rng(5).standard_normal(shape, dtype=np.float32)
 
     def __getattr__(self, name):
         return getattr(self._proposer, name)
@@ -45,12 +46,12 @@ class FedProposer:
         return self._proposer.propose([replace(each, features=self._features_of(each)) for each in requests])
 
     def _features_of(self, request):
-        return KnownFeatures(self._by_id[torch.tensor(request.token_ids[:-1])])
+        return KnownFeatures(self._by_id[np.asarray(request.token_ids[:-1], dtype=np.int64)])
 
 
 @dataclass
 class KnownFeatures:
-    rows: torch.Tensor
+    rows: np.ndarray
 
     def __len__(self):
         return len(self.rows)

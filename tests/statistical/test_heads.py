@@ -112,7 +112,7 @@ def generate(proposer, method, *, num_tokens=60, **settings):
     options = RequestOptions(sampling=params, verification_method=method)
     random = torch.Generator().manual_seed(2)
     width = proposer._forward.model.spec.width
-    tables = torch.randn((NUM_STREAMS, PROMPT_LENGTH + num_tokens + MAX_DRAFT + 1, width), generator=random)
+    tables = torch.randn((NUM_STREAMS, PROMPT_LENGTH + num_tokens + MAX_DRAFT + 1, width), generator=random).numpy()
     texts = torch.randint(0, VOCAB_SIZE, (NUM_STREAMS, PROMPT_LENGTH), generator=random).tolist()
     states = [sampler.start(params, sample=i, prompt_token_ids=text) for i, text in enumerate(texts)]
     num_drafted = num_accepted = step = 0

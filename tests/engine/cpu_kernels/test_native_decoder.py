@@ -322,7 +322,7 @@ def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain
     engine.reserve(sequence, 257 + len(drafts))
     rows = SequenceRows([*LONG[start:257], *drafts], start, sequence.block_ids, 1 + len(drafts), parents)
     batch = build_input_batch([rows], BLOCK_SIZE)
-    logits = engine.step.forward(batch)
+    logits = torch.from_numpy(engine.step.forward(batch))
     assert differing_rows(logits[[0, *(1 + row for row in true_rows)]], alone[256:261]) == []
     slots = batch.arrays.slot_mapping[num_known:].tolist()
     engine.cache.move_slots([(slots[row], slots[place]) for place, row in enumerate(true_rows) if row != place])
