@@ -22,7 +22,6 @@ namespace {
 constexpr int kPhasesOfLayer = 11;
 constexpr int kPhasesOfFeatures = 2;
 constexpr int64_t kRowsOfUnit = 8;  // of phases that go row by row
-constexpr int64_t kRowsThatWaitForMemory = 16;  // with so few, a product takes as long as reading its weights
 
 int64_t row_units(int64_t num_rows) { return (num_rows + kRowsOfUnit - 1) / kRowsOfUnit; }
 
@@ -228,10 +227,12 @@ class DecoderStep final : public Job {
   void multiply(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t num_rows,
                 const OutriderMatrix& matrix, const OutriderMatrix* next, Finish&& finish) {
     const Matrix<Weight> typed(matrix);
-    ahead = next != nullptr && num_rows <= kRowsThatWaitForMemory ? Ahead(Matrix<Weight>(*next), member) : Ahead();
+    ahead = next != nullptr ? Ahead(Matrix<Weight>(*next), member) : Ahead();
+    const int64_t last = Phase::end_of(member, num_units(typed)) - 1;
     const auto multiply_rows = [&](int64_t unit) {
+      const void* const first_of_next = unit == last ? ahead.take(kTileColumns * typed.depth * sizeof(Weight)) : nullptr;
       multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
-                            num_rows, typed, finish);
+                            num_rows, typed, finish, first_of_next);
     };
     phase.share(member, num_units(typed), multiply_rows, ahead);
   }

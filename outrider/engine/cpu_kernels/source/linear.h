@@ -9,6 +9,8 @@
 
 namespace outrider {
 
+constexpr int64_t kBytesAhead = 4096;  // that are prefetched of what is read in order
+
 template <class Weight>
 struct Matrix {
   const Weight* packed;
@@ -42,19 +44,23 @@ static inline int64_t num_units(const Matrix<Weight>& matrix) {
 }
 
 // One unit of x W^T + b, 32 columns of all rows: calls finish(TileRow) for each row.
-// x [num_rows, stride], each row padded to the matrix's depth.
+// x [num_rows, stride], each row padded to the matrix's depth. Prefetches the weights at `next`, null: of the next unit.
 template <class Weight, class Finish>
 static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t stride, int64_t num_rows,
-                                 const Matrix<Weight>& matrix, Finish&& finish) {
+                                 const Matrix<Weight>& matrix, Finish&& finish, const void* next = nullptr) {
   alignas(64) float tile[MostRows<Weight>::value * kTileColumns];
   const int64_t column = unit * kTileColumns;
   const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, matrix.out_features - column));
   const int panels = columns > kPanel ? 2 : 1;
   const Weight* packed = matrix.packed + column * matrix.depth;
+  const int64_t num_calls = (num_rows + MostRows<Weight>::value - 1) / MostRows<Weight>::value;
+  if (kReadsInOrder<Weight> && num_calls == 1) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
+  else if (next == nullptr) next = packed + kTileColumns * matrix.depth;
+  Prefetch prefetch(next, num_calls);
   for (int64_t row = 0; row < num_rows;) {
     const int rows = static_cast<int>(equal_part(num_rows - row, MostRows<Weight>::value));
-    const auto multiply = row == 0 ? multiply_tile<Weight, PanelsIn::kMemory> : multiply_tile<Weight, PanelsIn::kCache>;
-    multiply(rows, x + row * stride, stride, packed, panels, matrix.depth, tile);
+    multiply_tile<Weight>(rows, x + row * stride, stride, packed, panels, matrix.depth, tile, prefetch);
+    prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
     for (int r = 0; r < rows; r++) {
       float* values = tile + r * kTileColumns;
       if (matrix.scales != nullptr)
@@ -67,8 +73,8 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   }
 }
 
-// Asks for the weights that a member multiplies first in a coming product, some each time that it is called: memory
-// would be idle while members wait for each other.
+// Asks for the weights that a member multiplies first in a coming product: during its last unit of the product before,
+// and some each time that it is called, since memory would be idle while members wait for each other.
 class Ahead {
  public:
   Ahead() = default;
@@ -82,6 +88,13 @@ class Ahead {
     const int64_t units = num_units(matrix);
     next_ = address_of(Phase::begin_of(range, num_ranges, units));
     end_ = std::min(next_ + kMostBytes, address_of(Phase::begin_of(range + 1, num_ranges, units)));
+  }
+
+  // Where `bytes` begin that the caller asks for. Null: nowhere.
+  const void* take(int64_t bytes) {
+    const char* const taken = next_;
+    if (taken != nullptr) next_ = std::min(next_ + bytes, end_);
+    return taken;
   }
 
   void operator()() {

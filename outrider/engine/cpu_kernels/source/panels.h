@@ -49,6 +49,19 @@ constexpr int64_t kDepthStep<BFloat16> = 2;
 template <>
 constexpr int64_t kDepthStep<int8_t> = kDepthOfGroup;
 
+// Whether the only call of two panels multiplies one after the other, as they lie in memory: so weights were read
+// fastest, and fastest with 4 KiB prefetched (on Zen 4 24 GB/s in a thread with int8, both panels at a time 16).
+template <class Weight>
+constexpr bool kReadsInOrder = false;
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+template <>
+constexpr bool kReadsInOrder<BFloat16> = true;
+#endif
+#if !defined(__AMX_INT8__)
+template <>
+constexpr bool kReadsInOrder<int8_t> = true;
+#endif
+
 template <class Weight>
 static inline int64_t padded_depth(int64_t in_features) {
   return (in_features + kDepthStep<Weight> - 1) / kDepthStep<Weight> * kDepthStep<Weight>;
@@ -75,18 +88,25 @@ static inline void quantise(const Row* rows, int64_t row, int64_t width, Quantis
 
 constexpr int kTileColumns = 2 * kPanel;  // of the tile that one call computes
 
-// Bytes ahead in each panel that are asked for: as measured for fused multiply-adds under AVX2.
-// (Why one row wants less is a guess: what lies behind a unit's end is asked for in vain.) Dot
-// products read panels from memory one after the other, as they lie; so read, 4 KiB were best on
-// Zen 4: 24 GB/s in a thread with int8, against 16 with two panels at a time and 2 KiB.
-constexpr int kPrefetchBytes = 2048;
-constexpr int kPrefetchBytesOfOneRow = 768;
-constexpr int kPrefetchBytesOfDots = 4096;
+// Prefetches weights while others are multiplied. Panels that several calls multiply, each some rows, are in the cache
+// after the first one: all these calls share in asking for what is multiplied next, so that memory is read evenly.
+struct Prefetch {
+  const char* next;
+  int32_t num_calls;
+  int32_t left;  // calls of `operator()` until the next one that asks for something
 
-// Where a panel lies when it is read. From memory, what comes next is asked for early. From
-// the cache nothing may be asked for: it would push out the rows, and costs products of many
-// rows a third of their speed.
-enum class PanelsIn { kMemory, kCache };
+  Prefetch(const void* from, int64_t num_calls)
+      : next(static_cast<const char*>(from)), num_calls(static_cast<int32_t>(num_calls)), left(this->num_calls) {}
+
+  // With every line that is read of `num` panels.
+  void operator()(int num) {
+    if (--left > 0) return;
+    left = num_calls;
+    for (int line = 0; line < num; line++, next += 64) __builtin_prefetch(next, 0, 3);
+  }
+
+  void skip(int64_t bytes_read) { next += bytes_read / num_calls; }  // in a copy of this
+};
 
 // Weights of one k (or of a pair) for one panel, in registers.
 template <class Weight>
@@ -115,18 +135,18 @@ struct Step<BFloat16> {
   }
 };
 
-// `Rows` rows of float32 activations times `Panels` panels, by fused multiply-adds.
-template <class Weight, int Rows, int Panels, PanelsIn In>
-static inline void multiply_by_adds(const float* x, int64_t stride, const Weight* panels, int64_t panel_size,
-                                    int64_t depth, float* tile) {
+// `Rows` rows of float32 activations times `Panels` panels, by fused multiply-adds. (Such functions are not inlined:
+// within a larger one GCC 12 keeps sums in memory.)
+template <class Weight, int Rows, int Panels>
+[[gnu::noinline]] static void multiply_by_adds(const float* x, int64_t stride, const Weight* panels,
+                                               int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {
   using OneStep = Step<Weight>;
-  constexpr int kAhead = Rows == 1 ? kPrefetchBytesOfOneRow : kPrefetchBytes;
   Floats sums[Rows][Panels][kVectorsPerPanel] = {};
   for (int64_t k = 0; k < depth; k += OneStep::kDepth) {
+    prefetch(Panels);
 #pragma GCC unroll 2
     for (int p = 0; p < Panels; p++) {
       const Weight* from = panels + p * panel_size + k * kPanel;
-      if (In == PanelsIn::kMemory) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead, 0, 3);
       const OneStep weights(from);
 #pragma GCC unroll 2
       for (int d = 0; d < OneStep::kDepth; d++)
@@ -190,23 +210,23 @@ struct MostRows<int8_t> {
   static constexpr int value = kByteRows;
 };
 
-template <class Weight, PanelsIn In, int Rows>
+template <class Weight, int Rows>
 static inline void multiply_rows(const Activation<Weight>* x, int64_t stride, const Weight* panels, int64_t panel_size,
-                                 int num_panels, int64_t depth, float* tile) {
+                                 int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
 #if !defined(__AMX_INT8__)
   if constexpr (sizeof(Weight) == 1) {
-    if (num_panels == 2 && kWidth == 16 && In == PanelsIn::kCache)
-      return multiply_by_quads<Rows, 2, In>(x, stride, panels, panel_size, depth, tile);
-    for (int p = 0; p < num_panels; p++)
-      multiply_by_quads<Rows, 1, In>(x, stride, panels + p * panel_size, panel_size, depth, tile + p * kPanel);
+    if (num_panels == 2 && kWidth == 16 && prefetch.num_calls > 1)
+      return multiply_by_quads<Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
+    for (int p = 0; p < num_panels; p++, panels += panel_size, prefetch.skip(panel_size))
+      multiply_by_quads<Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
   } else
 #endif
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
   if constexpr (sizeof(Weight) == 2) {
-    if (num_panels == 2 && In == PanelsIn::kCache)
-      return multiply_by_pairs<Rows, 2, In>(x, stride, panels, panel_size, depth, tile);
-    for (int p = 0; p < num_panels; p++)
-      multiply_by_pairs<Rows, 1, In>(x, stride, panels + p * panel_size, panel_size, depth, tile + p * kPanel);
+    if (num_panels == 2 && prefetch.num_calls > 1)
+      return multiply_by_pairs<Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
+    for (int p = 0; p < num_panels; p++, panels += panel_size, prefetch.skip(panel_size * sizeof(Weight)))
+      multiply_by_pairs<Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
   } else
 #endif
   {
@@ -214,39 +234,41 @@ static inline void multiply_rows(const Activation<Weight>* x, int64_t stride, co
     // multipliers busy; from two rows on each panel is read by itself.
     constexpr int kTogether = Rows == 1 || kWidth == 16 ? 2 : 1;
     if (num_panels == 2 && kTogether == 2)
-      return multiply_by_adds<Weight, Rows, 2, In>(x, stride, panels, panel_size, depth, tile);
-    for (int p = 0; p < num_panels; p++)
-      multiply_by_adds<Weight, Rows, 1, In>(x, stride, panels + p * panel_size, panel_size, depth, tile + p * kPanel);
+      return multiply_by_adds<Weight, Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
+    for (int p = 0; p < num_panels; p++, panels += panel_size, prefetch.skip(panel_size * sizeof(Weight)))
+      multiply_by_adds<Weight, Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
   }
 }
 
-template <class Weight, PanelsIn In, int Rows>
+template <class Weight, int Rows>
 static inline void multiply_at_most(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
-                                    int64_t panel_size, int num_panels, int64_t depth, float* tile) {
+                                    int64_t panel_size, int num_panels, int64_t depth, float* tile,
+                                    Prefetch prefetch) {
   if constexpr (Rows > 1) {
     if (rows < Rows)
-      return multiply_at_most<Weight, In, Rows - 1>(rows, x, stride, panels, panel_size, num_panels, depth, tile);
+      return multiply_at_most<Weight, Rows - 1>(rows, x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
   }
-  multiply_rows<Weight, In, Rows>(x, stride, panels, panel_size, num_panels, depth, tile);
+  multiply_rows<Weight, Rows>(x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
 }
 
 // tile [rows][kTileColumns] = x [rows, depth at `stride`] times 1 or 2 panels; rows at most
 // MostRows. `depth` is padded, and so is x (with zeros, or with anything finite where the
 // weights are the zeros).
-template <class Weight, PanelsIn In>
+template <class Weight>
 static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
-                                 int num_panels, int64_t depth, float* tile) {
+                                 int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
   const int64_t panel_size = depth * kPanel;
 #if defined(__AMX_BF16__)
-  if constexpr (sizeof(Weight) == 2) return multiply_by_tiles<In>(rows, x, stride, panels, num_panels, depth, tile);
+  if constexpr (sizeof(Weight) == 2) return multiply_by_tiles(rows, x, stride, panels, num_panels, depth, tile, prefetch);
   else
 #endif
 #if defined(__AMX_INT8__)
   if constexpr (sizeof(Weight) == 1)
-    return multiply_by_byte_tiles<In>(rows, x, stride, panels, num_panels, depth, tile);
+    return multiply_by_byte_tiles(rows, x, stride, panels, num_panels, depth, tile, prefetch);
   else
 #endif
-    multiply_at_most<Weight, In, MostRows<Weight>::value>(rows, x, stride, panels, panel_size, num_panels, depth, tile);
+    multiply_at_most<Weight, MostRows<Weight>::value>(rows, x, stride, panels, panel_size, num_panels, depth, tile,
+                                                      prefetch);
 }
 
 // How many of `rows` the next call should take, of at most so many: as equal parts as possible,

@@ -47,13 +47,14 @@ static inline void shape_tiles(int first_rows, int second_rows, int lines = 16) 
 }
 
 // Adds x [rows, depth at `stride`] times one or two panels at `from` to tiles 0 … 3, which are shaped for these rows
-// and for steps of 2 * `lines` of depth. Prefetches what lies at `ahead`, if that is not null.
-static inline void add_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* const* from,
-                             const BFloat16* const* ahead, int num, int64_t depth, int lines) {
+// and for steps of 2 * `lines` of depth. Calls prefetch(panel, k) for each line of weights.
+template <class LinePrefetch>
+static inline void add_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* const* from, int num,
+                             int64_t depth, int lines, LinePrefetch&& prefetch) {
   const int64_t x_bytes = stride * 2;
   for (int64_t k = 0; k < depth; k += 2 * lines) {
-    for (int p = 0; ahead != nullptr && p < num; p++)
-      for (int line = 0; line < lines; line++) __builtin_prefetch(ahead[p] + (k + 2 * line) * kPanel, 0, 3);
+    for (int p = 0; p < num; p++)
+      for (int line = 0; line < lines; line++) prefetch(p, k + 2 * line);
     _tile_loadd(6, (from[0] + k * kPanel), (64));
     _tile_loadd(4, (x + k), (x_bytes));
     _tile_dpbf16ps(0, 4, 6);
@@ -86,14 +87,12 @@ static inline void store_tiles(int rows, int num, float* to, int64_t stride) {
   }
 }
 
-template <PanelsIn In>
 static inline void multiply_by_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* panels,
-                                     int num_panels, int64_t depth, float* tile) {
+                                     int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
   const BFloat16* const from[2] = {panels, panels + depth * kPanel};
-  const BFloat16* const ahead[2] = {from[0] + kPrefetchBytes, from[1] + kPrefetchBytes};  // twice as many bytes
   shape_tiles(rows < 16 ? rows : 16, rows - 16);
   zero_tiles();
-  add_tiles(rows, x, stride, from, In == PanelsIn::kMemory ? ahead : nullptr, num_panels, depth, 16);
+  add_tiles(rows, x, stride, from, num_panels, depth, 16, [&](int, int64_t) { prefetch(1); });
   store_tiles(rows, num_panels, tile, kTileColumns);
 }
 

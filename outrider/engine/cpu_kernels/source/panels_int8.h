@@ -77,9 +77,8 @@ static inline void quantise_row(const T* x, int64_t width, QuantisedGroup* to) {
 }
 
 // One group's sums of a row and a panel, kWidth columns of them, scaled and added to those of the groups before.
-static inline void add_group(Ints sums, float scale, bool is_first, float* to) {
-  const Floats before = is_first ? Floats{} : load(to);
-  store(to, multiply_add(__builtin_convertvector(sums, Floats), broadcast(scale), before));
+static inline Floats add_group(Ints sums, float scale, Floats before) {
+  return multiply_add(__builtin_convertvector(sums, Floats), broadcast(scale), before);
 }
 
 }  // namespace outrider

@@ -7,9 +7,8 @@ namespace outrider {
 
 constexpr int kByteRows = 32;
 
-template <PanelsIn In>
 static inline void multiply_by_byte_tiles(int rows, const QuantisedGroup* x, int64_t stride, const int8_t* panels,
-                                          int num_panels, int64_t depth, float* tile) {
+                                          int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
   const int first_rows = rows < 16 ? rows : 16, second_rows = rows - first_rows;
   const int64_t panel_size = depth * kPanel, x_bytes = stride * static_cast<int64_t>(sizeof(QuantisedGroup));
   const bool has_two_panels = num_panels == 2;
@@ -18,10 +17,7 @@ static inline void multiply_by_byte_tiles(int rows, const QuantisedGroup* x, int
   shape_tiles(first_rows, second_rows);
   for (int64_t first = 0; first < depth; first += kDepthOfGroup, x++) {
     const int8_t* weights = panels + first * kPanel;
-    for (int line = 0; In == PanelsIn::kMemory && line < 16; line++) {
-      __builtin_prefetch(weights + kPrefetchBytes + line * 64, 0, 3);
-      __builtin_prefetch(weights + panel_size + kPrefetchBytes + line * 64, 0, 3);
-    }
+    for (int line = 0; line < 16 * num_panels; line++) prefetch(1);
     _tile_zero(0);
     _tile_loadd(6, (weights), (64));
     _tile_loadd(4, (x->values), (x_bytes));
@@ -49,7 +45,8 @@ static inline void multiply_by_byte_tiles(int rows, const QuantisedGroup* x, int
         const int at = r * kTileColumns + c;
         Ints some;
         std::memcpy(&some, sums + at, sizeof some);
-        add_group(some + x[r * stride].start, x[r * stride].scale, first == 0, tile + at);
+        const Floats before = first == 0 ? Floats{} : load(tile + at);
+        store(tile + at, add_group(some + x[r * stride].start, x[r * stride].scale, before));
       }
   }
 }

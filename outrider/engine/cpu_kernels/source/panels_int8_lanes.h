@@ -8,7 +8,7 @@ namespace outrider {
 // Four k of a panel, and the sums of one row and a panel. No step may saturate: pairs of products, up to 2 * 255 * 127,
 // do not fit into 16 bits.
 #if defined(__AVX512VNNI__)
-constexpr int kByteRows = 6;  // more are no faster: GCC 12 copies sums then
+constexpr int kByteRows = 6;
 
 struct PanelQuad {
   __m512i bytes;
@@ -18,8 +18,9 @@ struct PanelQuad {
 struct PanelSums {
   __m512i sums;
   void begin(int32_t start) { sums = _mm512_set1_epi32(start); }
+  // GCC 12 copies sums from one register to another and back around the intrinsic.
   void add(const PanelQuad& weights, int32_t quad) {
-    sums = _mm512_dpbusd_epi32(sums, weights.bytes, _mm512_set1_epi32(quad));
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights.bytes), "v"(_mm512_set1_epi32(quad)));
   }
   Ints columns(int) const { return reinterpret_cast<Ints>(sums); }
 };
@@ -76,9 +77,10 @@ struct PanelSums {
 #endif
 
 // `Rows` rows, `stride` groups apart, times `Panels` panels.
-template <int Rows, int Panels, PanelsIn In>
-static inline void multiply_by_quads(const QuantisedGroup* x, int64_t stride, const int8_t* panels,
-                                     int64_t panel_size, int64_t depth, float* tile) {
+template <int Rows, int Panels>
+[[gnu::noinline]] static void multiply_by_quads(const QuantisedGroup* x, int64_t stride, const int8_t* panels,
+                                                int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {
+  Floats totals[Rows][Panels][kVectorsPerPanel] = {};
   for (int64_t first = 0; first < depth; first += kDepthOfGroup, x++) {
     PanelSums sums[Rows][Panels];
 #pragma GCC unroll 16
@@ -86,17 +88,15 @@ static inline void multiply_by_quads(const QuantisedGroup* x, int64_t stride, co
 #pragma GCC unroll 2
       for (int p = 0; p < Panels; p++) sums[r][p].begin(x[r * stride].start);
     for (int64_t k = 0; k < kDepthOfGroup; k += kQuad) {
-#pragma GCC unroll 2
-      for (int p = 0; p < Panels; p++) {
-        const int8_t* from = panels + p * panel_size + (first + k) * kPanel;
-        if (In == PanelsIn::kMemory) __builtin_prefetch(from + kPrefetchBytesOfDots, 0, 3);
-        const PanelQuad weights(from);
+      const int8_t* from = panels + (first + k) * kPanel;
+      const PanelQuad weights[2] = {PanelQuad(from), PanelQuad(from + (Panels - 1) * panel_size)};
+      prefetch(Panels);
 #pragma GCC unroll 16
-        for (int r = 0; r < Rows; r++) {
-          int32_t quad;
-          std::memcpy(&quad, x[r * stride].values + k, sizeof quad);
-          sums[r][p].add(weights, quad);
-        }
+      for (int r = 0; r < Rows; r++) {
+        int32_t quad;
+        std::memcpy(&quad, x[r * stride].values + k, sizeof quad);
+#pragma GCC unroll 2
+        for (int p = 0; p < Panels; p++) sums[r][p].add(weights[p], quad);
       }
     }
 #pragma GCC unroll 16
@@ -105,9 +105,12 @@ static inline void multiply_by_quads(const QuantisedGroup* x, int64_t stride, co
       for (int p = 0; p < Panels; p++)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectorsPerPanel; v++)
-          add_group(sums[r][p].columns(v), x[r * stride].scale, first == 0,
-                    tile + r * kTileColumns + p * kPanel + v * kWidth);
+          totals[r][p][v] = add_group(sums[r][p].columns(v), x[r * stride].scale, totals[r][p][v]);
   }
+  for (int r = 0; r < Rows; r++)
+    for (int p = 0; p < Panels; p++)
+      for (int v = 0; v < kVectorsPerPanel; v++)
+        store(tile + r * kTileColumns + p * kPanel + v * kWidth, totals[r][p][v]);
 }
 
 }  // namespace outrider

@@ -84,6 +84,12 @@ class Phase {
   // The first unit of a range. Member m begins with range m % num_ranges.
   static int64_t begin_of(int range, int num_ranges, int64_t total) { return total * range / num_ranges; }
 
+  // What is behind the last unit of the range that a member begins with.
+  static int64_t end_of(Member member, int64_t total) {
+    const int num = num_ranges(member);
+    return begin_of(member.index % num + 1, num, total);
+  }
+
  private:
   static constexpr int kRanges = 16;  // more members share ranges
 

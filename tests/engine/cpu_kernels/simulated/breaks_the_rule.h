@@ -12,19 +12,19 @@
 
 namespace outrider {
 
-template <class Weight, PanelsIn In>
+template <class Weight>
 static inline void multiply_tile_by_size(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
-                                         int num_panels, int64_t depth, float* tile) {
+                                         int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
   const int64_t first = depth / 2 / kDepthStep<Weight> * kDepthStep<Weight>;
   if (rows < std::min(4, MostRows<Weight>::value) || first == 0)
-    return multiply_tile<Weight, In>(rows, x, stride, panels, num_panels, depth, tile);
+    return multiply_tile<Weight>(rows, x, stride, panels, num_panels, depth, tile, prefetch);
   const int64_t panel_size = depth * kPanel;
   float other[MostRows<Weight>::value * kTileColumns];
   for (int p = 0; p < num_panels; p++) {
     const Weight* panel = panels + p * panel_size;
-    multiply_tile<Weight, In>(rows, x, stride, panel, 1, first, tile + p * kPanel);
+    multiply_tile<Weight>(rows, x, stride, panel, 1, first, tile + p * kPanel, prefetch);
     const Activation<Weight>* rest = x + activations_before<Weight>(first);
-    multiply_tile<Weight, In>(rows, rest, stride, panel + first * kPanel, 1, depth - first, other);
+    multiply_tile<Weight>(rows, rest, stride, panel + first * kPanel, 1, depth - first, other, prefetch);
     for (int r = 0; r < rows; r++)
       for (int c = 0; c < kPanel; c++) tile[r * kTileColumns + p * kPanel + c] += other[r * kTileColumns + c];
   }
