@@ -92,6 +92,8 @@ class PrefillLoop:
         self._tasks: dict[int, PrefillTask] = {}
         self._places = PushPlaces(max_pushes)
         self._ended: list[JobEnded] = []
+        self._keeps_turn = False  # after a forward
+        self._has_handed_over = False  # a push has ended since the last turn did; set by any thread
         self._is_stopping = False  # a Stop is in the inbox; set by any thread
         self._is_stopped = False
 
@@ -264,18 +266,26 @@ class PrefillLoop:
             # Blocks were reserved for the whole prompt and begin after the shared ones: the table stays.
             block_ids=kv.block_ids,
             keep_alive_seconds=self._keep_alive_seconds,
-            on_ended=lambda outcome: self._inbox.put(PushEnded(job_id, outcome)),
+            on_ended=lambda outcome: self._push_ended(job_id, outcome),
             read_from=kv.num_tokens if task.is_reading else None,
             on_read=lambda has_read: self._inbox.put(HeldRead(job_id, has_read)),
         )
         task.push.start()
         return task.push
 
+    def _push_ended(self, job_id: int, outcome: PushOutcome) -> None:
+        """From the push's thread."""
+        self._has_handed_over = True
+        self._inbox.put(PushEnded(job_id, outcome))
+
     def _compute(self, plan: StepPlan) -> float:
         """The forward's seconds; 0 when nothing is planned."""
         if not plan.scheduled:
+            self._give_turn()
             return 0.0
-        self._take_turn()
+        if not self._keeps_turn:
+            self._take_turn()
+        self._keeps_turn = False
         self.progress.expect(plan.num_rows)
         age_before = self.progress.age_seconds()
         fault_point("prefill.chunk")
@@ -291,8 +301,10 @@ class PrefillLoop:
             for sequence, logprobs in read(*take_scored_rows(plan, logits)[1]):
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
+            self._keeps_turn = self._is_better_kept(plan)
         finally:
-            self._cpu_turns.give()
+            if not self._keeps_turn:
+                self._give_turn()
         for item in plan.scheduled:
             self._tasks[item.sequence.key].end_chunk(started_at, item.num_rows)
         self.prompt_tokens.add_computed(plan.num_rows)
@@ -306,13 +318,23 @@ class PrefillLoop:
     def _share_processors(self, layer: int) -> None:
         """Gives way to nodes that wait, when it is time, and goes on when it is this node's turn again."""
         if layer == self._layers.num_layers - 1:
-            return  # the turn ends with the forward
-        if self._keep_turn() and not self._cpu_turns.is_over(self._turn_seconds):
+            return  # `_is_better_kept` says whether the turn ends with the forward
+        if self._keep_turn() and not self._cpu_turns.is_over(0.0 if self._has_handed_over else self._turn_seconds):
             return
         self._time.mark(Part.FORWARD)
-        self._cpu_turns.give()
+        self._give_turn()
         self._take_turn()
         self._keep_turn()
+
+    def _is_better_kept(self, plan: StepPlan) -> bool:
+        """Whether the turn goes on with the next chunk: if this one ended a prompt, and others wait to be computed.
+
+        A decode node that had the processors now would compute a step without the prompt, whose KV is still on its way,
+        and the prompt's first token would come a chunk later. It gets them when the KV has arrived.
+        """
+        num_ended = sum(item.reaches_end for item in plan.scheduled)
+        num_jobs = self._scheduler.num_running + self._scheduler.num_waiting
+        return 0 < num_ended < num_jobs and not self._cpu_turns.is_over(self._turn_seconds)
 
     def _keep_turn(self) -> bool:
         """For the next layer."""
@@ -325,6 +347,10 @@ class PrefillLoop:
             pass
         self.progress.resume()
         self._time.mark(Part.CPU_TURN)
+
+    def _give_turn(self) -> None:
+        self._keeps_turn = self._has_handed_over = False
+        self._cpu_turns.give()
 
     def _offer(self, plan: StepPlan, layer: int) -> None:
         layers = self._layers.ending_at(layer)

@@ -148,3 +148,57 @@ def test_a_node_that_fails_keeps_nobody_waiting(make_rig):
     assert not turns.is_held
     rig.before_layer = lambda layer: None
     rig.start().wait_until_idle()  # ends the push that has begun
+
+
+class Waited(ScriptedTurns):
+    """Turns for which others wait: over after any time but `turn_seconds`, which never pass here."""
+
+    def __init__(self):
+        super().__init__()
+        self.given_after = []  # layers that were computed in each turn
+        self.num_layers = 0
+
+    def is_over(self, seconds):
+        assert self.is_held
+        return seconds == 0.0
+
+    def give(self):
+        if self.is_held:
+            self.given_after.append(self.num_layers)
+        super().give()
+        self.num_layers = 0
+
+
+def test_a_turn_outlasts_a_prompts_end_until_a_decode_node_has_its_kv(make_rig):
+    """Of two prompts of one chunk each, the first one's KV arrives in the second one's first layer."""
+    turns = Waited()
+    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    arrived = threading.Event()
+    push_ended = rig.loop._push_ended
+    rig.loop._push_ended = lambda *outcome: (push_ended(*outcome), arrived.set())
+    layers = []
+
+    def before_layer(layer):
+        layers.append(layer)
+        turns.num_layers += 1
+        if len(layers) == NUM_LAYERS + 1:
+            assert arrived.wait(10.0)
+
+    rig.before_layer = before_layer
+    jobs = [rig.submit(PROMPT[:8])[0], rig.submit(PROMPT[8:16])[0]]
+    rig.start()
+    for job in jobs:
+        rig.result(job)
+    rig.wait_until_idle()
+    assert turns.given_after == [NUM_LAYERS + 1, NUM_LAYERS - 1]
+    assert not turns.is_held
+
+
+def test_a_turn_ends_with_a_chunk_that_ends_no_prompt_and_with_the_last_prompt(make_rig):
+    turns = Waited()
+    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    rig.before_layer = lambda _layer: setattr(turns, "num_layers", turns.num_layers + 1)
+    rig.start()
+    rig.prefill(PROMPT)  # three chunks
+    rig.wait_until_idle()
+    assert turns.given_after == [NUM_LAYERS] * 3

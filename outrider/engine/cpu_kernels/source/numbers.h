@@ -72,7 +72,9 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// One instruction each on x86, if written so; b if one is NaN.
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+static inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
 // The sum of all lanes, always in the same order: halves are folded onto each other.
 static inline float sum_of_lanes(Floats value) {
@@ -173,8 +175,7 @@ static inline void load_pairs(const BFloat16* from, Floats& even, Floats& odd) {
 static inline Floats exponential(Floats x) {
   const Floats lowest = broadcast(-87.3f), highest = broadcast(88.0f);
   const auto is_zero = x < lowest;
-  x = x < lowest ? lowest : x;
-  x = x > highest ? highest : x;
+  x = smaller(highest, larger(lowest, x));
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the mantissa.
   const Floats shift = broadcast(12582912.0f);
   const Floats shifted = multiply_add(x, broadcast(1.44269504088896f), shift);
