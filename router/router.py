@@ -55,7 +55,7 @@ _log = get_logger("router")
 
 
 class Router:
-    """Implements `outrider.service.server.Service`. SERVING while a prefill and a decode node serve."""
+    """Implements `outrider.service.server.FrontService`. SERVING while a prefill and a decode node serve."""
 
     def __init__(
         self,
@@ -146,11 +146,10 @@ class Router:
             )
 
     def pages(self) -> FindPage:
-        """See `outrider.service.pages.HasPages`."""
+        """See `outrider.service.server.FrontService`, as of the next."""
         return RouterPages(self.front, self.nodes, self._timelines, loop=asyncio.get_running_loop())
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
-        """See `outrider.service.health.DependsOnOthers`."""
         tell(bool(self.nodes.decode_nodes))  # where no prefill node serves, decode nodes compute prompts, too
         self.nodes.on_change(lambda: tell(bool(self.nodes.decode_nodes)))
 
