@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from outrider.errors import PeerLostError
+from outrider.errors import ConfigError, PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
@@ -30,8 +30,7 @@ from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
 from router.pages import RouterPages
 from router.placement import Placement
-from router.receipts.factory import make_sink
-from router.receipts.keeper import ReceiptKeeper
+from router.receipts.keeper import ReceiptKeeper, make_sink
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
@@ -40,7 +39,9 @@ from router.store.factory import make_store
 from router.timeline import Timeline, Timelines
 from router.trace_spans import spans_of
 from router.transport import RouterIdentity
-from router.vllm_engine.factory import make_vllm_engine
+
+if TYPE_CHECKING:
+    from router.vllm_engine.servicer import VllmEngineServicer
 
 FINAL_STATUS_SECONDS = 0.5
 """Time for final statuses to be sent."""
@@ -84,7 +85,7 @@ class Router:
         self.requests = self.front.requests
         self._calls = OpenCalls()
         self.servicer = RouterServicer(self.front, self._calls)
-        self._vllm_engine = make_vllm_engine(config.vllm_engine, self.front, self._calls)
+        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front, self._calls)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -203,6 +204,24 @@ class Router:
     def _on_lost(self, role: NodeRole) -> None:
         if self.services is not None:
             self.services.metrics.add_lost_nodes(role.name.lower(), 1)
+
+
+def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngineServicer | None:
+    """`wanted`: the setting `router.vllm_engine`. None: not served. Raises: ConfigError where it must be and cannot."""
+    if wanted == "off":
+        return None
+    try:
+        from router.vllm_engine.servicer import VllmEngineServicer
+    except Exception as error:  # not installed, or not for the protobuf and grpc that are
+        if wanted == "on":
+            raise ConfigError(
+                f"router.vllm_engine is on, and smg-grpc-proto cannot be imported ({error}); "
+                "pip install 'outrider[openai]' brings it"
+            ) from error
+        if not isinstance(error, ImportError):
+            _log.warning("the engine service is not served", error=str(error))
+        return None
+    return VllmEngineServicer(front, calls)
 
 
 def _pump_and_count(services: Services) -> Callable[[], None]:
