@@ -18,9 +18,8 @@ from outrider.client.options import (
     with_request_id,
     with_resume_window,
 )
-from outrider.client.record import StreamRecord
+from outrider.client.record import StreamRecord, StreamRequest
 from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
-from outrider.client.stream_request import StreamRequest
 from outrider.client.targets import DEFAULT_TARGET, Targets
 from outrider.errors import OutriderError
 from outrider.rpc.credentials import TlsConfig, client_credentials

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.client.record import StreamRecord
+from outrider.client.record import StreamRecord, StreamRequest
 from outrider.client.retry import Attempts
-from outrider.client.stream_request import StreamRequest
 from outrider.client.targets import Targets
 from outrider.errors import (
     LOSES_NODES,
