@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from outrider.cluster.child import Child, ChildState, NodeProcess
-from outrider.cluster.config import ClusterConfig
-from outrider.cluster.events import ClusterEvent, EventKind
+from outrider.cluster.child import Child, ChildState, ClusterEvent, EventKind, NodeProcess
+from outrider.cluster.config import ClusterConfig, Supervision
 from outrider.cluster.plan import (
     DECODE,
     DRAFT,
@@ -28,7 +27,6 @@ from outrider.cluster.plan import (
     child_command,
     plan_children,
 )
-from outrider.cluster.supervision import Supervision
 from outrider.errors import InternalError, NotFoundError, PeerLostError
 
 TICK_SECONDS = 0.05
