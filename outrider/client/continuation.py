@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.client.record import StreamRecord, StreamRequest
@@ -57,14 +56,12 @@ class Continuation:
         *,
         targets: Targets,
         attempts: Attempts,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record = record
         self._request = wanted.request
         self._window_seconds = wanted.resume_window_seconds
         self._targets = targets
         self._attempts = attempts
-        self._clock = clock
         self._num_events = 0  # that the record had when the last call began
         self._num_failures = 0  # since the last event
         self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
@@ -109,8 +106,8 @@ class Continuation:
         if is_first and isinstance(error, CapacityError) and not self._record.has_started:
             return self._attempted_again(error, step.target)  # refused, not lost
         if self._lost_at is None:
-            self._lost_at = self._clock()
-        if self._clock() - self._lost_at > self._window_seconds:
+            self._lost_at = time.monotonic()
+        if time.monotonic() - self._lost_at > self._window_seconds:
             raise error
         if step.method == "Resume" and isinstance(error, (NotFoundError, NotSupportedError)):
             return self._sent_again(error)
