@@ -252,7 +252,7 @@ class RequestRegistry:
             work = Work(
                 answer=answer,
                 figures=figures,
-                account=services.answers.open(request, live),
+                account=services.answers.open(request, is_idle=lambda: live.is_idle, give_up=live.give_up),
                 losses=Losses(answer),
                 served=served,
                 services=services,
