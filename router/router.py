@@ -121,7 +121,12 @@ class Router:
         )
         placement.on_room = queue.pump
         metrics = RouterMetrics(model_name=served.info.name, registry=self._registry)
-        metrics.follow_queue(num_waiting_tokens=lambda: queue.num_waiting_tokens, oldest_wait=queue.oldest_wait_seconds)
+        metrics.follow(
+            num_running=lambda: placement.num_placed,
+            num_waiting=lambda: queue.num_waiting,
+            num_waiting_tokens=lambda: queue.num_waiting_tokens,
+            oldest_wait=queue.oldest_wait_seconds,
+        )
         receipts = None
         if self._receipts is not None:
             receipts = ReceiptKeeper(self._receipts, router=self._name, on_lost=metrics.add_lost_receipts)
@@ -136,7 +141,7 @@ class Router:
             router_address=address,
             receipts=receipts,
         )
-        self.nodes.on_report(_pump_and_count(self.services))
+        self.nodes.on_report(queue.pump)
         if self._store is not None:
             self.requests.keeper = AnswerKeeper(
                 self._store,
@@ -222,18 +227,3 @@ def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngine
             _log.warning("the engine service is not served", error=str(error))
         return None
     return VllmEngineServicer(front, calls)
-
-
-def _pump_and_count(services: Services) -> Callable[[], None]:
-    """What happens after every report: whoever waits gets what has become free."""
-    shown = (-1, -1)
-
-    def on_change() -> None:
-        nonlocal shown
-        services.queue.pump()
-        load = services.placement.num_placed, services.queue.num_waiting
-        if load != shown:
-            shown = load
-            services.metrics.set_load(num_running=load[0], num_waiting=load[1])
-
-    return on_change
