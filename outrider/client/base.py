@@ -49,12 +49,13 @@ class BaseStream(StreamRecord):
         super().__init__(wanted)
         self._cancelled = self._make_event()
         self._open_call = open_call
+        self._attempts = attempts
         self._abort = abort
         self._continuation = Continuation(self, wanted, targets=targets, attempts=attempts)
         self._call = self._open()
 
     def _open(self) -> Any:
-        return self._open_call(self._continuation.step, self._continuation.remaining_seconds())
+        return self._open_call(self._continuation.step, self._attempts.remaining_seconds())
 
     def _next_step(self, rpc_error: grpc.RpcError) -> Step:
         """The call that follows one that failed. Raises: OutriderError when there is none."""

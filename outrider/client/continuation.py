@@ -74,10 +74,6 @@ class Continuation:
         """Whether a router would go on computing the answer without a reader."""
         return self._window_seconds is not None and not self._record.is_complete and not self._is_over
 
-    def remaining_seconds(self) -> float | None:
-        """What is left for the call at hand; None: no limit."""
-        return self._attempts.remaining_seconds()
-
     def next_after(self, error: OutriderError) -> Step:
         """The call that follows one that failed. Raises: `error`, where none does."""
         if self._record.num_events > self._num_events:  # something has arrived since the last call
@@ -87,7 +83,7 @@ class Continuation:
         try:
             resumable = self._window_seconds is not None
             self.step = self._resumed_after(error) if resumable else self._begun_again_after(error)
-            remaining = self.remaining_seconds()
+            remaining = self._attempts.remaining_seconds()
             if remaining is not None and self.step.pause_seconds >= remaining:
                 raise error
         except OutriderError:
