@@ -255,7 +255,6 @@ def measure_generate(model: Model, prompts: Sequence[TokenIds], *, max_new_token
     inputs = [torch.tensor([prompt], device=model.device) for prompt in prompts]
     model.generate(inputs[0], generation_config=greedy(8, model))  # warm-up
     meter = CpuMeter(())
-    meter.start()
     clocks = []
     started_at = time.perf_counter()
     for token_ids in inputs:
@@ -300,7 +299,6 @@ def measure_batched(
         [list(prompts[0])], generation_config=greedy(4, model), continuous_batching_config=config
     )  # warm-up
     meter = CpuMeter(())
-    meter.start()
     outputs = model.generate_batch(
         [list(prompt) for prompt in prompts],
         generation_config=greedy(max_new_tokens, model),

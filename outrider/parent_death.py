@@ -11,18 +11,17 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
 
 PARENT_VARIABLE = "OUTRIDER_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
+def die_with_parent() -> None:
     """Asks the kernel for SIGKILL at the parent's death when OUTRIDER_PARENT_PID is set; elsewhere a no-op.
 
     A parent that died before the kernel was asked is noticed: the process ends at once.
     """
-    parent = environ.get(PARENT_VARIABLE, "")
+    parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent.isdigit():
         return
     if sys.platform.startswith("linux"):

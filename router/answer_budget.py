@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from dataclasses import dataclass
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError
 from outrider.request import Request
@@ -24,25 +24,6 @@ SPARE_SHARE = 64
 """Of the limit, one part in so many is made free at once."""
 
 
-class Holder(Protocol):
-    """Who has an answer (`router.live_request.LiveRequest`)."""
-
-    stalled_since: float | None
-    """Monotonic seconds: since then its client has left a message untaken. None: it reads, or is away."""
-    delivered_at: float | None
-    """Monotonic seconds: a client read it to its end then, and nobody reads now. It is kept for its resume window."""
-
-    left_at: float | None
-    """Monotonic seconds: since then its client is away."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is computed, and nobody reads."""
-
-    def give_up(self, error: OutriderError) -> None:
-        """The answer ends with this error and is dropped; its account is closed."""
-
-
 class AnswerBudget:
     """Bytes that all answers may take: what they have, not what they might grow to."""
 
@@ -52,25 +33,27 @@ class AnswerBudget:
         self._accounts: set[AnswerAccount] = set()
         self.reserved_bytes = 0
 
-    def open(self, request: Request, holder: Holder) -> AnswerAccount:
+    def open(
+        self, request: Request, *, is_idle: Callable[[], bool], give_up: Callable[[OutriderError], None]
+    ) -> AnswerAccount:
         """For the objects around the answer, the prompt and its logprobs, and each sample's first token.
 
         Raises: CapacityError when there is no room now; InvalidRequestError when there never is.
         """
-        account = AnswerAccount(self, holder, _bytes_per_token(request))
+        account = AnswerAccount(self, _bytes_per_token(request), is_idle, give_up)
         num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(request.prompt_token_ids)
         if request.options.prompt_logprobs is not None:
             num_bytes += most_logprobs_bytes(len(request.prompt_token_ids), request.options.prompt_logprobs)
         num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * request.options.sampling.n
         self._accounts.add(account)
         try:
-            self._take(account, num_bytes)
+            self.take(account, num_bytes)
         except OutriderError:
             account.close()
             raise
         return account
 
-    def _take(self, account: AnswerAccount, num_bytes: int) -> None:
+    def take(self, account: AnswerAccount, num_bytes: int) -> None:
         if account not in self._accounts:  # its flow is about to be cancelled
             return
         if account.num_bytes + num_bytes > self._limit_bytes:
@@ -104,7 +87,7 @@ class AnswerBudget:
                 reason="JOURNAL_FULL",
             )
         for account in dropped:
-            account.holder.give_up(
+            account.give_up(
                 CapacityError(
                     "the answer was not read, and others need its memory",
                     retry_after_seconds=RETRY_SECONDS,
@@ -117,39 +100,45 @@ class AnswerBudget:
         """((rank, since when nobody reads it), account): the smallest goes first."""
         now = self._clock()
         for account in self._accounts - {besides}:
-            holder = account.holder
-            if holder.delivered_at is not None:
-                yield (0, holder.delivered_at), account
-            elif holder.stalled_since is not None and holder.stalled_since <= now - STALLED_SECONDS:
-                yield (1, holder.stalled_since), account
-            elif holder.left_at is not None and holder.left_at <= now - LEFT_SECONDS and holder.is_idle:
-                yield (2, holder.left_at), account
+            if account.delivered_at is not None:
+                yield (0, account.delivered_at), account
+            elif account.stalled_since is not None and account.stalled_since <= now - STALLED_SECONDS:
+                yield (1, account.stalled_since), account
+            elif account.left_at is not None and account.left_at <= now - LEFT_SECONDS and account.is_idle():
+                yield (2, account.left_at), account
 
-    def _close(self, account: AnswerAccount) -> None:
+    def close(self, account: AnswerAccount) -> None:
         if account in self._accounts:
             self._accounts.remove(account)
             self.reserved_bytes -= account.num_bytes
 
 
+@dataclass(slots=True, eq=False)
 class AnswerAccount:
-    """What one answer takes of the budget. It grows with the answer, and is closed when that is dropped."""
+    """What one answer takes of the budget. It grows with the answer, and is closed when that is dropped.
 
-    def __init__(self, budget: AnswerBudget, holder: Holder, bytes_per_token: int) -> None:
-        self._budget = budget
-        self.holder = holder
-        self.bytes_per_token = bytes_per_token
-        self.num_bytes = 0
+    Who has the answer says who reads it, in monotonic seconds.
+    """
+
+    budget: AnswerBudget
+    bytes_per_token: int
+    is_idle: Callable[[], bool]  # nothing is computed, and nobody reads
+    give_up: Callable[[OutriderError], None]  # the answer ends with this error and is dropped
+    num_bytes: int = 0
+    stalled_since: float | None = None  # since then a message is left untaken; None: its client reads, or is away
+    delivered_at: float | None = None  # it was read to its end then, and nobody reads now: it is kept for its window
+    left_at: float | None = None  # since then its client is away
 
     def grow(self, num_tokens: int) -> None:
         """Nothing once it is closed.
 
         Raises: CapacityError when there is no room now; InvalidRequestError when this answer alone fills the budget.
         """
-        self._budget._take(self, num_tokens * self.bytes_per_token)  # noqa: SLF001 one module, one thing
+        self.budget.take(self, num_tokens * self.bytes_per_token)
 
     def close(self) -> None:
         """Idempotent."""
-        self._budget._close(self)  # noqa: SLF001
+        self.budget.close(self)
 
 
 def _bytes_per_token(request: Request) -> int:

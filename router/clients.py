@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.errors import CapacityError, ConfigError, NotAllowedError, UnauthenticatedError
+from outrider.rpc.tls_files import file_stamp
 from outrider.service.telemetry.logging import get_logger
 
 CLIENT_ID_KEY = "client_id"
@@ -102,7 +103,7 @@ class TokenFile(Clients):
         self._clock = clock
         self._allowances: dict[str, _Allowance] = {}
         self._caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
-        self._stamp = _stamp_of(path)
+        self._stamp = file_stamp(path)
         self._checked_at = clock()
         self._tokens = read_tokens(path)
 
@@ -145,7 +146,7 @@ class TokenFile(Clients):
         if now - self._checked_at < CHECK_SECONDS:
             return
         self._checked_at = now
-        stamp = _stamp_of(self._path)
+        stamp = file_stamp(self._path)
         if stamp != self._stamp:
             self._stamp = stamp
             try:
@@ -219,11 +220,3 @@ def _read_line(words: list[str], tokens: Tokens) -> None:
 
 def _text_of(metadata: Metadata | None, wanted: str) -> str:
     return next((value for key, value in metadata or () if key == wanted and isinstance(value, str)), "")
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return found.st_ino, found.st_size, found.st_mtime_ns

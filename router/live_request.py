@@ -45,9 +45,6 @@ class LiveRequest:
         self.answer = answer
         self.figures = figures
         self.window_seconds = window_seconds
-        self.stalled_since: float | None = None  # monotonic seconds: the client has left a message untaken since then
-        self.delivered_at: float | None = None  # monotonic seconds: it was read to its end, and nobody reads now
-        self.left_at: float | None = None  # monotonic seconds: its client is away
         self.is_closed = False
         self.is_kept = True  # False: asked to be resumable anywhere, and the store did not answer
         self._on_change = on_change
@@ -95,17 +92,18 @@ class LiveRequest:
         """
         reader = self.answer.read(render, next_positions)
         self._stop_expiry()
-        self.delivered_at = self.left_at = None
+        account = self._account
+        account.delivered_at = account.left_at = None
         self._on_change(self)
         writer = self._writer = asyncio.current_task()
         try:
             while messages := await reader.next():
                 for message in messages:
-                    self.stalled_since = time.monotonic()
+                    account.stalled_since = time.monotonic()
                     await write(message)
-                    self.stalled_since = None
+                    account.stalled_since = None
             if self._writer is writer:
-                self.delivered_at = time.monotonic()
+                account.delivered_at = time.monotonic()
         except asyncio.CancelledError:
             if self._given_up is None or writer is None:
                 raise
@@ -114,7 +112,7 @@ class LiveRequest:
         finally:
             reader.close()
             if self._writer is writer:
-                self._writer = self.stalled_since = None
+                self._writer = account.stalled_since = None
             self.leave()
 
     def give_up(self, error: OutriderError) -> None:
@@ -152,7 +150,7 @@ class LiveRequest:
         else:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(self.window_seconds, self.close)
-            self.left_at = time.monotonic()
+            self._account.left_at = time.monotonic()
             self._on_change(self)
 
     def _take_end(self, task: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import fields
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -149,11 +150,7 @@ class RouterPages:
             "model": "" if served is None else served.info.name,
             "numerics": ", ".join(sorted(decode_numerics)),
             "uptime_seconds": round(time.monotonic() - self._started_at, 3),
-            "num_requests_running": cluster.num_requests_running,
-            "num_requests_waiting": cluster.num_requests_waiting,
-            "num_waiting_tokens": cluster.num_waiting_tokens,
-            "oldest_wait_seconds": cluster.oldest_wait_seconds,
-            "num_moves": cluster.num_moves,
+            **{field.name: getattr(cluster, field.name) for field in fields(cluster)},
             "nodes": [_node_json(status, self._nodes.link_of(status)) for status in cluster.nodes],
         }
 

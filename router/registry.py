@@ -17,7 +17,7 @@ from outrider.errors import (
     PeerLostError,
     StoreError,
 )
-from outrider.request import Request, VerificationMethod
+from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
 from router.answer import make_answer
 from router.answer_keeper import Keeper, NoKeeper, take_known_tokens
@@ -31,7 +31,7 @@ from router.request_flow import RequestFlow
 from router.request_parsing import complete_proto, read_request, resume_window_seconds
 from router.services import Services
 from router.store.base import StoredAnswer, StoredRequest
-from router.timeline import SpanKind, Timeline
+from router.timeline import SpanKind
 from router.trace_spans import request_attributes
 from router.validation import check_request
 from router.work import Work
@@ -66,34 +66,22 @@ class RequestRegistry:
     async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
         """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
         self._check_serving()
-        services, served = self._services(), self._nodes.model()
-        check_request(proto, served.info)
+        services, info = self._services(), self._nodes.model().info
+        check_request(proto, info)
         caller.check_priority(proto.priority)
         request_id = proto.request_id or str(uuid.uuid4())
-        key = caller.key_of(request_id)
-        with self._name(key), services.timelines.beginning(request_id) as timeline:
-            encoding = timeline.begin(SpanKind.ENCODE)
-            request = await read_request(
-                proto,
-                served,
-                caller,
-                request_id=request_id,
-                default_method=VerificationMethod(services.config.verification_method),
-            )
-            encoding.close()
-            self._check_serving()
-            window = resume_window_seconds(proto)
-            live = self._begin(key, proto, request, caller, timeline, window=window)
+        key, window = caller.key_of(request_id), resume_window_seconds(proto)
+        live = await self._begin(services, key, request_id, proto, caller, window=window)
         if window is None:
             return live
         try:  # while the prompt is being computed; nobody has been told of the request yet
             stored = StoredRequest(
                 request_id=key,
-                fingerprint=served.info.fingerprint,
+                fingerprint=info.fingerprint,
                 resume_window_seconds=window,
                 start_position=live.answer.samples[0].start_position,
-                request=complete_proto(proto, request).SerializeToString(),
-                numerics=self._nodes.exact_numerics() if request.options.is_reproducible else "",
+                request=complete_proto(proto, live.answer.request).SerializeToString(),
+                numerics=self._nodes.exact_numerics() if live.answer.request.options.is_reproducible else "",
             )
             live.is_kept = await self.keeper.keep(live, stored)
         except BaseException as error:
@@ -174,17 +162,11 @@ class RequestRegistry:
 
     async def restore(self, stored: StoredAnswer) -> LiveRequest:
         """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
-        served = self._nodes.model()
         proto = router_pb2.GenerateRequest.FromString(stored.request.request)
-        key = stored.request.request_id
+        services, key, window = self._services(), stored.request.request_id, stored.request.resume_window_seconds
         name, request_id = split_key(key)
         caller = self._clients.named(name)
-        with self._name(key), self._services().timelines.beginning(request_id) as timeline:
-            encoding = timeline.begin(SpanKind.ENCODE)
-            request = await read_request(proto, served, caller, request_id=request_id)
-            encoding.close()
-            window = stored.request.resume_window_seconds
-            live = self._begin(key, proto, request, caller, timeline, window=window, stored=stored)
+        live = await self._begin(services, key, request_id, proto, caller, window=window, stored=stored)
         if stored.is_aborted:
             live.abort()
         return live
@@ -224,54 +206,61 @@ class RequestRegistry:
             self._beginning.discard(key)
             self._note_idle()
 
-    def _begin(
+    async def _begin(
         self,
+        services: Services,
         key: str,
+        request_id: str,
         proto: router_pb2.GenerateRequest,
-        request: Request,
         caller: Caller,
-        timeline: Timeline,
         *,
         window: float | None,
         stored: StoredAnswer | None = None,
     ) -> LiveRequest:
-        """`stored`: another router has begun it. Raises: CapacityError when there is no memory; InvalidRequestError."""
-        services, served = self._services(), self._nodes.model()
-        started = Started(
-            request_id=request.request_id,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            seed=request.options.sampling.seed,
-            model=served.info.name,
-            router=services.router_address,
-        )
-        answer = make_answer(request, tokenizer=served.tokenizer, started=started, batcher=self._batcher)
-        if stored is not None:
-            take_known_tokens(answer, stored)
-            answer.may_be_behind = self._is_exact(stored)
-        timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
-        if timeline.place:
-            timeline.asked = request_attributes(request, model=served.info.name)
-        figures = RequestFigures(request, services.metrics, timeline)
-        live = LiveRequest(
-            key,
-            answer,
-            figures,
-            window_seconds=window,
-            on_change=self._take_change,
-            on_end=lambda error: services.timelines.end(timeline, error),
-        )
-        work = Work(
-            answer=answer,
-            figures=figures,
-            account=services.answers.open(request, live),
-            losses=Losses(answer),
-            served=served,
-            services=services,
-        )
-        self._by_key[key] = live
-        live.start(work.account, RequestFlow(work, client=caller.share, was_admitted=stored is not None), proto)
-        self._take_change(live)
-        return live
+        """Encodes the request, and starts it. `stored`: another router has begun it. Raises: OutriderError."""
+        served = self._nodes.model()
+        method = VerificationMethod(services.config.verification_method)
+        with self._name(key), services.timelines.beginning(request_id) as timeline:
+            encoding = timeline.begin(SpanKind.ENCODE)
+            request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
+            encoding.close()
+            if stored is None:
+                self._check_serving()
+            started = Started(
+                request_id=request.request_id,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                seed=request.options.sampling.seed,
+                model=served.info.name,
+                router=services.router_address,
+            )
+            answer = make_answer(request, tokenizer=served.tokenizer, started=started, batcher=self._batcher)
+            if stored is not None:
+                take_known_tokens(answer, stored)
+                answer.may_be_behind = self._is_exact(stored)
+            timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
+            if timeline.place:
+                timeline.asked = request_attributes(request, model=served.info.name)
+            figures = RequestFigures(request, services.metrics, timeline)
+            live = LiveRequest(
+                key,
+                answer,
+                figures,
+                window_seconds=window,
+                on_change=self._take_change,
+                on_end=lambda error: services.timelines.end(timeline, error),
+            )
+            work = Work(
+                answer=answer,
+                figures=figures,
+                account=services.answers.open(request, is_idle=lambda: live.is_idle, give_up=live.give_up),
+                losses=Losses(answer),
+                served=served,
+                services=services,
+            )
+            self._by_key[key] = live
+            live.start(work.account, RequestFlow(work, client=caller.share, was_admitted=stored is not None), proto)
+            self._take_change(live)
+            return live
 
     def _take_change(self, live: LiveRequest) -> None:
         if live.is_closed and self._by_key.get(live.key) is live:

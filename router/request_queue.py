@@ -71,20 +71,11 @@ class RequestQueue:
         self._heap: list[tuple[tuple[int, float, int], QueuedRequest]] = []  # by turn; may hold some that left
         self._order = FairOrder()
         self._arrivals = itertools.count()
-        self._num_waiting = 0
-        self._num_waiting_tokens = 0
+        self.num_waiting = 0
+        self.num_waiting_tokens = 0  # of the prompts of requests in the queue
         self._waiting_since: dict[QueuedRequest, float] = {}  # of those that are counted, the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._mean_service_seconds = 1.0
-
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Of the prompts of requests in the queue."""
-        return self._num_waiting_tokens
 
     def oldest_wait_seconds(self) -> float:
         """Of those in the queue, how long the oldest has been there; 0: none. May be asked by any thread."""
@@ -208,30 +199,30 @@ class RequestQueue:
 
     def _count_in(self, waiting: QueuedRequest) -> None:
         waiting.num_counted_tokens = waiting.num_tokens
-        self._num_waiting += 1
-        self._num_waiting_tokens += waiting.num_tokens
+        self.num_waiting += 1
+        self.num_waiting_tokens += waiting.num_tokens
         self._waiting_since[waiting] = self._clock()
 
     def _count_out(self, waiting: QueuedRequest) -> None:
         """Idempotent."""
         if waiting.num_counted_tokens is not None:
-            self._num_waiting -= 1
-            self._num_waiting_tokens -= waiting.num_counted_tokens
+            self.num_waiting -= 1
+            self.num_waiting_tokens -= waiting.num_counted_tokens
             del self._waiting_since[waiting]
             waiting.num_counted_tokens = None
 
     def _why_full(self, waiting: QueuedRequest, *, without: Collection[QueuedRequest]) -> CapacityError | None:
         retry_after = min(max(self._mean_service_seconds, 0.1), _MAX_RETRY_SECONDS)
-        if self._num_waiting - len(without) + 1 > self._max_waiting:
+        if self.num_waiting - len(without) + 1 > self._max_waiting:
             return CapacityError(
-                f"{self._num_waiting} requests are waiting; at most {self._max_waiting} may",
+                f"{self.num_waiting} requests are waiting; at most {self._max_waiting} may",
                 retry_after_seconds=retry_after,
                 reason="QUEUE_FULL",
             )
-        num_tokens = self._num_waiting_tokens - sum(other.num_tokens for other in without)
+        num_tokens = self.num_waiting_tokens - sum(other.num_tokens for other in without)
         if num_tokens + waiting.num_tokens > self._max_waiting_tokens:
             return CapacityError(
-                f"{self._num_waiting_tokens} prompt tokens are waiting, {waiting.num_tokens} more would exceed"
+                f"{self.num_waiting_tokens} prompt tokens are waiting, {waiting.num_tokens} more would exceed"
                 f" {self._max_waiting_tokens}",
                 retry_after_seconds=retry_after,
                 reason="QUEUE_FULL",
@@ -264,7 +255,7 @@ class RequestQueue:
         """Those that left: cancelled, or their deadline has passed."""
         while self._heap and not self._heap[0][1].is_in_queue:
             heapq.heappop(self._heap)
-        if len(self._heap) > 2 * self._num_waiting + 16:  # many left from behind a first that stays
+        if len(self._heap) > 2 * self.num_waiting + 16:  # many left from behind a first that stays
             self._heap = [entry for entry in self._heap if entry[1].is_in_queue]
             heapq.heapify(self._heap)
 
@@ -276,5 +267,5 @@ class RequestQueue:
     def _on_timer(self) -> None:
         self._timer = None
         self.pump()
-        if self._num_waiting:
+        if self.num_waiting:
             self._set_timer()

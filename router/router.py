@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from outrider.errors import PeerLostError
+from outrider.errors import ConfigError, PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
@@ -30,8 +30,7 @@ from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
 from router.pages import RouterPages
 from router.placement import Placement
-from router.receipts.factory import make_sink
-from router.receipts.keeper import ReceiptKeeper
+from router.receipts.keeper import ReceiptKeeper, make_sink
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
@@ -40,7 +39,9 @@ from router.store.factory import make_store
 from router.timeline import Timeline, Timelines
 from router.trace_spans import spans_of
 from router.transport import RouterIdentity
-from router.vllm_engine.factory import make_vllm_engine
+
+if TYPE_CHECKING:
+    from router.vllm_engine.servicer import VllmEngineServicer
 
 FINAL_STATUS_SECONDS = 0.5
 """Time for final statuses to be sent."""
@@ -55,7 +56,7 @@ _log = get_logger("router")
 
 
 class Router:
-    """Implements `outrider.service.server.Service`. SERVING while a prefill and a decode node serve."""
+    """Implements `outrider.service.server.FrontService`. SERVING while a prefill and a decode node serve."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Router:
         self.requests = self.front.requests
         self._calls = OpenCalls()
         self.servicer = RouterServicer(self.front, self._calls)
-        self._vllm_engine = make_vllm_engine(config.vllm_engine, self.front, self._calls)
+        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front, self._calls)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -120,7 +121,12 @@ class Router:
         )
         placement.on_room = queue.pump
         metrics = RouterMetrics(model_name=served.info.name, registry=self._registry)
-        metrics.follow_queue(num_waiting_tokens=lambda: queue.num_waiting_tokens, oldest_wait=queue.oldest_wait_seconds)
+        metrics.follow(
+            num_running=lambda: placement.num_placed,
+            num_waiting=lambda: queue.num_waiting,
+            num_waiting_tokens=lambda: queue.num_waiting_tokens,
+            oldest_wait=queue.oldest_wait_seconds,
+        )
         receipts = None
         if self._receipts is not None:
             receipts = ReceiptKeeper(self._receipts, router=self._name, on_lost=metrics.add_lost_receipts)
@@ -135,7 +141,7 @@ class Router:
             router_address=address,
             receipts=receipts,
         )
-        self.nodes.on_report(_pump_and_count(self.services))
+        self.nodes.on_report(queue.pump)
         if self._store is not None:
             self.requests.keeper = AnswerKeeper(
                 self._store,
@@ -146,11 +152,10 @@ class Router:
             )
 
     def pages(self) -> FindPage:
-        """See `outrider.service.pages.HasPages`."""
+        """See `outrider.service.server.FrontService`, as of the next."""
         return RouterPages(self.front, self.nodes, self._timelines, loop=asyncio.get_running_loop())
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
-        """See `outrider.service.health.DependsOnOthers`."""
         tell(bool(self.nodes.decode_nodes))  # where no prefill node serves, decode nodes compute prompts, too
         self.nodes.on_change(lambda: tell(bool(self.nodes.decode_nodes)))
 
@@ -206,16 +211,19 @@ class Router:
             self.services.metrics.add_lost_nodes(role.name.lower(), 1)
 
 
-def _pump_and_count(services: Services) -> Callable[[], None]:
-    """What happens after every report: whoever waits gets what has become free."""
-    shown = (-1, -1)
-
-    def on_change() -> None:
-        nonlocal shown
-        services.queue.pump()
-        load = services.placement.num_placed, services.queue.num_waiting
-        if load != shown:
-            shown = load
-            services.metrics.set_load(num_running=load[0], num_waiting=load[1])
-
-    return on_change
+def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngineServicer | None:
+    """`wanted`: the setting `router.vllm_engine`. None: not served. Raises: ConfigError where it must be and cannot."""
+    if wanted == "off":
+        return None
+    try:
+        from router.vllm_engine.servicer import VllmEngineServicer
+    except Exception as error:  # not installed, or not for the protobuf and grpc that are
+        if wanted == "on":
+            raise ConfigError(
+                f"router.vllm_engine is on, and smg-grpc-proto cannot be imported ({error}); "
+                "pip install 'outrider[openai]' brings it"
+            ) from error
+        if not isinstance(error, ImportError):
+            _log.warning("the engine service is not served", error=str(error))
+        return None
+    return VllmEngineServicer(front, calls)

@@ -85,13 +85,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 await live.write(context.write, event_to_proto, next_positions)
 
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
-        response = router_pb2.AbortResponse()
         async with rpc_errors(context):
-            response.aborted = await self._front.abort(request.request_id, context)
-        return response
+            return router_pb2.AbortResponse(aborted=await self._front.abort(request.request_id, context))
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
-        response = router_pb2.TokenizeResponse()
         async with rpc_errors(context):
             caller = self._front.charge(context)
             kind = request.WhichOneof("input")
@@ -100,21 +97,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             served = self._front.served()
             if kind == "chat":
                 check_chat(request.chat, served.info)
-            response.token_ids.extend(await encode_prompt(request, served, client=caller.share))
-        return response
+            token_ids = await encode_prompt(request, served, client=caller.share)
+            return router_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(  # noqa: N802
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
-        response = router_pb2.DetokenizeResponse()
         async with rpc_errors(context):
             caller = self._front.charge(context)
             served = self._front.served()
             check_detokenize(request, served.info)
-            response.text = await served.tokenizer.decode(
+            text = await served.tokenizer.decode(
                 request.token_ids, skip_special_tokens=skips_special_tokens(request), client=caller.share
             )
-        return response
+            return router_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
         async with rpc_errors(context):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -76,7 +76,16 @@ class DecodeSession:
         tasks = [asyncio.ensure_future(work) for work in (self._read(), self._write())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            raise self._error_of(tasks)
+            for task in tasks:
+                if task.done():
+                    task.result()  # the reader's comes first: it knows best why the session ended
+        except MismatchError:
+            raise
+        except OutriderError as failure:
+            raise self._lost(f"is lost: {failure.message}") from failure
+        except Exception as failure:
+            _log.error("session failed", node=self._node.name, error=str(failure), exc_info=failure)
+            raise PeerLostError(f"the session with {self._node.name} failed", node=self._node.name) from failure
         finally:
             for task in tasks:
                 task.cancel()
@@ -117,19 +126,6 @@ class DecodeSession:
             raise self._lost("sent no hello")
         if hello.incarnation != self._node.incarnation:
             raise self._lost("was restarted")
-
-    def _error_of(self, tasks: Sequence[asyncio.Future[None]]) -> OutriderError:
-        """Why the session ended; the reader knows best."""
-        failures = [task.exception() for task in tasks if task.done() and not task.cancelled()]
-        failure = next((failure for failure in failures if failure is not None), None)
-        match failure:
-            case MismatchError():
-                return failure
-            case OutriderError():
-                return self._lost(f"is lost: {failure.message}")
-            case _:
-                _log.error("session failed", node=self._node.name, error=str(failure), exc_info=failure)
-                return PeerLostError(f"the session with {self._node.name} failed", node=self._node.name)
 
     def _lost(self, what: str) -> PeerLostError:
         return PeerLostError(f"decode node {self._node.name} {what}", node=self._node.name)

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outrider.answer import SpeculationMetrics
 from outrider.errors import InternalError, InvalidRequestError, OutriderError
 from outrider.node_stamp import NodeStamp
 from outrider.service.telemetry.tracing import NO_TRACE, Attributes, TraceContext
-from outrider.session import SampleTokens
-from router.speculation_totals import SpeculationTotals
+from outrider.session import SampleTokens, SpeculationCounts
 
 MAX_STEPS = 100_000
 """Steps kept of all requests together, about 20 MB. A step with token ids counts once more for each
@@ -89,8 +89,8 @@ class Step(NamedTuple):
     num_tokens: int
     num_draft_tokens: int  # that were verified
     num_accepted: int
-    num_wanted: int  # steps that wanted proposals: one, or none
-    num_found: int  # of them, those that found a draft node's waiting
+    wanted_drafts: bool
+    found_drafts: bool  # a draft node's proposal was waiting
     batch: int  # sequences that ran on the node, by its last report
     token_ids: tuple[int, ...]  # empty unless text may be shown, as the next
     rejected_token_ids: tuple[int, ...]  # of the draft, in the order of their rows
@@ -103,6 +103,45 @@ class Move(NamedTuple):
     cause: str  # as in outrider:moves_total
     node: str  # that lost it
     error: str
+
+
+@dataclass(slots=True)
+class SpeculationTotals:
+    """What drafts have come to over a request: sums of what decode nodes report. One addition a token: kept cheap."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_wanting_steps: int = 0
+    num_hit_steps: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+
+    def add(self, counts: SpeculationCounts) -> None:
+        if not counts.num_wanting_steps and not counts.num_spec_steps:
+            return
+        self.num_spec_steps += counts.num_spec_steps
+        self.num_draft_tokens += counts.num_draft_tokens
+        self.num_accepted_draft_tokens += counts.num_accepted_draft_tokens
+        self.num_wanting_steps += counts.num_wanting_steps
+        self.num_hit_steps += counts.num_hit_steps
+        histogram, added = self.acceptance_histogram, counts.acceptance_histogram
+        histogram.extend([0] * (len(added) - len(histogram)))
+        for num_accepted, num_steps in enumerate(added):
+            histogram[num_accepted] += num_steps
+
+    def metrics(self) -> SpeculationMetrics:
+        """All zero when nothing was drafted."""
+        if self.num_draft_tokens == 0:
+            return SpeculationMetrics()
+        return SpeculationMetrics(
+            num_spec_steps=self.num_spec_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens,
+            draft_acceptance_rate=self.num_accepted_draft_tokens / self.num_draft_tokens,
+            mean_acceptance_length=1.0 + self.num_accepted_draft_tokens / max(self.num_spec_steps, 1),
+            acceptance_histogram=tuple(self.acceptance_histogram),
+            look_ahead_hit_rate=self.num_hit_steps / self.num_wanting_steps if self.num_wanting_steps else 0.0,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -184,8 +223,8 @@ class Timeline:
             len(tokens.token_ids),
             counts.num_draft_tokens,
             counts.num_accepted_draft_tokens,
-            counts.num_wanting_steps,
-            counts.num_hit_steps,
+            counts.num_wanting_steps > 0,
+            counts.num_hit_steps > 0,
             batch,
             token_ids,
             rejected_token_ids,

@@ -51,24 +51,10 @@ def span_json(span: Span, arrived_at: float) -> dict[str, Any]:
 
 def step_json(step: Step, nodes: Sequence[str], arrived_at: float, text: TokenText | None) -> dict[str, Any]:
     """`nodes`: by attempt. `text`: None where text is not to be shown."""
-    values = {
-        "sample": step.sample,
-        "attempt": step.attempt,
-        "node": nodes[step.attempt],
-        "at": round(step.at - arrived_at, 6),
-        "position": step.position,
-        "num_tokens": step.num_tokens,
-        "num_draft_tokens": step.num_draft_tokens,
-        "num_accepted": step.num_accepted,
-        "wanted_drafts": step.num_wanted > 0,
-        "found_drafts": step.num_found > 0,
-        "batch": step.batch,
-    }
-    if text is not None:
-        values["tokens"] = list(map(text, step.token_ids))
-        values["rejected"] = list(map(text, step.rejected_token_ids))
-    return values
+    values = step._asdict() | {"node": nodes[step.attempt], "at": round(step.at - arrived_at, 6)}
+    shown = {"tokens": values.pop("token_ids"), "rejected": values.pop("rejected_token_ids")}
+    return values if text is None else values | {name: list(map(text, ids)) for name, ids in shown.items()}
 
 
 def move_json(move: Move, arrived_at: float) -> dict[str, Any]:
-    return {"at": round(move.at - arrived_at, 6), "cause": move.cause, "node": move.node, "error": move.error}
+    return move._asdict() | {"at": round(move.at - arrived_at, 6)}

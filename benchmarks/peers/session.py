@@ -108,7 +108,6 @@ async def _pass(
     load: LoadGenerator, server: Server, setup: Setup, prompts: Sequence[BenchPrompt], num_clients: int
 ) -> tuple[Pass, float]:
     meter = CpuMeter((server.process.pid,))
-    meter.start()
     done = await load.run(prompts, Level(is_open_loop=False, value=num_clients), speculation=setup.speculation)
     failed = [record for record in done.records if record.error]
     if failed:

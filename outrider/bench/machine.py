@@ -62,16 +62,12 @@ class CpuMeter:
     """Splits the machine's busy CPU time into ours (this process, the cluster's) and everybody else's.
 
     `pids` are processes of the cluster; their descendants count as well. A process that
-    ends between `start` and `stop` counts as somebody else's from its last reading on.
+    ends before `stop` counts as somebody else's from its last reading on.
     """
 
     def __init__(self, pids: tuple[int, ...]) -> None:
+        """It starts."""
         self._pids = (*pids, os.getpid())
-        self._started_at = 0.0
-        self._busy_seconds = 0.0
-        self._own_seconds: dict[int, float] = {}
-
-    def start(self) -> None:
         self._started_at = time.monotonic()
         self._busy_seconds = _machine_busy_seconds()
         self._own_seconds = self._read_own()

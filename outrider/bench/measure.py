@@ -122,6 +122,12 @@ class Comparison:
     num_compared_answers: int  # 0 where the modes had different prompts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    figures: tuple[LevelFigures, ...]
+    comparisons: tuple[Comparison, ...]  # one for each level when both modes ran
+
+
 def compare(
     level: Level, plain: Sequence[Pass], speculative: Sequence[Pass], *, are_answers_comparable: bool
 ) -> Comparison:

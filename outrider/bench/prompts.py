@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from outrider.client import ChatMessage, Prompt
+from outrider.client import ChatMessage, GenerateOptions, Prompt
 from outrider.client.options import make_request
 from outrider.errors import InvalidRequestError
 from outrider.v1 import router_pb2
@@ -46,18 +46,8 @@ class BenchPrompt:
 
     def to_message(self, options: AnswerOptions, *, index: int, speculation: bool) -> router_pb2.GenerateRequest:
         """The index-th request of a pass."""
-        return make_request(
-            self.content,
-            {
-                "temperature": options.temperature,
-                "top_p": options.top_p,
-                "top_k": options.top_k,
-                "seed": options.seed + index,
-                "max_tokens": options.max_tokens,
-                "ignore_eos": options.ignore_eos,
-                "speculation": speculation,
-            },
-        )
+        values = {**asdict(options), "seed": options.seed + index, "speculation": speculation}
+        return make_request(self.content, cast("GenerateOptions", values))
 
 
 def load_prompts(path: Path) -> tuple[BenchPrompt, ...]:

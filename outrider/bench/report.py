@@ -10,8 +10,7 @@ from typing import Any, TextIO
 
 from outrider.bench.load import Level, RequestRecord
 from outrider.bench.machine import MachineInfo
-from outrider.bench.measure import Comparison, LevelFigures, Percentiles
-from outrider.bench.run import BenchResult
+from outrider.bench.measure import BenchResult, Comparison, LevelFigures, Percentiles
 
 SCHEMA_VERSION = 1
 

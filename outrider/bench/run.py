@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from outrider.bench.load import Level, LoadGenerator, Pass, RequestRecord, RouterAsker
+from outrider.bench.load import Level, LoadGenerator, Pass, RouterAsker
 from outrider.bench.machine import CpuMeter, CpuReading
-from outrider.bench.measure import Comparison, LevelFigures, compare, figures_of
+from outrider.bench.measure import BenchResult, Comparison, LevelFigures, compare, figures_of
 from outrider.bench.prompts import AnswerOptions, BenchPrompt
+from outrider.bench.report import LineProgress
 from outrider.client import AsyncClient
 
 WARM_UP_TOKENS = 16
@@ -30,27 +30,13 @@ class BenchPlan:
     run_mark: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchResult:
-    figures: tuple[LevelFigures, ...]
-    comparisons: tuple[Comparison, ...]  # one for each level when both modes ran
-
-
-class Progress(Protocol):
-    """Receives progress."""
-
-    def pass_started(self, level: Level, *, speculation: bool, num_requests: int) -> None: ...
-    def request_done(self, record: RequestRecord) -> None: ...
-    def pass_ended(self) -> None: ...
-
-
 async def run_bench(
     client: AsyncClient,
     plan: BenchPlan,
     options: AnswerOptions,
     *,
     cluster_pids: tuple[int, ...],
-    progress: Progress,
+    progress: LineProgress,
 ) -> BenchResult:
     """Runs the plan. Passes of one level alternate between the modes, and the mode that goes first alternates too."""
     await _warm_up(client, plan, options, progress=progress)
@@ -66,7 +52,6 @@ async def run_bench(
                 prompts = [prompt.salted(_salt(plan, level, number, speculation=mode)) for prompt in group]
                 progress.pass_started(level, speculation=mode, num_requests=len(prompts))
                 meter = CpuMeter(cluster_pids)
-                meter.start()
                 passes[mode].append(await load.run(prompts, level, speculation=mode, on_done=progress.request_done))
                 cpu[mode].append(meter.stop())
                 progress.pass_ended()
@@ -91,7 +76,7 @@ def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchPrompt, ...]
     return [plan.prompts[first::num_groups] for first in range(num_groups)]
 
 
-async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions, *, progress: Progress) -> None:
+async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions, *, progress: LineProgress) -> None:
     """The same for every mode: a few short answers together, none of them counted."""
     short = replace(options, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))
     load = LoadGenerator(RouterAsker(client, short), seed=options.seed)

@@ -15,9 +15,10 @@ from typing import Any
 
 from outrider.bench.load import Level
 from outrider.bench.machine import describe_machine, pids_behind
+from outrider.bench.measure import BenchResult
 from outrider.bench.prompts import DEFAULT_PROMPTS, AnswerOptions, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
-from outrider.bench.run import BenchPlan, BenchResult, run_bench
+from outrider.bench.run import BenchPlan, run_bench
 from outrider.cli.connection import (
     add_connection_arguments,
     add_target_argument,

@@ -8,13 +8,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 
 from outrider import __version__
+from outrider.bench.load import RequestRecord
+from outrider.bench.measure import gaps, stream_rate
 from outrider.cli.demo_prompts import DEMO_PROMPTS, DemoPrompt
 from outrider.cli.up import add_cluster_arguments, announce_serving, make_cluster
-from outrider.client import Client, GenerateOptions, KvTransferMetrics, SpeculationMetrics
+from outrider.client import Client, GenerateOptions
 from outrider.client.replay import describe_gap
 from outrider.cluster import Cluster, ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
@@ -27,26 +28,6 @@ DEMO_SETTINGS = (
     # Both runs of a prompt do the same work, including the KV transfer.
     "kv_cache.prefix_cache=false",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoAnswer:
-    """One streamed answer, as its client saw it."""
-
-    prompt: DemoPrompt
-    has_speculation: bool
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    ttft_seconds: float
-    streaming_seconds: float  # first to last token
-    longest_gap_seconds: float  # between two deltas
-    speculation: SpeculationMetrics
-    kv_transfer: KvTransferMetrics
-
-    @property
-    def tokens_per_second(self) -> float:
-        """After the first token."""
-        return (len(self.token_ids) - 1) / self.streaming_seconds if self.streaming_seconds > 0 else 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         announce_serving(cluster, printer)
         with Client(cluster.router_address) as client:
             pairs = [_answer_twice(client, prompt, arguments.max_tokens) for prompt in DEMO_PROMPTS]
-            survivor = _answer_through_a_loss(cluster, client, pairs[0][0])
-            twins = [*pairs, (survivor, pairs[0][0])]
-            partings = [_describe_parting(client, one, other) for one, other in twins]
+            survivor = _answer_through_a_loss(cluster, client, DEMO_PROMPTS[0], pairs[0][0])
+            twins = [*zip(DEMO_PROMPTS, pairs, strict=True), (DEMO_PROMPTS[0], (survivor, pairs[0][0]))]
+            partings = [_describe_parting(client, prompt, *pair) for prompt, pair in twins]
         stopped_at = time.monotonic()
         statuses = cluster.stop()
         stop_seconds = time.monotonic() - stopped_at
@@ -81,32 +62,33 @@ def run(arguments: argparse.Namespace) -> int:
         "all with status 0" if not any(statuses.values()) else f"statuses {statuses}, logs in {cluster.log_directory}"
     )
     printer.say(f"services stopped in {stop_seconds:.1f} s, {ends}")
-    is_identical = all(one.token_ids == other.token_ids for one, other in twins)
+    is_identical = all(one.token_ids == other.token_ids for _, (one, other) in twins)
     printer.say(summary_line(pairs, survivor, is_identical=is_identical))
     return 0 if is_identical and is_clean else 1
 
 
-def summary_line(pairs: Sequence[tuple[DemoAnswer, DemoAnswer]], survivor: DemoAnswer, *, is_identical: bool) -> str:
+def summary_line(
+    pairs: Sequence[tuple[RequestRecord, RequestRecord]], survivor: RequestRecord, *, is_identical: bool
+) -> str:
     """The demo's last line; every figure is measured."""
-    num_steps = sum(fast.speculation.num_spec_steps for fast, _ in pairs)
-    num_accepted = sum(fast.speculation.num_accepted_draft_tokens for fast, _ in pairs)
-    fast_rate = _rate([fast for fast, _ in pairs])
-    plain_rate = _rate([plain for _, plain in pairs])
+    num_steps = sum(fast.metrics.speculation.num_spec_steps for fast, _ in pairs)
+    num_accepted = sum(fast.metrics.speculation.num_accepted_draft_tokens for fast, _ in pairs)
+    fast_rate, plain_rate = (_rate(answers) for answers in zip(*pairs, strict=True))
     return (
         f"demo: identical={'yes' if is_identical else 'no'} requests={2 * len(pairs) + 1} "
         f"mean_acceptance_length={1 + num_accepted / num_steps if num_steps else 1.0:.2f} "
         f"speedup={fast_rate / plain_rate if plain_rate else 0.0:.2f} "
-        f"failover_gap_seconds={survivor.longest_gap_seconds:.2f}"
+        f"failover_gap_seconds={max(gaps(survivor), default=0.0):.2f}"
     )
 
 
-def _rate(answers: Sequence[DemoAnswer]) -> float:
+def _rate(answers: Sequence[RequestRecord]) -> float:
     """Tokens after the first, a second, over all answers."""
-    seconds = sum(answer.streaming_seconds for answer in answers)
+    seconds = sum(sum(gaps(answer)) for answer in answers)
     return sum(len(answer.token_ids) - 1 for answer in answers) / seconds if seconds > 0 else 0.0
 
 
-def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[DemoAnswer, DemoAnswer]:
+def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[RequestRecord, RequestRecord]:
     """(with speculation, without)."""
     sys.stdout.write(f"\n=== {prompt.name} ===\n{prompt.text}\n")
     return (
@@ -115,7 +97,7 @@ def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[
     )
 
 
-def _answer_through_a_loss(cluster: Cluster, client: Client, twin: DemoAnswer) -> DemoAnswer:
+def _answer_through_a_loss(cluster: Cluster, client: Client, prompt: DemoPrompt, twin: RequestRecord) -> RequestRecord:
     """The twin's request again; the decode node that computes it is killed when half of the answer is there."""
     is_alive = True
 
@@ -125,8 +107,8 @@ def _answer_through_a_loss(cluster: Cluster, client: Client, twin: DemoAnswer) -
             is_alive = False
             cluster.kill(_busiest_decode_node(cluster, client), signal.SIGKILL)
 
-    sys.stdout.write(f"\n=== {twin.prompt.name} again; its decode node will be killed (SIGKILL) ===\n")
-    answer = _answer(client, twin.prompt, len(twin.token_ids), has_speculation=True, on_tokens=kill)
+    sys.stdout.write(f"\n=== {prompt.name} again; its decode node will be killed (SIGKILL) ===\n")
+    answer = _answer(client, prompt, len(twin.token_ids), has_speculation=True, on_tokens=kill)
     cluster.wait_serving()  # a node that is stopped while it starts has another exit status
     return answer
 
@@ -149,33 +131,30 @@ def _answer(
     *,
     has_speculation: bool,
     on_tokens: Callable[[int], None] = lambda _num_tokens: None,
-) -> DemoAnswer:
+) -> RequestRecord:
     """`on_tokens` is told after each delta how many tokens have come."""
     sys.stdout.write(f"\n--- {prompt.name}, {_mode(has_speculation=has_speculation)} ---\n")
     sys.stdout.flush()
     options = _options(prompt, max_tokens, has_speculation=has_speculation)
     sent_at = time.monotonic()
-    arrivals: list[float] = []
+    arrivals: list[tuple[float, int]] = []
     with client.generate(prompt.messages, **options) as stream:
         for delta in stream:
             if delta.token_ids:
-                arrivals.append(time.monotonic())
+                arrivals.append((time.monotonic(), len(delta.token_ids)))
             sys.stdout.write(delta.text)
             sys.stdout.flush()
             on_tokens(len(stream.token_ids()))
     sys.stdout.write("\n")
-    arrivals = arrivals or [sent_at]
-    metrics = stream.summary.metrics
-    return DemoAnswer(
-        prompt=prompt,
-        has_speculation=has_speculation,
+    return RequestRecord(
+        prompt_id=prompt.name,
+        kind=prompt.name,
+        sent_at=sent_at,
+        finished_at=time.monotonic(),
+        token_times=tuple(arrivals),
         token_ids=stream.token_ids(),
-        num_prompt_tokens=stream.started.num_prompt_tokens,
-        ttft_seconds=arrivals[0] - sent_at,
-        streaming_seconds=arrivals[-1] - arrivals[0],
-        longest_gap_seconds=max((after - before for before, after in pairwise(arrivals)), default=0.0),
-        speculation=metrics.speculation,
-        kv_transfer=metrics.kv_transfer,
+        usage=stream.summary.usage,
+        metrics=stream.summary.metrics,
     )
 
 
@@ -183,16 +162,16 @@ def _options(prompt: DemoPrompt, max_tokens: int, *, has_speculation: bool) -> G
     return {**prompt.options, "max_tokens": max_tokens, "speculation": has_speculation}
 
 
-def _describe_parting(client: Client, fast: DemoAnswer, plain: DemoAnswer) -> str:
+def _describe_parting(client: Client, prompt: DemoPrompt, fast: RequestRecord, plain: RequestRecord) -> str:
     """Where two answers first differ, and how close the two best tokens were there; empty if they are identical."""
     index = first_difference(fast.token_ids, plain.token_ids)
     if index is None:
         return ""
-    options = _options(plain.prompt, index + 1, has_speculation=False)
+    options = _options(prompt, index + 1, has_speculation=False)
     options["top_logprobs"] = 2
-    completion = client.complete(plain.prompt.messages, **options).completions[0]
+    completion = client.complete(prompt.messages, **options).completions[0]
     gap = completion.logprobs[index].gap if index < len(completion.logprobs) else None
-    return f"{plain.prompt.name}: answers differ from generated token {index} on; {describe_gap(gap)}"
+    return f"{prompt.name}: answers differ from generated token {index} on; {describe_gap(gap)}"
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -200,23 +179,24 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((index for index, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
-def _print_table(pairs: Sequence[tuple[DemoAnswer, DemoAnswer]]) -> None:
+def _print_table(pairs: Sequence[tuple[RequestRecord, RequestRecord]]) -> None:
     header = ("prompt", "tokens", "mode", "TTFT", "tokens/s", "mean acc. length", "KV moved", "connector", "identical")
     rows = [header]
     for fast, plain in pairs:
         identical = "yes" if fast.token_ids == plain.token_ids else "no"
-        for answer in (fast, plain):
-            length = answer.speculation.mean_acceptance_length
+        for answer, has_speculation in ((fast, True), (plain, False)):
+            length, moved = answer.metrics.speculation.mean_acceptance_length, answer.metrics.kv_transfer
+            ttft_seconds = answer.token_times[0][0] - answer.sent_at if answer.token_times else 0.0
             rows.append(
                 (
-                    answer.prompt.name,
-                    f"{answer.num_prompt_tokens}+{len(answer.token_ids)}",
-                    _mode(has_speculation=answer.has_speculation),
-                    f"{answer.ttft_seconds * 1e3:.0f} ms",
-                    f"{answer.tokens_per_second:.1f}",
+                    answer.prompt_id,
+                    f"{answer.usage.num_prompt_tokens}+{len(answer.token_ids)}",
+                    _mode(has_speculation=has_speculation),
+                    f"{ttft_seconds * 1e3:.0f} ms",
+                    f"{stream_rate(answer) or 0.0:.1f}",
                     f"{length:.2f}" if length else "-",
-                    f"{answer.kv_transfer.bytes / (1 << 20):.2f} MiB",
-                    answer.kv_transfer.connector or "-",
+                    f"{moved.bytes / (1 << 20):.2f} MiB",
+                    moved.connector or "-",
                     identical,
                 )
             )

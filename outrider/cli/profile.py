@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.page:
         requests = list(request_times(arguments.page, ended_serials(arguments.page) - ended))
         seconds = time.monotonic() - started_at
-        whole = [each for each in requests if each.age <= seconds]  # else some of their steps were not profiled
+        whole = [each for each in requests if each["age"] <= seconds]  # else some of their steps were not profiled
         _show(["", *request_lines(whole or requests, profiles)])
     if any(not profile.steps for profile in profiles):
         sys.stdout.flush()

@@ -75,10 +75,10 @@ def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile])
         return
 
     def mean(name: str) -> float:
-        return fmean(getattr(each, name) for each in requests)
+        return fmean(each[name] for each in requests)
 
-    in_prompt = _mean_step(profiles, {each.prefill_node for each in requests})
-    in_decode = _mean_step(profiles, {each.decode_node for each in requests})
+    in_prompt = _mean_step(profiles, {each["prefill_node"] for each in requests})
+    in_decode = _mean_step(profiles, {each["decode_node"] for each in requests})
     num_chunks, num_steps, step, total = mean("num_chunks"), mean("num_steps"), sum(in_decode.values()), mean("total")
     rows = [
         *((name, mean(name)) for name in BEFORE_PREFILL),

@@ -15,7 +15,7 @@ from outrider.cli.config import sections_of
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
 from outrider.cli.printable import printable
 from outrider.client import Client
-from outrider.client.replay import Difference, check_model, describe_gap, replay, why_not_replayable
+from outrider.client.replay import Comparison, check_model, describe_gap, replay, why_not_replayable
 from outrider.config.arguments import add_settings_arguments, load_arguments
 from outrider.config.values import without_passwords
 from outrider.errors import ConfigError, InvalidRequestError, MismatchError, NotFoundError, OutriderError
@@ -76,17 +76,18 @@ def _replay(client: Client, receipt: Receipt) -> int:
     if inexact := sorted({node.numerics for node in receipt.nodes if not node.numerics.startswith("exact (")}):
         expected = f"a difference is to be expected, as the numerics were {' and '.join(inexact)}"
         _say(f"outrider replay: {name}: {expected}", sys.stderr)
-    result = replay(client, receipt)
-    samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples} samples"
-    counts = f"{result.num_tokens} tokens, {samples}"
+    compared, nodes = replay(client, receipt)
+    differences = [sample for sample in compared if sample.is_different]
+    samples = "1 sample" if len(compared) == 1 else f"{len(compared)} samples"
+    counts = f"{sum(sample.num_alike for sample in compared)} tokens, {samples}"
     cut = {ABORTED: " of an answer that was aborted", FAILED: f" of an answer that failed ({receipt.error})"}
-    if not result.differences:
+    if not differences:
         _say(f"{name}: identical: {counts}{cut.get(receipt.end, '')}")
         return IDENTICAL
-    _say(f"{name}: different in {len(result.differences)} of {samples}")
-    for difference in result.differences:
+    _say(f"{name}: different in {len(differences)} of {samples}")
+    for difference in differences:
         _say(f"  {_describe(client, difference)}")
-    for line in _node_lines(receipt, result.nodes):
+    for line in _node_lines(receipt, nodes):
         _say(f"  {line}")
     return DIFFERENT
 
@@ -96,10 +97,11 @@ def _say(text: str, file: TextIO | None = None) -> None:
     (file or sys.stdout).write(f"{printable(text)}\n")
 
 
-def _describe(client: Client, found: Difference) -> str:
+def _describe(client: Client, found: Comparison) -> str:
     expected, computed = (_token_text(client, token_id) for token_id in (found.expected, found.computed))
+    position, index = found.recorded.start_position + found.num_alike, found.num_alike
     return (
-        f"sample {found.sample}, position {found.position} (generated token {found.index}): expected {expected}, "
+        f"sample {found.index}, position {position} (generated token {index}): expected {expected}, "
         f"computed {computed}; {describe_gap(found.gap)}"
     )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any, TypeVar
@@ -24,25 +23,8 @@ MAX_NUMBER = 1e9
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTimes:
-    """One request that ended. `encode` to `decoding` follow each other, in seconds of the router's clock."""
-
-    prefill_node: str
-    decode_node: str
-    num_prompt_tokens: int
-    num_chunks: int  # forward passes of the prefill node
-    num_steps: int  # of the decode node
-    encode: float
-    queue: float
-    open: float  # until the decode node has granted its place
-    prefill: float  # from the call to the end of the last chunk
-    transfer: float  # from the end of `prefill` until the decode node has acknowledged the last frame of KV
-    commit: float  # from the end of `transfer` until the decode node says that all KV is there
-    first_token: float  # from the end of `commit` to the first token
-    decoding: float  # from the first token to the last
-    total: float  # from arrival to the end
-    age: float  # from arrival to now
+RequestTimes = Mapping[str, Any]
+"""Of a request that ended: nodes, counts, and seconds of the router's clock. `encode` to `decoding` are in order."""
 
 
 def ended_serials(page: str) -> set[int]:
@@ -78,24 +60,20 @@ def _times(request: Any) -> RequestTimes | None:
     decoding_at, first_token_at = decodes[0]["start"], request["ttft_seconds"]
     numbers: dict[str, Any] = {
         "num_prompt_tokens": request["num_prompt_tokens"],
+        "num_chunks": len(chunks),  # forward passes of the prefill node
+        "num_steps": len({step["at"] for step in request["steps"]}),  # of the decode node
         **{kind: sum(span["end"] - span["start"] for span in spans.get(kind, ())) for kind in BEFORE_PREFILL},
-        "prefill": computed_at - prefills[0]["start"],
-        "transfer": pushed_at - computed_at,
-        "commit": decoding_at - pushed_at,
+        "prefill": computed_at - prefills[0]["start"],  # from the call to the end of the last chunk
+        "transfer": pushed_at - computed_at,  # until the decode node has acknowledged the last frame of KV
+        "commit": decoding_at - pushed_at,  # until the decode node says that all KV is there
         "first_token": first_token_at - decoding_at,
-        "decoding": request["steps"][-1]["at"] - first_token_at,
+        "decoding": request["steps"][-1]["at"] - first_token_at,  # from the first token to the last
         "total": request["e2e_seconds"],
-        "age": request["age_seconds"],
+        "age": request["age_seconds"],  # from arrival to now
     }
     if not all(abs(number) <= MAX_NUMBER for number in numbers.values()):  # nor is it so of NaN
         raise ValueError(f"no times of a request: {numbers}")
-    return RequestTimes(
-        prefill_node=str(prefills[0]["node"]),
-        decode_node=str(decodes[0]["node"]),
-        num_chunks=len(chunks),
-        num_steps=len({step["at"] for step in request["steps"]}),
-        **numbers,
-    )
+    return {"prefill_node": str(prefills[0]["node"]), "decode_node": str(decodes[0]["node"]), **numbers}
 
 
 def _get(page: str, path: str, parse: Callable[[Any], T]) -> T:

@@ -6,7 +6,7 @@ escaped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -89,7 +89,8 @@ class ClusterView:
             peak = max(_finite(rate) for trail in trails for rate in trail.tokens_per_second.by_bucket())
             for node, trail in zip(nodes, trails, strict=True):
                 is_shown = node.state in _REPORTING  # zeros of a node that does not report would look like figures
-                cells = [each.cell(node, trail, peak) if is_shown or each.is_left else ("", "") for each in columns]
+                found = dict(zip(_COLUMNS, _cells(node, trail, peak), strict=True))
+                cells = [found[each] if is_shown or each.is_left else ("", "") for each in columns]
                 yield _row(escaped(node.name), name_width, columns, cells, _STYLES.get(_standing(node), ""))
 
     def _moves(self, status: ClusterStatus) -> Text:
@@ -139,80 +140,54 @@ class _Column:
     title: str
     width: int
     rank: int  # of a narrow terminal's columns those of a high rank are left out
-    cell: Callable[[NodeStatus, NodeTrail, float], _Cell]  # of the role's highest rate of the last minute
     is_left: bool = False  # words and pictures; numbers stand to the right
 
 
 FIRST_EXTRA = 9
 """The rank from which a column is less wanted than the whole names."""
 
+_COLUMNS = (
+    _Column("STATE", 11, 1, is_left=True),
+    _Column("RUN/WAIT", 9, 2),
+    _Column("KV", 4, 4),
+    _Column("", BAR_CELLS, 10, is_left=True),
+    _Column("TOK/S", 6, 3),
+    _Column("LAST MINUTE", 12, 9, is_left=True),
+    _Column("ACCEPT", 6, 5),
+    _Column("HITS", 4, 7),
+    _Column("KV MB/S", 7, 8),
+    _Column("STEPS/S", 7, 6),
+)
 
-def _state(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
-    standing = _standing(node)
-    return standing, _STYLES.get(standing, "")
+
+def _cells(node: NodeStatus, trail: NodeTrail, peak: float) -> tuple[_Cell, ...]:
+    """Of all columns. `peak`: the role's highest rate of the last minute."""
+    load, standing, length = node.load, _standing(node), node.load.mean_acceptance_length
+    used, step_rate = _kv_use(node), trail.steps.rise_per_second
+    full = "bold yellow" if used is not None and used >= FULL_KV else ""
+    return (
+        (standing, _STYLES.get(standing, "")),
+        (f"{_short(load.num_running)}/{_short(load.num_waiting)}", "yellow" if load.num_waiting else ""),
+        ("" if used is None else f"{used:.0%}", full),
+        ("" if used is None else _bar(used), full or "blue"),
+        (_short(load.tokens_per_second), "bold"),
+        (_sparkline(trail, peak), "cyan"),
+        (f"{length:.2f}" if length else "", ""),
+        (f"{load.look_ahead_hit_rate:.0%}" if length and node.role is NodeRole.DECODE else "", ""),
+        ("" if node.role is NodeRole.DRAFT else _short(load.kv_bytes_per_second / 1e6), ""),
+        ("–" if step_rate is None else _short(step_rate), ""),
+    )
 
 
-def _batch(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
-    return f"{_short(node.load.num_running)}/{_short(node.load.num_waiting)}", "yellow" if node.load.num_waiting else ""
-
-
-def _kv(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
-    used = _kv_use(node)
-    return ("", "") if used is None else (f"{used:.0%}", "bold yellow" if used >= FULL_KV else "")
-
-
-def _kv_bar(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
-    used = _kv_use(node)
-    if used is None:
-        return "", ""
+def _bar(used: float) -> str:
     num_eighths = round(used * BAR_CELLS * 8)
     bar = "█" * (num_eighths // 8) + BAR_PARTS[num_eighths % 8]
-    return f"{bar:·<{BAR_CELLS}}", "bold yellow" if used >= FULL_KV else "blue"
+    return f"{bar:·<{BAR_CELLS}}"
 
 
-def _rate(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
-    return _short(node.load.tokens_per_second), "bold"
-
-
-def _sparkline(_node: NodeStatus, trail: NodeTrail, peak: float) -> _Cell:
-    rates = trail.tokens_per_second.by_bucket()
-    top = len(SPARKS) - 1
-    return "".join(
-        " " if rate is None else SPARKS[round(_finite(rate) / peak * top) if peak else 0] for rate in rates
-    ), "cyan"
-
-
-def _acceptance(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
-    length = node.load.mean_acceptance_length
-    return (f"{length:.2f}" if length else "", "")
-
-
-def _hits(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
-    has_drafts = node.role is NodeRole.DECODE and node.load.mean_acceptance_length
-    return (f"{node.load.look_ahead_hit_rate:.0%}" if has_drafts else "", "")
-
-
-def _transfers(node: NodeStatus, _trail: NodeTrail, _peak: float) -> _Cell:
-    return ("" if node.role is NodeRole.DRAFT else _short(node.load.kv_bytes_per_second / 1e6)), ""
-
-
-def _steps(_node: NodeStatus, trail: NodeTrail, _peak: float) -> _Cell:
-    rate = trail.steps.rise_per_second
-    return ("–" if rate is None else _short(rate)), ""
-
-
-_COLUMNS = (
-    _Column("STATE", 11, 1, _state, is_left=True),
-    _Column("RUN/WAIT", 9, 2, _batch),
-    _Column("KV", 4, 4, _kv),
-    _Column("", BAR_CELLS, 10, _kv_bar, is_left=True),
-    _Column("TOK/S", 6, 3, _rate),
-    _Column("LAST MINUTE", 12, 9, _sparkline, is_left=True),
-    _Column("ACCEPT", 6, 5, _acceptance),
-    _Column("HITS", 4, 7, _hits),
-    _Column("KV MB/S", 7, 8, _transfers),
-    _Column("STEPS/S", 7, 6, _steps),
-)
+def _sparkline(trail: NodeTrail, peak: float) -> str:
+    rates, top = trail.tokens_per_second.by_bucket(), len(SPARKS) - 1
+    return "".join(" " if rate is None else SPARKS[round(_finite(rate) / peak * top) if peak else 0] for rate in rates)
 
 
 def _fitting(width: int, nodes: Sequence[NodeStatus]) -> tuple[int, list[_Column]]:

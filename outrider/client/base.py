@@ -18,9 +18,8 @@ from outrider.client.options import (
     with_request_id,
     with_resume_window,
 )
-from outrider.client.record import StreamRecord
+from outrider.client.record import StreamRecord, StreamRequest
 from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
-from outrider.client.stream_request import StreamRequest
 from outrider.client.targets import DEFAULT_TARGET, Targets
 from outrider.errors import OutriderError
 from outrider.rpc.credentials import TlsConfig, client_credentials
@@ -50,12 +49,13 @@ class BaseStream(StreamRecord):
         super().__init__(wanted)
         self._cancelled = self._make_event()
         self._open_call = open_call
+        self._attempts = attempts
         self._abort = abort
         self._continuation = Continuation(self, wanted, targets=targets, attempts=attempts)
         self._call = self._open()
 
     def _open(self) -> Any:
-        return self._open_call(self._continuation.step, self._continuation.remaining_seconds())
+        return self._open_call(self._continuation.step, self._attempts.remaining_seconds())
 
     def _next_step(self, rpc_error: grpc.RpcError) -> Step:
         """The call that follows one that failed. Raises: OutriderError when there is none."""

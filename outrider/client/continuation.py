@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.client.record import StreamRecord
+from outrider.client.record import StreamRecord, StreamRequest
 from outrider.client.retry import Attempts
-from outrider.client.stream_request import StreamRequest
 from outrider.client.targets import Targets
 from outrider.errors import (
     LOSES_NODES,
@@ -58,14 +56,12 @@ class Continuation:
         *,
         targets: Targets,
         attempts: Attempts,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record = record
         self._request = wanted.request
         self._window_seconds = wanted.resume_window_seconds
         self._targets = targets
         self._attempts = attempts
-        self._clock = clock
         self._num_events = 0  # that the record had when the last call began
         self._num_failures = 0  # since the last event
         self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
@@ -78,10 +74,6 @@ class Continuation:
         """Whether a router would go on computing the answer without a reader."""
         return self._window_seconds is not None and not self._record.is_complete and not self._is_over
 
-    def remaining_seconds(self) -> float | None:
-        """What is left for the call at hand; None: no limit."""
-        return self._attempts.remaining_seconds()
-
     def next_after(self, error: OutriderError) -> Step:
         """The call that follows one that failed. Raises: `error`, where none does."""
         if self._record.num_events > self._num_events:  # something has arrived since the last call
@@ -91,7 +83,7 @@ class Continuation:
         try:
             resumable = self._window_seconds is not None
             self.step = self._resumed_after(error) if resumable else self._begun_again_after(error)
-            remaining = self.remaining_seconds()
+            remaining = self._attempts.remaining_seconds()
             if remaining is not None and self.step.pause_seconds >= remaining:
                 raise error
         except OutriderError:
@@ -110,8 +102,8 @@ class Continuation:
         if is_first and isinstance(error, CapacityError) and not self._record.has_started:
             return self._attempted_again(error, step.target)  # refused, not lost
         if self._lost_at is None:
-            self._lost_at = self._clock()
-        if self._clock() - self._lost_at > self._window_seconds:
+            self._lost_at = time.monotonic()
+        if time.monotonic() - self._lost_at > self._window_seconds:
             raise error
         if step.method == "Resume" and isinstance(error, (NotFoundError, NotSupportedError)):
             return self._sent_again(error)

@@ -1,14 +1,35 @@
-"""What has arrived of a Generate stream."""
+"""What is wanted of a Generate stream, and what has arrived."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from outrider.answer import Delta, Finished, Started, Summary
-from outrider.client.stream_request import StreamRequest
 from outrider.errors import InternalError
 from outrider.v1 import router_pb2
 from outrider.wire.answer import event_from_proto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRequest:
+    """The answer to a request, or the rest of an answer whose request id is known."""
+
+    request_id: str
+    request: router_pb2.GenerateRequest | None  # None: only its id is known
+    resume_window_seconds: float | None  # None: it cannot be resumed
+    next_positions: Mapping[int, int] = field(default_factory=dict)  # by sample, as Resume takes them
+
+    @classmethod
+    def answer_to(cls, request: router_pb2.GenerateRequest) -> Self:
+        """`request` has its id."""
+        window = request.resume_window
+        return cls(
+            request_id=request.request_id,
+            request=request,
+            resume_window_seconds=window.ToNanoseconds() / 1e9 if request.HasField("resume_window") else None,
+        )
 
 
 class StreamRecord:

@@ -16,24 +16,41 @@ from outrider.wire.enums import VERIFICATION_METHODS
 from outrider.wire.receipt import request_from_receipt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """The first token of a sample that is not the receipt's; what follows it cannot be compared."""
+@dataclass(slots=True)
+class Comparison:
+    """One sample, token by token, up to the first that is not the receipt's: what follows it cannot be compared."""
 
-    sample: int
-    position: int  # as the contract counts
-    index: int  # of the tokens that the receipt's call made
-    expected: int | None  # the receipt's token; None: its answer had ended
-    computed: int | None  # None: the answer has ended
-    gap: float | None  # of the two best tokens' logprobs there, as the sampler saw them; None: not known
+    index: int
+    recorded: ReceiptSample
+    num_alike: int = 0
+    is_different: bool = False
+    computed: int | None = None  # the token that is not the receipt's; None: the answer has ended
+    gap: float | None = None  # of the two best tokens' logprobs there, as the sampler saw them; None: not known
 
+    @property
+    def expected(self) -> int | None:
+        """The receipt's next token; None: its answer had ended."""
+        known = self.recorded.token_ids
+        return known[self.num_alike] if self.num_alike < len(known) else None
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    num_tokens: int  # that are the receipt's, of all samples
-    num_samples: int
-    differences: tuple[Difference, ...]  # at most one a sample
-    nodes: tuple[NodeStamp, ...]  # that computed it now; empty where the router does not say
+    @property
+    def has_ended(self) -> bool:
+        """There is no more to compare. What follows the tokens of an answer that was cut is not known."""
+        return self.is_different or (self.expected is None and not self.recorded.is_whole)
+
+    def take(self, delta: Delta) -> None:
+        for offset, token_id in enumerate(delta.token_ids):
+            if self.has_ended:
+                return
+            if token_id == self.expected:
+                self.num_alike += 1
+            else:
+                self.is_different, self.computed = True, token_id
+                self.gap = delta.logprobs[offset].gap if offset < len(delta.logprobs) else None
+
+    def end(self) -> None:
+        """Nothing more is computed."""
+        self.is_different |= not self.has_ended and self.expected is not None
 
 
 def why_not_replayable(receipt: Receipt) -> str:
@@ -55,9 +72,10 @@ def check_model(receipt: Receipt, served: Model) -> None:
         )
 
 
-def replay(client: Client, receipt: Receipt) -> Replayed:
-    """Stops the request once every sample has differed, or all of the receipt's tokens are compared.
+def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[NodeStamp, ...]]:
+    """(its samples, the nodes that computed it now: none where the router does not say).
 
+    Stops the request once every sample has differed, or all of the receipt's tokens are compared.
     Raises: OutriderErrors.
     """
     request = _request_of(receipt)
@@ -68,7 +86,7 @@ def replay(client: Client, receipt: Receipt) -> Replayed:
     request.output.top_logprobs = 2
     request.output.logprobs_mode = router_pb2.LOGPROBS_MODE_SAMPLED
     request.output.token_ids_only = True
-    samples = [_Comparison(index, sample) for index, sample in enumerate(receipt.samples)]
+    samples = [Comparison(index, sample) for index, sample in enumerate(receipt.samples)]
     was_stopped = False
     with client.generate_message(request) as stream:
         for delta in stream:
@@ -83,57 +101,7 @@ def replay(client: Client, receipt: Receipt) -> Replayed:
         if not sample.has_ended and (finished is None or finished.reason.value == "aborted"):
             raise AbortedError(f"the replay of request {receipt.request_id!r} was aborted")
         sample.end()
-    return Replayed(
-        num_tokens=sum(sample.num_alike for sample in samples),
-        num_samples=len(samples),
-        differences=tuple(sample.difference for sample in samples if sample.difference is not None),
-        nodes=stamps_from_text(trailers.get(NODES_KEY, "")),
-    )
-
-
-class _Comparison:
-    """Of one sample."""
-
-    def __init__(self, index: int, expected: ReceiptSample) -> None:
-        self.index = index
-        self.num_alike = 0
-        self.difference: Difference | None = None
-        self._expected = expected
-
-    @property
-    def has_ended(self) -> bool:
-        """There is no more to compare. What follows the tokens of an answer that was cut is not known."""
-        is_cut = not self._expected.is_whole and self.num_alike == len(self._expected.token_ids)
-        return is_cut or self.difference is not None
-
-    def take(self, delta: Delta) -> None:
-        for offset, token_id in enumerate(delta.token_ids):
-            if self.has_ended:
-                return
-            if token_id == self._next():
-                self.num_alike += 1
-            else:
-                gap = delta.logprobs[offset].gap if offset < len(delta.logprobs) else None
-                self._differ(token_id, gap)
-
-    def end(self) -> None:
-        """Nothing more is computed."""
-        if not self.has_ended and self._next() is not None:
-            self._differ(None, None)
-
-    def _next(self) -> int | None:
-        known = self._expected.token_ids
-        return known[self.num_alike] if self.num_alike < len(known) else None
-
-    def _differ(self, computed: int | None, gap: float | None) -> None:
-        self.difference = Difference(
-            sample=self.index,
-            position=self._expected.start_position + self.num_alike,
-            index=self.num_alike,
-            expected=self._next(),
-            computed=computed,
-            gap=gap,
-        )
+    return samples, stamps_from_text(trailers.get(NODES_KEY, ""))
 
 
 def describe_gap(gap: float | None) -> str:

@@ -8,12 +8,10 @@ assert set(cluster.exit_statuses.values()) == {0}
 
 from __future__ import annotations
 
-from outrider.cluster.child import ChildState, NodeProcess
+from outrider.cluster.child import ChildState, ClusterEvent, EventKind, NodeProcess
 from outrider.cluster.cluster import Cluster
-from outrider.cluster.config import ClusterConfig, GatewayConfig
-from outrider.cluster.events import ClusterEvent, EventKind
+from outrider.cluster.config import ClusterConfig, GatewayConfig, Supervision
 from outrider.cluster.plan import Launch
-from outrider.cluster.supervision import Supervision
 
 __all__ = [
     "ChildState",

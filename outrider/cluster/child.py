@@ -1,4 +1,4 @@
-"""One child process: its announcements, log file and exit status."""
+"""One child process: its announcements, log file and exit status, and the events that are told of it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,28 @@ class NodeProcess:
     num_restarts: int
     log_path: Path
     description: Mapping[str, Any] = field(default_factory=dict)  # as announced when it began to serve
+
+
+class EventKind(enum.Enum):
+    STARTING = "starting"
+    LISTENING = "listening"
+    PROGRESS = "progress"
+    SERVING = "serving"
+    DIED = "died"
+    FAILED = "failed"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterEvent:
+    """A change of one process. `done` and `total` belong to PROGRESS (total 0: unknown)."""
+
+    kind: EventKind
+    name: str
+    message: str = ""
+    done: int = 0
+    total: int = 0
 
 
 class Child:

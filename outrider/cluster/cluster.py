@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from outrider.cluster.child import Child, ChildState, NodeProcess
-from outrider.cluster.config import ClusterConfig
-from outrider.cluster.events import ClusterEvent, EventKind
+from outrider.cluster.child import Child, ChildState, ClusterEvent, EventKind, NodeProcess
+from outrider.cluster.config import ClusterConfig, Supervision
 from outrider.cluster.plan import (
     DECODE,
     DRAFT,
@@ -28,7 +27,6 @@ from outrider.cluster.plan import (
     child_command,
     plan_children,
 )
-from outrider.cluster.supervision import Supervision
 from outrider.errors import InternalError, NotFoundError, PeerLostError
 
 TICK_SECONDS = 0.05
@@ -69,7 +67,8 @@ class Cluster:
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._must_kill = False
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """Why the cluster could not start, or None."""
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------ for the owner
@@ -87,19 +86,14 @@ class Cluster:
         """Until every process serves. Raises: PeerLostError when one cannot start, or at the timeout."""
         with self._changed:
             reached = self._changed.wait_for(
-                lambda: self._failure is not None or self._stopping.is_set() or self._all_serve(), timeout_seconds
+                lambda: self.failure is not None or self._stopping.is_set() or self._all_serve(), timeout_seconds
             )
-            failure = self._failure
+            failure = self.failure
         if failure is not None:
             raise PeerLostError(failure, reason="START_FAILED")
         if not reached or not self._all_serve():
             missing = ", ".join(child.spec.name for child in self._children if child.state is not ChildState.SERVING)
             raise PeerLostError(f"does not serve: {missing}; logs in {self.log_directory}", reason="START_FAILED")
-
-    @property
-    def failure(self) -> str | None:
-        """Why the cluster could not start, or None."""
-        return self._failure
 
     @property
     def router_address(self) -> str:
@@ -186,12 +180,12 @@ class Cluster:
 
     def _run(self) -> None:
         try:
-            while not (self._stopping.is_set() or self._must_kill or self._failure):
+            while not (self._stopping.is_set() or self._must_kill or self.failure):
                 self._step()
                 self._stopping.wait(TICK_SECONDS)
         except Exception as error:
             with self._changed:
-                self._failure = f"the supervisor failed: {error!r}"
+                self.failure = f"the supervisor failed: {error!r}"
                 self._changed.notify_all()
             raise
         finally:
@@ -307,7 +301,7 @@ class Cluster:
             self._become(child, ChildState.ENDED)
         if self._turns_directory is not None:
             shutil.rmtree(self._turns_directory, ignore_errors=True)
-        if self.launch.log_directory is None and self._failure is None and not any(self.exit_statuses.values()):
+        if self.launch.log_directory is None and self.failure is None and not any(self.exit_statuses.values()):
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def _seconds_to_end(self, children: list[Child]) -> float:
@@ -333,7 +327,7 @@ class Cluster:
 
     def _fail(self, child: Child, message: str) -> None:
         with self._changed:
-            self._failure = message
+            self.failure = message
             self._changed.notify_all()
         self._tell(child, EventKind.FAILED, message)
 

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TextIO
 
-from outrider.cluster.events import ClusterEvent, EventKind
+from outrider.cluster.child import ClusterEvent, EventKind
 
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1

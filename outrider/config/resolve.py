@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config.imports import SPECULATIVE, Imported, Translated, translate
-from outrider.config.settings import default_of, describe_settings, nested_type, setting_fields
-from outrider.config.unknown_keys import unknown_key
+from outrider.config.settings import default_of, describe_settings, nested_type, setting_fields, unknown_key
 from outrider.config.values import checked, from_text, without_passwords
 from outrider.config.yaml_files import Entry, read_entries
 from outrider.errors import ConfigError

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -105,6 +106,19 @@ def _described(prefix: str, kind: Any, default: Any) -> Iterator[SettingInfo]:
             continue
         limits, text = item.metadata.get("limits", Limits()), item.metadata.get("help", "")
         yield SettingInfo(key=key, kind=hints[item.name], default=value, limits=limits, help=text)
+
+
+def unknown_key(key: str, known: Collection[str]) -> str:
+    """The key as far as it is known, and the nearest of those that could stand there."""
+    names, owner = key.split("."), ""
+    for name in names:
+        beside = {other.removeprefix(owner).partition(".")[0] for other in known if other.startswith(owner)}
+        if name not in beside:
+            break
+        owner += f"{name}."
+    nearest = difflib.get_close_matches(name, sorted(beside), n=1, cutoff=0.0)
+    hint = f"the nearest is {owner}{nearest[0]}" if nearest else f"{owner[:-1]} has no settings of its own"
+    return f"unknown key {owner}{name}; {hint}"
 
 
 def default_of(kind: Any, key: str) -> Any:

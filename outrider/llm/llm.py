@@ -23,7 +23,6 @@ from outrider.config.imports import vllm_entries
 from outrider.config.values import is_null
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
-from outrider.llm.arguments import check_arguments
 from outrider.llm.batch import Batch, MakeBar
 from outrider.llm.outputs import RequestOutput
 from outrider.llm.prompts import PromptType, Request, Source, for_each, read_conversations, read_prompts
@@ -40,6 +39,23 @@ UNSET = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
 CLOSED = ("router.token_file", "router.tls.", "security.tls.")
 """Beginnings of the settings by which routers refuse requests in plaintext or without a token."""
 UseTqdm = bool | MakeBar
+
+
+_RENDER = "render the prompt with get_tokenizer().apply_chat_template and pass its token ids to generate"
+_INSTEAD = {
+    "priority": "requests of one LLM are equal, and start in their order",
+    "prompt_token_ids": "pass token ids as prompts",
+    "guided_options_request": "use structured_outputs of SamplingParams",
+    "lora_request": "merge the adapter into the model",
+    "tokenization_kwargs": "encode with get_tokenizer() and pass token ids",
+    "mm_processor_kwargs": "prompts are text",
+    "chat_template": _RENDER,
+    "chat_template_kwargs": _RENDER,
+    "chat_template_content_format": "contents are sent to the template as text",
+    "continue_final_message": _RENDER,
+    "tools": _RENDER,
+}
+"""By argument of vLLM's `generate` and `chat`, what to do without it."""
 
 
 class LLM:
@@ -126,7 +142,7 @@ class LLM:
         a parameter; RuntimeError after `close`; PeerLostError when nodes end again and again. Then no answer is
         returned.
         """
-        check_arguments("generate", unsupported)
+        _check_arguments("generate", unsupported)
         return self._answer("prompts", read_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
@@ -142,7 +158,7 @@ class LLM:
 
         `messages` are OpenAI's, {"role": "user", "content": "…"}, of text only.
         """
-        check_arguments("chat", unsupported)
+        _check_arguments("chat", unsupported)
         options = GenerateOptions(add_generation_prompt=add_generation_prompt)
         return self._answer("messages", read_conversations(messages), sampling_params, use_tqdm, options)
 
@@ -199,6 +215,15 @@ class LLM:
         """What every request has of its own."""
         options = GenerateOptions(request_id=str(next(self._request_ids)))
         return options if self._seeds is None else {**options, "seed": self._seeds.getrandbits(SEED_BITS)}
+
+
+def _check_arguments(method: str, arguments: Mapping[str, Any]) -> None:
+    """What vLLM has and we have not passes at its default only. Raises: TypeError, ValueError."""
+    for name, value in arguments.items():
+        if name not in _INSTEAD:
+            raise TypeError(f"LLM.{method}() has no argument {name!r}")
+        if value not in (None, False, "auto"):
+            raise ValueError(f"LLM.{method}({name}={value!r}) is not supported: {_INSTEAD[name]}")
 
 
 def _make_bar(use_tqdm: UseTqdm) -> MakeBar:

@@ -108,12 +108,13 @@ def _check_pair(config: TlsConfig) -> None:
 
 
 def _stamp_of(config: TlsConfig) -> _Stamp:
-    return tuple(_file_stamp(path) for path in (config.certificate, config.private_key, config.authority) if path)
+    return tuple(file_stamp(path) for path in (config.certificate, config.private_key, config.authority) if path)
 
 
-def _file_stamp(path: Path) -> tuple[int, int, int]:
+def file_stamp(path: Path) -> tuple[int, int, int]:
+    """What differs once a file was changed; zeros where it is missing."""
     try:
         found = path.stat()
     except OSError:
-        return (0, 0, 0)  # missing: reading it raises the error
+        return (0, 0, 0)
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -6,8 +6,7 @@ The name `LIVENESS` is SERVING as long as the process answers, whatever it waits
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,14 +15,6 @@ from grpc_health.v1._async import HealthServicer
 HEALTH_SERVICE = "grpc.health.v1.Health"
 LIVENESS = "liveness"
 """For probes that restart a process: other nodes' states, its start and its drain do not change it."""
-
-
-@runtime_checkable
-class DependsOnOthers(Protocol):
-    """A service that serves only while others do."""
-
-    def follow_readiness(self, tell: Callable[[bool], None]) -> None:
-        """Calls `tell` now and at every change, on the event loop: whether requests can be served."""
 
 
 class Health:
@@ -46,7 +37,7 @@ class Health:
         await self._tell()
 
     def set_ready(self, is_ready: bool) -> None:  # noqa: FBT001 a listener of one value
-        """For a `DependsOnOthers`."""
+        """For a service that depends on others (`outrider.service.server.FrontService`)."""
         if is_ready is not self._is_ready:
             self._is_ready = is_ready
             self._telling = asyncio.create_task(self._tell(), name="health")

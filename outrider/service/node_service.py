@@ -24,6 +24,8 @@ TRACE_CHUNK_BYTES = 1 << 20
 DEFAULT_INTERVAL_SECONDS = 0.2
 LEAST_INTERVAL_SECONDS = 0.05
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 
 def make_incarnation() -> bytes:
     """16 random bytes that name one run of one process."""
@@ -50,17 +52,11 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self._tokenizer_files = tokenizer_files
         self._profiles = profiles
 
-    async def GetNode(  # noqa: N802 the proto's name
-        self,
-        request: node_pb2.GetNodeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> node_pb2.NodeInfo:
+    async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:  # noqa: N802 the proto's name
         return info_to_proto(self._info())
 
     async def GetTokenizer(  # noqa: N802
-        self,
-        request: node_pb2.GetTokenizerRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: node_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[node_pb2.TokenizerChunk]:
         files = self._tokenizer_files()
         if not files:
@@ -70,9 +66,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
                 yield node_pb2.TokenizerChunk(file_name=name, data=data[start : start + TOKENIZER_CHUNK_BYTES])
 
     async def Watch(  # noqa: N802
-        self,
-        request: node_pb2.WatchNodeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: node_pb2.WatchNodeRequest, context: Context
     ) -> AsyncIterator[node_pb2.NodeReport]:
         interval = request.interval_milliseconds / 1000 or DEFAULT_INTERVAL_SECONDS
         interval = max(interval, LEAST_INTERVAL_SECONDS)
@@ -81,9 +75,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             await asyncio.sleep(interval)
 
     async def Profile(  # noqa: N802
-        self,
-        request: node_pb2.ProfileRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: node_pb2.ProfileRequest, context: Context
     ) -> AsyncIterator[node_pb2.ProfileChunk]:
         async with rpc_errors(context):
             options = options_from_proto(request)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from io import BufferedIOBase
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -33,14 +33,6 @@ class Page(NamedTuple):
 
 FindPage = Callable[[str], Page]
 """The page at a path, or one that says why there is none. Called in threads of HTTP connections, several at once."""
-
-
-@runtime_checkable
-class HasPages(Protocol):
-    """A service that shows pages."""
-
-    def pages(self) -> FindPage:
-        """Called once, on the event loop, before the service starts."""
 
 
 class _Output(BufferedIOBase):

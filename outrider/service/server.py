@@ -17,9 +17,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Never, Protocol
+from typing import TYPE_CHECKING, Any, Never, Protocol, runtime_checkable
 from wsgiref.simple_server import WSGIServer
 
 import grpc
@@ -38,8 +38,8 @@ from outrider.rpc.tls_files import TlsFiles
 from outrider.service.address import is_loopback, reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
-from outrider.service.health import HEALTH_SERVICE, DependsOnOthers, Health
-from outrider.service.pages import FindPage, HasPages, PatientRequest, with_pages
+from outrider.service.health import HEALTH_SERVICE, Health
+from outrider.service.pages import FindPage, PatientRequest, with_pages
 from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
@@ -83,6 +83,17 @@ class Service(Protocol):
     async def drain(self, deadline_seconds: float) -> None: ...
     async def stop(self) -> None: ...
     def describe(self) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class FrontService(Service, Protocol):
+    """One that clients see: it shows pages, and serves only while others do."""
+
+    def pages(self) -> FindPage:
+        """Called once, on the event loop, before the service starts."""
+
+    def follow_readiness(self, tell: Callable[[bool], None]) -> None:
+        """Calls `tell` now and at every change, on the event loop: whether requests can be served."""
 
 
 def run_service(
@@ -143,7 +154,7 @@ class _ServiceProcess:
         try:
             address = bind(server, self.config, self.security, role=self.role, client_tls=self.client_tls)
             await server.start()
-            pages = self.service.pages() if isinstance(self.service, HasPages) else None
+            pages = self.service.pages() if isinstance(self.service, FrontService) else None
             metrics = serve_metrics(self.config, find_page=pages)
         except (OutriderError, OSError) as error:
             _log.error("cannot listen", error=str(error))
@@ -197,7 +208,7 @@ class _ServiceProcess:
             trace = None if isinstance(failure, OutriderError) else failure
             _log.error("cannot start", error=str(failure), exc_info=trace)
             return 1
-        if isinstance(self.service, DependsOnOthers):
+        if isinstance(self.service, FrontService):
             self.service.follow_readiness(health.set_ready)
         _settle_memory()
         await health.set_serving(is_serving=True)

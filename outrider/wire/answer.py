@@ -54,7 +54,9 @@ def event_from_proto(proto: router_pb2.GenerateResponse) -> AnswerEvent | None:
     """None for an event that this version does not know."""
     match proto.WhichOneof("event"):
         case "delta":
-            return delta_from_proto(proto.delta)
+            delta = proto.delta
+            logprobs = logprobs_from_proto(delta.logprobs)
+            return Delta(delta.sample, delta.start_position, tuple(delta.token_ids), delta.text, logprobs)
         case "finished":
             return FINISHED.from_proto(proto.finished)
         case "started":
@@ -186,16 +188,6 @@ def _delta_response(event: Delta) -> router_pb2.GenerateResponse:
     if event.logprobs:
         delta.logprobs.extend(map(token_logprobs_to_proto, event.logprobs))
     return response
-
-
-def delta_from_proto(proto: router_pb2.Delta) -> Delta:
-    return Delta(
-        sample=proto.sample,
-        start_position=proto.start_position,
-        token_ids=tuple(proto.token_ids),
-        text=proto.text,
-        logprobs=logprobs_from_proto(proto.logprobs),
-    )
 
 
 def token_logprobs_to_proto(value: TokenLogprobs) -> router_pb2.TokenLogprobs:

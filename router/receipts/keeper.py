@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from outrider import __version__
 from outrider.errors import RESUMED_ELSEWHERE
@@ -18,9 +20,12 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.v1 import router_pb2
 from outrider.wire.receipt import request_to_receipt
 from router.answer import Answer
+from router.config import STORE, RouterConfig
 from router.receipts.base import ReceiptLine, ReceiptSink
+from router.receipts.directory import DirectoryReceipts
 from router.request_figures import RequestFigures
 from router.request_parsing import complete_proto
+from router.store.factory import store_address
 
 MAX_WAITING = 256
 MAX_WAITING_TOKENS = 1 << 22
@@ -46,6 +51,23 @@ class EndedRequest:
     def line(self) -> ReceiptLine:
         request = request_to_receipt(complete_proto(self.proto, self.request))
         return ReceiptLine(self.receipt.request_id, replace(self.receipt, request=request).to_line())
+
+
+def make_sink(
+    config: RouterConfig, *, incarnation: bytes, environ: Mapping[str, str] = os.environ
+) -> ReceiptSink | None:
+    """What `router.receipts` says, for a router of this incarnation; None: no receipts. Raises: ConfigError."""
+    match config.receipts:
+        case "":
+            return None
+        case name if name == STORE:
+            address = store_address(config.store, environ)
+            from router.receipts.valkey import ValkeyReceipts
+
+            return ValkeyReceipts(address, timeout_seconds=config.store_timeout_seconds)
+        case folder:
+            path = Path(folder).expanduser()
+            return DirectoryReceipts(path, max_bytes=config.receipts_bytes, incarnation=incarnation)
 
 
 def end_request(
@@ -89,12 +111,10 @@ class ReceiptKeeper:
         self._sink = sink
         self._router = router
         self._on_lost = on_lost
-        self._waiting: deque[EndedRequest] = deque()
+        self._waiting: asyncio.Queue[EndedRequest] = asyncio.Queue()
         self._num_waiting_tokens = 0
+        self._num_unwritten = 0  # those that wait, and those that are being written
         self._num_lost = 0  # since the last time that all were kept
-        self._num_writing = 0
-        self._is_stopping = False
-        self._wake = asyncio.Event()
         self._work = asyncio.create_task(self._run(), name="receipts")
 
     def keep(
@@ -109,35 +129,35 @@ class ReceiptKeeper:
             return
         ended = end_request(proto, answer, figures, model, router=self._router)
         num_waiting_tokens = self._num_waiting_tokens + ended.num_tokens
-        if len(self._waiting) >= MAX_WAITING or (self._waiting and num_waiting_tokens > MAX_WAITING_TOKENS):
+        num_waiting = self._waiting.qsize()
+        if num_waiting >= MAX_WAITING or (num_waiting and num_waiting_tokens > MAX_WAITING_TOKENS):
             self._lose(1, "they come faster than they are written")
             return
         self._num_waiting_tokens = num_waiting_tokens
-        self._waiting.append(ended)
-        self._wake.set()
+        self._num_unwritten += 1
+        self._waiting.put_nowait(ended)
 
     async def stop(self) -> None:
         """Writes what waits, for at most `STOP_SECONDS`."""
-        self._is_stopping = True
-        self._wake.set()
-        await asyncio.wait((self._work,), timeout=STOP_SECONDS)
-        if not self._work.done():
-            self._work.cancel()
-            self._lose(len(self._waiting) + self._num_writing, "the router stops")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._waiting.join()
+        self._work.cancel()
+        if self._num_unwritten:
+            self._lose(self._num_unwritten, "the router stops")
             return  # a disk that hangs has its file open
         await self._sink.close()
 
     async def _run(self) -> None:
-        while self._waiting or not self._is_stopping:
-            self._wake.clear()
-            if not self._waiting:
-                await self._wake.wait()
-                continue
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < MAX_BATCH and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
             self._num_waiting_tokens -= sum(ended.num_tokens for ended in batch)
-            self._num_writing = len(batch)
             await self._write(batch)
-            self._num_writing = 0
+            self._num_unwritten -= len(batch)
+            for _ in batch:
+                self._waiting.task_done()
 
     async def _write(self, batch: list[EndedRequest]) -> None:
         try:
@@ -148,7 +168,7 @@ class ReceiptKeeper:
             lost = {"they could not be made": len(batch)}
         for reason, number in lost.items():
             self._lose(number, reason)
-        if self._num_lost and not lost and not self._waiting:
+        if self._num_lost and not lost and self._waiting.empty():
             _log.info("receipts are kept again", receipts=self._sink.name, num_lost=self._num_lost)
             self._num_lost = 0
 

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import re
 
-from outrider.cli.demo import DemoAnswer, first_difference, summary_line
+from outrider.bench.load import RequestRecord
+from outrider.cli.demo import first_difference, summary_line
 from outrider.cli.demo_prompts import DEMO_PROMPTS
-from outrider.client import KvTransferMetrics, SpeculationMetrics
+from outrider.client import RequestMetrics, SpeculationMetrics, Usage
 
 LAST_LINE = re.compile(
     r"demo: identical=(yes|no) requests=7 mean_acceptance_length=\d+\.\d\d speedup=\d+\.\d\d "
@@ -12,19 +13,18 @@ LAST_LINE = re.compile(
 )
 
 
-def answer(*, has_speculation: bool, seconds: float) -> DemoAnswer:
-    return DemoAnswer(
-        prompt=DEMO_PROMPTS[0],
-        has_speculation=has_speculation,
+def answer(*, has_speculation: bool, seconds: float) -> RequestRecord:
+    """Eleven tokens in five deltas, which are all the same time apart."""
+    speculation = SpeculationMetrics(num_spec_steps=4 * has_speculation, num_accepted_draft_tokens=6 * has_speculation)
+    return RequestRecord(
+        prompt_id="chat",
+        kind="chat",
+        sent_at=0.0,
+        finished_at=0.1 + seconds,
+        token_times=tuple((0.1 + seconds * index / 4, 2 + (index == 4)) for index in range(5)),
         token_ids=tuple(range(11)),
-        num_prompt_tokens=240,
-        ttft_seconds=0.1,
-        streaming_seconds=seconds,
-        longest_gap_seconds=seconds / 4,
-        speculation=SpeculationMetrics(
-            num_spec_steps=4 * has_speculation, num_accepted_draft_tokens=6 * has_speculation
-        ),
-        kv_transfer=KvTransferMetrics(),
+        usage=Usage(num_prompt_tokens=240),
+        metrics=RequestMetrics(speculation=speculation),
     )
 
 

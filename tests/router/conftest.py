@@ -239,7 +239,7 @@ class Cluster:
         # The name of a request is free again before its tasks have taken their cancellation.
         await eventually(lambda: services.queue.num_waiting == 0, seconds=seconds, what="queue")
         await eventually(lambda: services.placement.num_placed == 0, seconds=seconds, what="places")
-        assert services.queue._num_waiting_tokens == 0
+        assert services.queue.num_waiting_tokens == 0
         assert services.answers.reserved_bytes == 0
         for link in self.service.nodes.decode_nodes:
             assert link.session is not None

@@ -36,9 +36,13 @@ class Holder:
     is_idle = False
 
     def __init__(self, budget, stalled_since=None, *, delivered_at=None, left_at=None, **fields):
-        self.stalled_since, self.delivered_at, self.left_at = stalled_since, delivered_at, left_at
         self.error = None
-        self.account = budget.open(request(**fields), self)
+        self.account = budget.open(request(**fields), is_idle=lambda: self.is_idle, give_up=self.give_up)
+        self.account.stalled_since, self.account.delivered_at, self.account.left_at = (
+            stalled_since,
+            delivered_at,
+            left_at,
+        )
 
     def give_up(self, error):
         self.error = error

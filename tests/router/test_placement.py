@@ -87,7 +87,7 @@ async def leave(queue, *tasks):
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert queue.num_waiting == queue._num_waiting_tokens == 0
+    assert queue.num_waiting == queue.num_waiting_tokens == 0
 
 
 async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
@@ -103,7 +103,7 @@ async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
     places.num_free = 2
     queue.pump()
     await asyncio.gather(*others)
-    assert queue.num_waiting == queue._num_waiting_tokens == 0
+    assert queue.num_waiting == queue.num_waiting_tokens == 0
 
 
 async def test_the_queue_says_how_much_waits_and_how_long_the_oldest_has():

@@ -23,7 +23,6 @@ from router.config import RouterConfig
 from router.receipts import directory, keeper
 from router.receipts.base import ReceiptLine
 from router.receipts.directory import DirectoryReceipts
-from router.receipts.factory import make_sink
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
 from tests.support.receipts import receipt
 
@@ -297,7 +296,7 @@ def test_a_directory_that_cannot_be_written_to_is_named_at_the_start(tmp_path):
 
 async def test_a_store_is_that_of_the_router_with_its_password(store_server):
     config = RouterConfig(store=store_server.url, receipts="store", store_timeout_seconds=PATIENCE_SECONDS)
-    sink = make_sink(config, incarnation=b"me", environ={"OUTRIDER_STORE_PASSWORD": "s3cret"})
+    sink = keeper.make_sink(config, incarnation=b"me", environ={"OUTRIDER_STORE_PASSWORD": "s3cret"})
     assert sink.name == f"{store_server.url}/0"
     (reason,) = await sink.write([receipt_line("a")])  # the server has no password
     assert "AUTH" in reason

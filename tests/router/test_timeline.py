@@ -140,7 +140,7 @@ def test_a_step_says_what_became_of_its_draft():
     timeline.add_step(SampleTokens(b"", 1, 242, (5, 6, 7), (), counts), at=2.5, attempt=3, batch=5)
     step = timeline.steps[0]
     assert (step.sample, step.attempt, step.at, step.position, step.num_tokens, step.batch) == (1, 3, 2.5, 242, 3, 5)
-    assert (step.num_draft_tokens, step.num_accepted, step.num_wanted, step.num_found) == (4, 2, 1, 0)
+    assert (step.num_draft_tokens, step.num_accepted, step.wanted_drafts, step.found_drafts) == (4, 2, True, False)
 
 
 async def test_a_request_is_recorded_from_its_arrival_to_its_end(serving):

@@ -124,7 +124,8 @@ def test_engine_metrics_have_the_names_of_vllm():
 def test_router_metrics_have_the_names_of_vllm():
     registry = CollectorRegistry()
     metrics = RouterMetrics(model_name="m", registry=registry)
-    metrics.set_load(num_running=2, num_waiting=5)
+    nothing = dict.fromkeys(("num_running", "num_waiting_tokens", "oldest_wait"), lambda: 0)
+    metrics.follow(num_waiting=lambda: 5, **nothing)
     metrics.observe_admitted(queue_seconds=0.1, num_prompt_tokens=7)
     metrics.observe_first_token(0.2)
     metrics.observe_tokens(1, None)
@@ -149,11 +150,13 @@ def test_what_autoscaling_asks_for_is_read_at_each_scrape():
     label = '{model_name="m"}'
     assert exported(registry)[f"outrider:oldest_wait_seconds{label}"] == 0
     wait = iter([1.5, 2.5])
-    router.follow_queue(num_waiting_tokens=lambda: 700, oldest_wait=lambda: next(wait))
+    load = {"num_running": lambda: 2, "num_waiting": lambda: 5}
+    router.follow(**load, num_waiting_tokens=lambda: 700, oldest_wait=lambda: next(wait))
     assert exported(registry)[f"outrider:oldest_wait_seconds{label}"] == 1.5
     figures = exported(registry)
     assert figures[f"outrider:oldest_wait_seconds{label}"] == 2.5
     assert figures[f"outrider:waiting_prompt_tokens{label}"] == 700
+    assert (figures[f"vllm:num_requests_running{label}"], figures[f"vllm:num_requests_waiting{label}"]) == (2, 5)
     registry = CollectorRegistry()
     PrefillMetrics(model_name="m", registry=registry).follow(num_outstanding=lambda: 90, saturation=lambda: 0.75)
     figures = exported(registry)

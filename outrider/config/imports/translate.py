@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.config.imports.speculation import speculation
 from outrider.config.imports.translated import SPECULATIVE, Kind, Translated
-from outrider.config.unknown_keys import unknown_key
+from outrider.config.settings import unknown_key
 from outrider.config.yaml_files import Entry
 from outrider.errors import ConfigError
 

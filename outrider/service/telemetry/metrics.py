@@ -317,14 +317,19 @@ class RouterMetrics:
             self.add_lost_nodes(role.name.lower(), 0)
         self.num_moves = 0
 
-    def follow_queue(self, *, num_waiting_tokens: Callable[[], float], oldest_wait: Callable[[], float]) -> None:
+    def follow(
+        self,
+        *,
+        num_running: Callable[[], float],
+        num_waiting: Callable[[], float],
+        num_waiting_tokens: Callable[[], float],
+        oldest_wait: Callable[[], float],
+    ) -> None:
         """They are asked at each scrape, by another thread: a wait grows while nothing happens."""
+        self._running.set_function(num_running)
+        self._waiting.set_function(num_waiting)
         self._waiting_tokens.set_function(num_waiting_tokens)
         self._oldest_wait.set_function(oldest_wait)
-
-    def set_load(self, *, num_running: int, num_waiting: int) -> None:
-        self._running.set(num_running)
-        self._waiting.set(num_waiting)
 
     def observe_admitted(self, *, queue_seconds: float, num_prompt_tokens: int) -> None:
         self._queue.observe(queue_seconds)
