@@ -244,7 +244,7 @@ def cut_frames(
     num_tokens = max_frame_bytes // (num_layers * per_layer)
     for first_layer in range(layers.start, layers.stop, num_layers):
         for first_token in range(start_token, end_token, num_tokens):
-            yield Region.of(
+            yield Region(
                 plane.name,
                 range(first_layer, min(first_layer + num_layers, layers.stop)),
                 range(first_token, min(first_token + num_tokens, end_token)),

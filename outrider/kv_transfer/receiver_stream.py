@@ -6,17 +6,16 @@ import threading
 from collections.abc import Callable
 
 from outrider.kv_transfer.arena import ArenaMapping, ArenaReader
+from outrider.kv_transfer.base import Region
 from outrider.kv_transfer.frames import (
     NO_ARENA,
     NOT_HELD,
     Ack,
-    Alive,
-    Cancel,
     Commit,
     Frame,
     Hello,
+    Kind,
     MalformedMessageError,
-    Read,
     SenderMessage,
     SlotFrame,
     Welcome,
@@ -24,7 +23,7 @@ from outrider.kv_transfer.frames import (
     encode_ack,
     encode_cancelled,
     encode_commit_answer,
-    encode_held,
+    encode_frame,
     encode_welcome,
 )
 from outrider.kv_transfer.inbox import AttachState, Disposition, TransferInbox
@@ -70,19 +69,19 @@ class ReceiverStream:
             return None
         return self._answer(parsed, self.transfer_id)
 
-    def _answer(self, message: Read | Frame | SlotFrame | Commit | Cancel | Alive, transfer_id: bytes) -> bytes | None:
+    def _answer(self, message: SenderMessage, transfer_id: bytes) -> bytes | None:
         match message:
-            case Read():
-                held = self._inbox.read(transfer_id, message.region)
-                return NOT_HELD if held is None else encode_held(*held)
+            case Region():
+                held = self._inbox.read(transfer_id, message)
+                return NOT_HELD if held is None else encode_frame(0, *held, kind=Kind.HELD)
             case Frame() | SlotFrame():
                 return encode_ack(Ack(sequence=message.sequence, disposition=self._accept(message)))
             case Commit():
                 return encode_commit_answer(self._inbox.commit(transfer_id, message.manifest))
-            case Cancel():
+            case Kind.CANCEL:
                 self._inbox.fail(transfer_id, "cancelled by the sender")
                 return encode_cancelled(self._inbox.wait_until_drained(transfer_id, timeout_seconds=DRAIN_SECONDS))
-            case Alive():
+            case _:
                 return None
 
     def _welcome(self, hello: Hello) -> Welcome:

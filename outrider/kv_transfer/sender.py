@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import xxhash
 
 from outrider.errors import AbortedError, NotSupportedError, PeerLostError
-from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, KvWriter, Region, TransferSpec
-from outrider.kv_transfer.frames import Held, Hello, Welcome
+from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.frames import Frame, Hello, Welcome
 from outrider.kv_transfer.inbox import AttachState
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Sender:
         self._sent[region] = header.checksum
         self.payload_bytes += len(view)
 
-    def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
+    def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
         """Fetches KV that the receiver holds of tokens before `spec.start_token`; before the first `put`.
 
         Each region is checked as a frame would be, then written. Raises: AbortedError (not held there, or
@@ -84,14 +85,14 @@ class Sender:
             self._stream.ask(region)
             asked.append(region)
             if len(asked) == READ_AHEAD:
-                self._take_held(asked.popleft(), writer)
+                self._take_held(asked.popleft(), blocks)
         for region in asked:
-            self._take_held(region, writer)
+            self._take_held(region, blocks)
 
-    def _take_held(self, region: Region, writer: KvWriter) -> None:
+    def _take_held(self, region: Region, blocks: ReservedBlocks) -> None:
         held = self._stream.next_held()
         check_held(held, self._spec, region)
-        writer.write(region, held.payload)
+        blocks.write(region, held.payload)
 
     @property
     def num_frames(self) -> int:
@@ -163,7 +164,7 @@ class Sender:
         self._stream.interrupt()
 
 
-def check_held(held: Held, spec: TransferSpec, region: Region) -> None:
+def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
     """Raises: AbortedError unless this is what was asked for, unaltered."""
     header, plane = held.header, spec.plane(region.plane)
     assert plane is not None, "a region of the transfer's planes"

@@ -8,21 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import grpc
 
 from outrider.errors import AbortedError, OutriderError, PeerLostError
 from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region
+from outrider.kv_transfer.coverage import Manifest
 from outrider.kv_transfer.frames import (
     ALIVE,
     CANCEL,
     METHOD,
     Ack,
-    Cancelled,
-    Held,
+    Frame,
     Hello,
+    Kind,
     MalformedMessageError,
-    NotHeld,
     ReceiverMessage,
     Welcome,
     decode_receiver_message,
@@ -31,7 +32,6 @@ from outrider.kv_transfer.frames import (
     encode_read,
 )
 from outrider.kv_transfer.inbox import Disposition
-from outrider.kv_transfer.manifest import Manifest
 
 MAX_UNACKNOWLEDGED_FRAMES = 256
 """So that acknowledgements always fit into the stream's own window."""
@@ -68,7 +68,7 @@ class SenderStream:
         self._tell_end: Callable[[], None] | None = None  # called once, without the lock
         self._welcomes: list[Welcome] = []
         self._num_asked = 0  # regions whose answer is due
-        self._held: deque[Held | NotHeld] = deque()
+        self._held: deque[Frame | Literal[Kind.NOT_HELD]] = deque()
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None
         push: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
@@ -123,11 +123,11 @@ class SenderStream:
             self._num_asked += 1
         self._outgoing.put(encode_read(region))
 
-    def next_held(self) -> Held:
+    def next_held(self) -> Frame:
         """Raises: AbortedError when it is not held there, PeerLostError."""
         self._wait(lambda: bool(self._held), self._progress_seconds, "sends nothing of what it holds")
         held = self._held.popleft()
-        if isinstance(held, NotHeld):
+        if held is Kind.NOT_HELD:
             raise AbortedError(f"KV receiver {self.address} does not hold what was asked for", reason="NOT_HELD")
         return held
 
@@ -246,15 +246,15 @@ class SenderStream:
                         self._refused = refusal_of(self.address, message.disposition)
                 case Welcome():
                     self._welcomes = [message]
-                case Held() | NotHeld():
+                case Frame() | Kind.NOT_HELD:
                     if not self._num_asked:  # each may be as large as a frame
                         raise MalformedMessageError("KV came that was not asked for")
                     self._num_asked -= 1
                     self._held.append(message)
                 case CommitResult():
                     self._answers = [message]
-                case Cancelled():
-                    self._drain = message.drain
+                case DrainState():
+                    self._drain = message
             self._changed.notify_all()
         if acknowledged is not None:
             acknowledged.release()

@@ -158,15 +158,9 @@ class Node(DrivenNode):
             source.write_whole_token(slot, token_id=token_id, position=slot)
         for plane in spec.planes:
             layers = range(plane.num_layers)
-            payload = source.read(plane.name, layers, range(spec.start_token, until or spec.end_token))
-            region = Region(
-                plane=plane.name,
-                start_layer=0,
-                end_layer=plane.num_layers,
-                start_token=spec.start_token,
-                end_token=until or spec.end_token,
-                end_head=plane.num_heads,
-            )
+            tokens = range(spec.start_token, until or spec.end_token)
+            payload = source.read(plane.name, layers, tokens)
+            region = Region(plane.name, layers, tokens, range(plane.num_heads))
             sender.put(region, payload.data)
         if until is None:
             sender.commit()
