@@ -72,6 +72,7 @@ def make_build(
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.heads.of_target import reduction_of
+        from outrider.kv_transfer.receiver import KvReceiver
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
         from outrider.service.engine_failure import end_process
@@ -144,15 +145,20 @@ def make_build(
             takes_trees=config.draft_trees == "auto",
             features_of=features_of,
         )
+        kv_host = config.kv_transfer.host or server.host
         ingest = Ingest(
-            kv_cache=kv_cache,
-            incarnation=incarnation,
-            host=config.kv_transfer.host or server.host,
-            port=config.kv_transfer.port,
-            connectors=config.kv_transfer.accepted,
+            KvReceiver(
+                incarnation=incarnation,
+                host=kv_host,
+                port=config.kv_transfer.port,
+                connectors=config.kv_transfer.accepted,
+                on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
+                on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
+                security=security,
+            ),
+            kv_cache,
+            host=kv_host,
             advertise_address="" if config.kv_transfer.host else server.advertise_address,
-            on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
-            on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
             security=security,
         )
         groups = SequenceGroupManager(

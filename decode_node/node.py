@@ -14,7 +14,6 @@ from decode_node.drafting.client import DraftClient, NoDrafts
 from decode_node.ingest import Ingest
 from decode_node.metrics import DecodeMetrics
 from decode_node.sequence_group_manager import SequenceGroupManager
-from decode_node.servicer import DecodeServicer
 from decode_node.sessions import Sessions
 from decode_node.statistics import StepStats
 from outrider.engine.engine import Engine
@@ -68,7 +67,6 @@ class DecodeNode(TargetNode[DecodeParts]):
         )
         self._metrics: DecodeMetrics | None = None
         self._metrics_task: asyncio.Task[None] | None = None
-        self._servicer = DecodeServicer()
         self._sessions = Sessions(
             submit=self._submit,
             has_room=self._has_room,
@@ -79,7 +77,7 @@ class DecodeNode(TargetNode[DecodeParts]):
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        session_pb2_grpc.add_DecodeServiceServicer_to_server(self._servicer, server)
+        session_pb2_grpc.add_DecodeServiceServicer_to_server(self._sessions, server)
         node_pb2_grpc.add_NodeServiceServicer_to_server(self._node_servicer, server)
 
     async def start(self, address: str) -> None:
@@ -90,7 +88,7 @@ class DecodeNode(TargetNode[DecodeParts]):
         await parts.drafts.start()
         self._thread.run()
         self._metrics_task = asyncio.create_task(self._sync_metrics(), name="metrics")
-        self._servicer.sessions = self._sessions
+        self._sessions.is_open = True
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
@@ -125,7 +123,7 @@ class DecodeNode(TargetNode[DecodeParts]):
         parts.loop.stop()
         await asyncio.to_thread(self._thread.join, 5.0)
         await parts.drafts.stop()
-        await asyncio.to_thread(parts.ingest.stop)
+        await asyncio.to_thread(parts.ingest.receiver.stop)
         if parts.groups.kept_answers is not None:
             await asyncio.to_thread(parts.groups.kept_answers.close)
 

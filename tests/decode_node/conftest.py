@@ -206,4 +206,4 @@ def make_node(model_path):
 
     yield make
     for node in nodes:
-        node.parts.ingest.stop()
+        node.parts.ingest.receiver.stop()
