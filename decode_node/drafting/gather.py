@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from decode_node.drafting.client import DraftClient, NoDrafts, StepDrafts
 from decode_node.drafting.misread import MisreadWatch
@@ -29,14 +29,6 @@ _log = get_logger("drafts")
 def log_failed_proposer(error: Exception, sequence_id: int) -> None:
     """A proposer in this process has failed for a sequence, which goes on without its drafts for a while."""
     _log.error("local proposer failed", sequence_id=sequence_id, error=str(error), exc_info=error)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalDrafts:
-    """What a proposer in this process has made in one step."""
-
-    trees: dict[int, DraftTree]  # by sequence; without those for which it has nothing
-    num_read: int | None  # tokens that it read for these drafts; None: unknown, as it read prompts besides
 
 
 class LocalProposer:
@@ -70,8 +62,10 @@ class LocalProposer:
 
     def propose(
         self, wanted: Sequence[tuple[Sample, int]], *, reads_ahead: bool, min_reach: float = 0.0
-    ) -> LocalDrafts:
-        """Drafts of at most so many tokens; asks until they are complete.
+    ) -> tuple[dict[int, DraftTree], int | None]:
+        """Drafts of at most so many tokens, by sequence; asks until they are complete.
+
+        Also tells how many tokens it has read for them; None: not known, as it has read prompts besides.
 
         With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way.
         `min_reach`: see ProposalRequest.
@@ -121,7 +115,7 @@ class LocalProposer:
                     drafting.append(request)
             requests = drafting
         is_behind = was_behind or not self._behind.isdisjoint(requested)
-        return LocalDrafts(trees, None if is_behind or ahead else num_read)
+        return trees, None if is_behind or ahead else num_read
 
 
 class DraftGatherer:
@@ -224,13 +218,13 @@ class DraftGatherer:
             {} if is_cheap else {sample.sequence.key: local.num_missed(sample) for sample in samples},
         )
         started = self._clock()
-        found = local.propose(
+        found, num_read = local.propose(
             [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
             reads_ahead=is_cheap,
             min_reach=controller.min_reach(source, len(asked)),
         )
-        controller.observe_asked(source, asked, found.trees, seconds=self._clock() - started, num_missed=found.num_read)
-        for sequence_id, tree in found.trees.items():
+        controller.observe_asked(source, asked, found, seconds=self._clock() - started, num_missed=num_read)
+        for sequence_id, tree in found.items():
             at_hand = trees.get(sequence_id)
             trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
             self._drafts.setdefault(sequence_id, []).append(tree)

@@ -23,17 +23,16 @@ from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import ProposerInfo
-from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
-from outrider.speculation.proposers.path_sampler import PathSampler
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
 
 
 @dataclass(frozen=True, slots=True)
-class ModelForward(PathSampler):
-    """A `DraftForward`: runner, cache and sampler of one model."""
+class ModelForward(DraftForward):
+    """Runner, cache and sampler of one model."""
 
     pool: BlockPool
     kv_cache: PagedKVCache
@@ -41,10 +40,7 @@ class ModelForward(PathSampler):
     sampler: Sampler
     max_model_len: int
     vocab_size: int
-
-    @property
-    def head(self) -> None:
-        return None
+    head: None = None
 
     @classmethod
     def of(
