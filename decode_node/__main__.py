@@ -55,7 +55,7 @@ def make_build(
         from decode_node.admission import Admission
         from decode_node.commands import TransferCompleted, TransferFailed
         from decode_node.decode_loop import DecodeLoop
-        from decode_node.drafting.client import DraftClient, NoDrafts
+        from decode_node.drafting.client import DraftClient
         from decode_node.drafting.feature_plane import FeaturePlane
         from decode_node.drafting.gather import DraftGatherer
         from decode_node.drafting.local_head import open_local_head
@@ -131,7 +131,7 @@ def make_build(
                 feature_plane=None if model.spec.features is None else FeaturePlane(kv_cache, model.spec.features),
             )
             if config.draft_targets
-            else NoDrafts()
+            else None
         )
         drafts = DraftGatherer(
             client=client,

@@ -241,9 +241,8 @@ class DecodeLoop:
         seconds, nanoseconds = self._clock() - started, self._time.take()
         stats = step_stats(
             plan,
-            draft_rows,
+            verifying,
             verdicts,
-            sources=[item.draft.source for item in verifying],
             preempted=preempted,
             num_rows=num_rows,
             seconds=seconds,
@@ -325,12 +324,8 @@ class DecodeLoop:
 
     def _commit(self, verifying: Sequence[PlannedSequence], verified: Sequence[Verified]) -> list[Verdict]:
         """Cuts at stops, frees rejected slots, ends what is finished, announces what goes on."""
-        moved = [
-            pair
-            for item, outcome in zip(verifying, verified, strict=True)
-            if outcome.path
-            for pair in item.moved_slots(outcome)
-        ]
+        outcomes = list(zip(verifying, verified, strict=True))
+        moved = [pair for item, outcome in outcomes if outcome.path for pair in item.moved_slots(outcome)]
         if moved:  # before anything is published
             self._engine.kv_cache.move_slots(moved)
         verdicts = [
@@ -340,12 +335,12 @@ class DecodeLoop:
                 stop_token_ids=item.sample.stop_token_ids,
                 num_tokens_left=item.sample.num_tokens_left,
             )
-            for item, outcome in zip(verifying, verified, strict=True)
+            for item, outcome in outcomes
         ]
         self._drafts.observe_verdicts(
             [
                 (item.sample.sequence.key, item.draft, outcome.path or range(len(outcome.token_ids) - 1))
-                for item, outcome in zip(verifying, verified, strict=True)
+                for item, outcome in outcomes
                 if item.draft.token_ids
             ]
         )

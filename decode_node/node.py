@@ -10,7 +10,7 @@ import grpc.aio
 
 from decode_node.commands import DrainExpired, DrainStarted, EventsBySession
 from decode_node.decode_loop import DecodeLoop
-from decode_node.drafting.client import DraftClient, NoDrafts
+from decode_node.drafting.client import DraftClient, DraftClientStatus
 from decode_node.ingest import Ingest
 from decode_node.metrics import DecodeMetrics
 from decode_node.sequence_group_manager import SequenceGroupManager
@@ -36,7 +36,7 @@ class DecodeParts(TargetParts):
     loop: DecodeLoop
     groups: SequenceGroupManager
     ingest: Ingest
-    drafts: DraftClient | NoDrafts
+    drafts: DraftClient | None  # None: no draft nodes are named
 
 
 Emit = Callable[[EventsBySession, StepStats | None], None]
@@ -85,7 +85,8 @@ class DecodeNode(TargetNode[DecodeParts]):
         parts = await self._build(address)
         self._metrics = DecodeMetrics(parts.model.name)
         parts.ingest.start()
-        await parts.drafts.start()
+        if parts.drafts is not None:
+            await parts.drafts.start()
         self._thread.run()
         self._metrics_task = asyncio.create_task(self._sync_metrics(), name="metrics")
         self._sessions.is_open = True
@@ -122,7 +123,8 @@ class DecodeNode(TargetNode[DecodeParts]):
             self._metrics_task.cancel()
         parts.loop.stop()
         await asyncio.to_thread(self._thread.join, 5.0)
-        await parts.drafts.stop()
+        if parts.drafts is not None:
+            await parts.drafts.stop()
         await asyncio.to_thread(parts.ingest.receiver.stop)
         if parts.groups.kept_answers is not None:
             await asyncio.to_thread(parts.groups.kept_answers.close)
@@ -159,7 +161,7 @@ class DecodeNode(TargetNode[DecodeParts]):
                 self._metrics.sync(
                     load=self._load(),
                     received=self._parts.ingest.inbox.counters(),
-                    drafts=self._parts.drafts.status(),
+                    drafts=DraftClientStatus() if self._parts.drafts is None else self._parts.drafts.status(),
                     prefix_lookups=self._parts.groups.prefix_lookups,
                 )
             except Exception as error:  # noqa: BLE001 a bug in one figure must not stop all figures for good

@@ -13,7 +13,7 @@ from benchmarks.three_lines.pair import Pair
 from decode_node.admission import Admission
 from decode_node.commands import EventsBySession, RouterCommand
 from decode_node.decode_loop import DecodeLoop
-from decode_node.drafting.client import DraftClient, NoDrafts
+from decode_node.drafting.client import DraftClient
 from decode_node.drafting.gather import DraftGatherer, FeaturesOf
 from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.statistics import StepStats
@@ -105,7 +105,7 @@ class LineNode:
         self._engine = engine
         num_speculative_tokens = 0 if client is None and beside is None else pair.num_speculative_tokens
         gatherer = DraftGatherer(
-            client=NoDrafts() if client is None else client,
+            client=client,
             proposers=() if beside is None else (beside,),
             features_of=None if beside is None else beside.features_of,
             controller=DraftController(

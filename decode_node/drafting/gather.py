@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from decode_node.drafting.client import DraftClient, NoDrafts, StepDrafts
+from decode_node.drafting.client import DraftClient, StepDrafts
 from decode_node.drafting.misread import MisreadWatch
 from decode_node.groups import Sample
 from outrider.engine.scheduler import EngineSequence, StepRoom
@@ -131,7 +131,7 @@ class DraftGatherer:
     def __init__(
         self,
         *,
-        client: DraftClient | NoDrafts,
+        client: DraftClient | None,
         controller: DraftController,
         proposers: Sequence[Proposer] = (),
         max_wait_seconds: float = 0.0,
@@ -139,8 +139,8 @@ class DraftGatherer:
         features_of: FeaturesOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`proposers`: with different names. `features_of`: where one is a head. `clock`: in seconds, by which their
-        time is measured.
+        """`client`: None without draft nodes. `proposers`: with different names. `features_of`: where one is a head.
+        `clock`: in seconds, by which their time is measured.
         """
         self._client = client
         self._controller = controller
@@ -174,13 +174,15 @@ class DraftGatherer:
         )
         for local in self._local:
             local.open(sequence_id, sequence_start, known_token_ids)
-        num_left = options.sampling.max_tokens - len(start.generated_token_ids) - 1
-        num_wanted = self._controller.num_wanted(sequence_id, min(most, num_left), DRAFT_NODE)
-        self._client.open(sequence_id, sequence_start, known_token_ids, num_wanted=num_wanted)
+        if self._client is not None:
+            num_left = options.sampling.max_tokens - len(start.generated_token_ids) - 1
+            num_wanted = self._controller.num_wanted(sequence_id, min(most, num_left), DRAFT_NODE)
+            self._client.open(sequence_id, sequence_start, known_token_ids, num_wanted=num_wanted)
 
     def close(self, sequence_id: int) -> None:
         """The sequence has ended, or will not start."""
-        self._client.close(sequence_id)
+        if self._client is not None:
+            self._client.close(sequence_id)
         self._controller.forget(sequence_id)
         self._reproducible.discard(sequence_id)
         for local in self._local:
@@ -190,8 +192,11 @@ class DraftGatherer:
         """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
         if self._controller.num_speculative_tokens <= 0:
             return StepDrafts()
-        wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
-        taken = self._client.take([sample.sequence.key for sample in samples], wait_seconds=wait_seconds)
+        taken = StepDrafts()
+        if self._client is not None:
+            most_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
+            keys = [sample.sequence.key for sample in samples]
+            taken = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
         trees, requested = {key: tree for key, tree in taken.trees.items() if tree}, set(taken.requested)
         self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
         wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
@@ -256,7 +261,8 @@ class DraftGatherer:
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
         """What a step cost."""
         self._last_step_seconds = seconds
-        self._client.observe_step(seconds)
+        if self._client is not None:
+            self._client.observe_step(seconds)
         self._controller.observe_step(
             seconds, num_rows=num_rows, num_sequences=num_sequences, num_prompt_rows=num_prompt_rows
         )
@@ -271,14 +277,17 @@ class DraftGatherer:
                 for draft in self._drafts.pop(sequence_id, ()):
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._misread.observe(draft.source, is_first_accepted=draft.token_ids[0] == token_ids[0])
+        if self._client is None:
+            return
         drafting = [(sample, token_ids) for sample, token_ids in committed if sample.may_draft]
         tables = {}
         if self._client.needs_features:
             tables = {each.sequence.key: kv for each, _ in drafting if (kv := each.sequence.kv) is not None}
+        num_wanted = self._controller.num_wanted
         self._client.update(
-            [(sample.sequence.key, token_ids, self._num_wanted(sample, DRAFT_NODE)) for sample, token_ids in drafting],
+            [
+                (sample.sequence.key, token_ids, num_wanted(sample.sequence.key, sample.max_draft_tokens, DRAFT_NODE))
+                for sample, token_ids in drafting
+            ],
             tables,
         )
-
-    def _num_wanted(self, sample: Sample, source: str) -> int:
-        return self._controller.num_wanted(sample.sequence.key, sample.max_draft_tokens, source)

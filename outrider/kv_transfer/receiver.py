@@ -157,7 +157,7 @@ class KvReceiver:
                 displaced = next(iter(self._unattached))
                 del self._unattached[displaced]
         if displaced is not None:
-            displaced.displace()
+            displaced.cancel()  # it has waited longest to attach
 
     def _forget_unattached(self, stream: ReceiverStream) -> None:
         with self._unattached_lock:

@@ -42,7 +42,7 @@ class ReceiverStream:
         self._inbox = inbox
         self._arenas = arenas
         self._connectors = connectors
-        self._cancel = cancel
+        self.cancel = cancel
         self._arena: ArenaMapping | None = None
         self._lock = threading.Lock()
         self._end_reason: str | None = None
@@ -65,7 +65,7 @@ class ReceiverStream:
         if parsed is None or self.transfer_id is None:
             self._inbox.count("messages_malformed")
             if self.transfer_id is None:
-                self._cancel()  # not one of ours
+                self.cancel()  # not one of ours
             return None
         return self._answer(parsed, self.transfer_id)
 
@@ -92,7 +92,9 @@ class ReceiverStream:
         if self.transfer_id is None:
             state = self._inbox.attach(hello.transfer_id, hello.incarnation, connector=connector)
             if state is not AttachState.ATTACHED:
-                self._note_false_hello()
+                self._num_false_hellos += 1  # each is work for the interpreter that the node's steps need as well
+                if self._num_false_hellos == MAX_FALSE_HELLOS:
+                    self.cancel()
                 return Welcome(state=state)
             with self._lock:
                 self.transfer_id = hello.transfer_id
@@ -107,12 +109,6 @@ class ReceiverStream:
         arena = self._arenas.attach(hello.arena_id, hello.arena_bytes) if wants_arena else None
         self._arena = arena
         return Welcome(state=AttachState.ATTACHED, nonce=NO_ARENA if arena is None else arena.nonce)
-
-    def _note_false_hello(self) -> None:
-        """Each is work for the interpreter that the node's steps need as well."""
-        self._num_false_hellos += 1
-        if self._num_false_hellos == MAX_FALSE_HELLOS:
-            self._cancel()
 
     def _accept(self, frame: Frame | SlotFrame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
@@ -130,19 +126,15 @@ class ReceiverStream:
         self._end("the stream broke before the commit")
         self._release_arena()
 
-    def displace(self) -> None:
-        """Too many streams wait to attach, and this is the oldest."""
-        self._cancel()
-
     def expire(self) -> None:
         """The sender has made no progress for too long."""
         self._end("the sender made no progress")
-        self._cancel()
+        self.cancel()
 
     def end_unless_committed(self) -> None:
         """The owner has closed the transfer: the sender should hear of it now."""
         if self.transfer_id is not None and not self._inbox.was_committed(self.transfer_id):
-            self._cancel()  # otherwise the commit's answer may still be on its way
+            self.cancel()  # otherwise the commit's answer may still be on its way
 
     def _end(self, reason: str) -> None:
         with self._lock:

@@ -12,7 +12,6 @@ import pytest
 from decode_node.admission import Admission
 from decode_node.commands import SessionEnded, TransferCompleted, TransferFailed
 from decode_node.decode_loop import DecodeLoop
-from decode_node.drafting.client import NoDrafts
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.sequence_group_manager import SequenceGroupManager
 from outrider.engine.step_profiler import StepProfiler
@@ -107,7 +106,7 @@ class Node(DrivenNode):
             self.engine = replace(self.engine, runner=ScriptedDevice(self.engine.runner))
         self.ingest = ScriptedIngest(self.engine.kv_cache, lambda: self.loop, self.clock)
         drafts = DraftGatherer(
-            client=drafts or NoDrafts(),
+            client=drafts,
             proposers=proposers,
             controller=DraftController(num_speculative_tokens=num_speculative_tokens),
             max_wait_seconds=max_wait_seconds,
