@@ -272,7 +272,7 @@ class DecodeLoop:
         num_waiting = max(1, self._groups.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
         room = scheduler.reserve(reclaim=self._groups.reclaim_reservation)
         chosen = self._drafts.choose(drafts, room, samples_of(room.sequences), num_waiting=num_waiting)
-        plan = scheduler.hand_out(room, {sequence_id: draft.num_tokens for sequence_id, draft in chosen.items()})
+        plan = scheduler.hand_out(room, {sequence_id: len(draft) for sequence_id, draft in chosen.items()})
         samples = samples_of([item.sequence for item in plan.scheduled])
         return plan, [
             PlannedSequence.of(item, sample, chosen.get(item.sequence.key))

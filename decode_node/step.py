@@ -17,7 +17,6 @@ from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.profile import StepKind
 from outrider.request import FinishReason, TokenLogprobs, VerificationMethod
 from outrider.session import SampleDone, SampleTokens, SequenceGroupEvent, SpeculationCounts
-from outrider.speculation.draft_controller import ChosenDraft
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.verify.base import DraftRows, Verified
 
@@ -32,11 +31,11 @@ class PlannedSequence(NamedTuple):
     draft: DraftTree  # in the order of its rows
 
     @classmethod
-    def of(cls, scheduled: Scheduled, sample: Sample, chosen: ChosenDraft | None) -> PlannedSequence:
+    def of(cls, scheduled: Scheduled, sample: Sample, chosen: DraftTree | None) -> PlannedSequence:
         """With as much of the chosen draft as got rows."""
         if chosen is None:
             return cls(scheduled, sample, NO_DRAFT)
-        draft = chosen.tree.cut(scheduled.num_draft_tokens)
+        draft = chosen.cut(scheduled.num_draft_tokens)
         return cls(scheduled, sample, draft.depth_first() if draft.parents else draft)
 
     def rows(self) -> SequenceRows:

@@ -12,7 +12,7 @@ from decode_node.groups import Sample
 from outrider.engine.scheduler import EngineSequence, StepRoom
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
-from outrider.speculation.draft_controller import ChosenDraft, DraftController
+from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 from outrider.speculation.features import Features
@@ -237,7 +237,7 @@ class DraftGatherer:
 
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
-    ) -> dict[int, ChosenDraft]:
+    ) -> dict[int, DraftTree]:
         """What the step verifies of them, by sequence id.
 
         `samples`: those of the room's sequences. `num_waiting`: prompts that wait for the step's processors.

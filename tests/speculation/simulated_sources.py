@@ -195,8 +195,7 @@ class SourcesBatch(SimulatedBatch):
         samples, started = list(self._samples.values()), self.now
         drafts = self.gatherer.gather(samples)
         room = StepRoom(samples, max_draft_rows=4096, num_rows=len(samples))
-        found = self.gatherer.choose(drafts, room, samples, num_waiting=0)
-        chosen = {key: tree.cut(num_tokens) for key, (tree, num_tokens) in found.items()}
+        chosen = self.gatherer.choose(drafts, room, samples, num_waiting=0)
         verdicts, committed, num_tokens = [], [], 0
         for sample in samples:
             key, draft = sample.sequence.key, chosen.get(sample.sequence.key, DraftTree(0))
