@@ -67,8 +67,6 @@ def make_build(
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import Engine
         from outrider.engine.graph_shapes import GraphShapes
-        from outrider.engine.sampler import Sampler
-        from outrider.engine.sampler.warm_up import warm_up_sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.heads.of_target import reduction_of
@@ -106,14 +104,7 @@ def make_build(
         scheduler = Scheduler(
             pool, max_running=config.max_running_sequences, max_rows_per_step=config.max_rows_per_step
         )
-        sampler = Sampler(
-            vocab_size=info.vocab_size,
-            known_token_ids=model.known_token_ids,
-            device=model.device,
-            kernels=model.cpu_kernels,
-            constraints=model.constraints,
-        )
-        warm_up_sampler(sampler, model.device)
+        sampler = model.open_sampler()
         engine = Engine(pool, scheduler, kv_cache, runner, sampler)
         client = (
             DraftClient(
