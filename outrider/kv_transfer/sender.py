@@ -113,7 +113,9 @@ class Sender:
             result = self._stream.commit(self._sent)
         except PeerLostError:
             # The answer may be what was lost: a commit may be asked for any number of times.
-            self._give_up()
+            self._drain = DrainState.UNKNOWN
+            self._carrier.abandon()
+            self._stream.close()
             result = self._commit_again()
         if result.state is CommitState.COMMITTED:
             self._drain = DrainState.DRAINED
@@ -139,11 +141,6 @@ class Sender:
             if self._drain is DrainState.UNKNOWN:
                 self._carrier.abandon()
         return self._drain
-
-    def _give_up(self) -> None:
-        self._drain = DrainState.UNKNOWN
-        self._carrier.abandon()
-        self._stream.close()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
         """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.

@@ -224,7 +224,8 @@ class SenderStream:
             self._call.cancel()
             error = PeerLostError(f"KV receiver {self.address}: {malformed.message}", node=self.address)
         except grpc.RpcError as broken:
-            error = _lost(self.address, broken)
+            details = f"KV receiver {self.address}: {broken.code().name}: {broken.details()}"
+            error = PeerLostError(details, node=self.address)
         with self._changed:
             self._broken = error
             self._changed.notify_all()
@@ -267,7 +268,3 @@ def refusal_of(address: str, disposition: Disposition) -> AbortedError:
     if disposition is Disposition.STALE:
         return AbortedError(f"KV receiver {address} has given the transfer up", reason="TRANSFER_UNKNOWN")
     return AbortedError(f"KV receiver {address} refused a frame: {disposition.name}", reason="FRAME_REFUSED")
-
-
-def _lost(address: str, error: grpc.RpcError) -> PeerLostError:
-    return PeerLostError(f"KV receiver {address}: {error.code().name}: {error.details()}", node=address)
