@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -235,11 +236,9 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
 
     async def _something_to_say(self, session: RouterSession) -> None:
         """Waits for it, at most `REPORT_SECONDS`."""
-        try:
+        with contextlib.suppress(TimeoutError):  # nothing happened: the report itself says that this node lives
             async with asyncio.timeout(REPORT_SECONDS):
                 await session.wake.wait()
-        except TimeoutError:
-            pass  # nothing happened: the report itself says that this node lives
         session.wake.clear()
 
 

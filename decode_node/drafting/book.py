@@ -245,7 +245,7 @@ class DraftBook:
                 self._note_stale(node)
             if not branches:
                 return True
-        elif not served.is_awaited:
+        elif served.asked is None and not served.is_catching_up:  # no answer is due
             self._note_stale(node)
             return True
         if not is_well_formed or not drafted.is_plausible(served, answer):

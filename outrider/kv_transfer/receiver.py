@@ -63,7 +63,7 @@ class KvReceiver:
         self._max_senders = max_senders
         self._max_unattached = max_unattached
         self.inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
-        self._watchdog = Watchdog(name="kv-receiver-watchdog")
+        self._watchdog = Watchdog()
         self._arenas = ArenaReader(arena_directory)
         self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
         self._unattached: dict[ReceiverStream, None] = {}  # of those, oldest first

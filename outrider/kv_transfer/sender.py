@@ -58,6 +58,10 @@ class Sender:
         self._reopen = reopen
         self._sent: dict[Region, int] = {}  # the manifest
         self._drain: DrainState | None = None
+        self.keep_alive = stream.keep_alive
+        self.interrupt = stream.interrupt
+        self.when_ended = stream.when_ended
+        self.when_acknowledged = stream.when_acknowledged
 
     def put(self, region: Region, payload: Buffer) -> None:
         """Sends one frame of at most `max_frame_bytes`.
@@ -99,10 +103,6 @@ class Sender:
         """That were put."""
         return self._stream.num_frames
 
-    def keep_alive(self) -> None:
-        """Tells the receiver that the sender lives while it has nothing to send. Raises: as `put`."""
-        self._stream.keep_alive()
-
     def commit(self) -> CommitResult:
         """Waits for every acknowledgement, then asks whether the transfer is complete. Idempotent.
 
@@ -141,24 +141,6 @@ class Sender:
             if self._drain is DrainState.UNKNOWN:
                 self._carrier.abandon()
         return self._drain
-
-    def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.
-
-        Not after a commit that succeeded. It must not block.
-        """
-        self._stream.when_ended(tell)
-
-    def when_acknowledged(self, tell: Callable[[int], None]) -> None:
-        """Calls `tell` with the number of each frame, from 1, as it is acknowledged, from a thread of the stream.
-
-        Set before the first `put`. It must not block. Frames that only a commit's answer acknowledges are not told.
-        """
-        self._stream.tell_acknowledged = tell
-
-    def interrupt(self) -> None:
-        """From any thread: a `put`, `keep_alive` or `commit` at hand, and every later one, raises AbortedError."""
-        self._stream.interrupt()
 
 
 def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:

@@ -53,7 +53,7 @@ class SenderStream:
         self, channel: grpc.Channel, *, address: str, window_bytes: int, connect_seconds: float, progress_seconds: float
     ) -> None:
         self.address = address
-        self.tell_acknowledged: Callable[[int], None] = lambda _frame: None  # see `Sender.when_acknowledged`
+        self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
         self._window_bytes = window_bytes
         self._connect_seconds = connect_seconds
         self._progress_seconds = progress_seconds
@@ -132,7 +132,7 @@ class SenderStream:
         return held
 
     def keep_alive(self) -> None:
-        """Raises: PeerLostError, AbortedError when the stream has ended meanwhile."""
+        """Tells the receiver that the sender lives while it sends nothing. Raises: PeerLostError, AbortedError."""
         self.raise_if_ended()
         self._outgoing.put(ALIVE)
 
@@ -168,17 +168,27 @@ class SenderStream:
             self._call.cancel()
 
     def interrupt(self) -> None:
-        """From any thread: what waits raises AbortedError."""
+        """From any thread: what waits raises AbortedError, and so does every later `put`, `keep_alive` or `commit`."""
         with self._changed:
             self._refused = AbortedError(f"the KV transfer to {self.address} was cancelled")
             self._changed.notify_all()
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """See `Sender.when_ended`."""
+        """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.
+
+        Not after a commit that succeeded. It must not block.
+        """
         with self._changed:
             self._tell_end = tell
         self._tell_if_ended()
+
+    def when_acknowledged(self, tell: Callable[[int], None]) -> None:
+        """Calls `tell` with the number of each frame, from 1, as it is acknowledged, from a thread of the stream.
+
+        Set before the first `put`. It must not block. Frames that only a commit's answer acknowledges are not told.
+        """
+        self._tell_acknowledged = tell
 
     def _tell_if_ended(self) -> None:
         with self._changed:
@@ -259,7 +269,7 @@ class SenderStream:
             self._changed.notify_all()
         if acknowledged is not None:
             acknowledged.release()
-            self.tell_acknowledged(frame)
+            self._tell_acknowledged(frame)
         self._tell_if_ended()
 
 
