@@ -55,7 +55,7 @@ def make_build(
         from decode_node.admission import Admission
         from decode_node.commands import TransferCompleted, TransferFailed
         from decode_node.decode_loop import DecodeLoop
-        from decode_node.drafting.client import DraftClient, NoDrafts
+        from decode_node.drafting.client import DraftClient
         from decode_node.drafting.feature_plane import FeaturePlane
         from decode_node.drafting.gather import DraftGatherer
         from decode_node.drafting.local_head import open_local_head
@@ -67,11 +67,10 @@ def make_build(
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import Engine
         from outrider.engine.graph_shapes import GraphShapes
-        from outrider.engine.sampler import Sampler
-        from outrider.engine.sampler.warm_up import warm_up_sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.heads.of_target import reduction_of
+        from outrider.kv_transfer.receiver import KvReceiver
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
         from outrider.service.engine_failure import end_process
@@ -105,14 +104,7 @@ def make_build(
         scheduler = Scheduler(
             pool, max_running=config.max_running_sequences, max_rows_per_step=config.max_rows_per_step
         )
-        sampler = Sampler(
-            vocab_size=info.vocab_size,
-            known_token_ids=model.known_token_ids,
-            device=model.device,
-            kernels=model.cpu_kernels,
-            constraints=model.constraints,
-        )
-        warm_up_sampler(sampler, model.device)
+        sampler = model.open_sampler()
         engine = Engine(pool, scheduler, kv_cache, runner, sampler)
         client = (
             DraftClient(
@@ -130,7 +122,7 @@ def make_build(
                 feature_plane=None if model.spec.features is None else FeaturePlane(kv_cache, model.spec.features),
             )
             if config.draft_targets
-            else NoDrafts()
+            else None
         )
         drafts = DraftGatherer(
             client=client,
@@ -144,15 +136,20 @@ def make_build(
             takes_trees=config.draft_trees == "auto",
             features_of=features_of,
         )
+        kv_host = config.kv_transfer.host or server.host
         ingest = Ingest(
-            kv_cache=kv_cache,
-            incarnation=incarnation,
-            host=config.kv_transfer.host or server.host,
-            port=config.kv_transfer.port,
-            connectors=config.kv_transfer.accepted,
+            KvReceiver(
+                incarnation=incarnation,
+                host=kv_host,
+                port=config.kv_transfer.port,
+                connectors=config.kv_transfer.accepted,
+                on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
+                on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
+                security=security,
+            ),
+            kv_cache,
+            host=kv_host,
             advertise_address="" if config.kv_transfer.host else server.advertise_address,
-            on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
-            on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
             security=security,
         )
         groups = SequenceGroupManager(

@@ -9,31 +9,17 @@ from typing import Any
 
 from outrider.kv_transfer.base import TransferStats
 from outrider.profile import EndProfile, StartProfile
-from outrider.session import CancelSequenceGroup, OpenSequenceGroup, RetargetSequenceGroup, SequenceGroupEvent
+from outrider.session import SequenceGroupCommand, SequenceGroupEvent
 
 
 @dataclass(frozen=True, slots=True)
-class GroupOpened:
-    """A router asks for room. `kv_host`: under which host this node was reached."""
+class RouterCommand:
+    """What a router asks for."""
 
     session_id: int
-    group: OpenSequenceGroup
-    kv_host: str
-    compiled: Future[Any] | None = None  # its constraint, kept until the group ends: its samples start quickly
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRetargeted:
-    """Another try to fill a group's reservation."""
-
-    session_id: int
-    retarget: RetargetSequenceGroup
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCancelled:
-    session_id: int
-    cancel: CancelSequenceGroup
+    message: SequenceGroupCommand
+    kv_host: str = ""  # of an open: under which host this node was reached
+    compiled: Future[Any] | None = None  # of an open: its constraint, kept until the group ends: samples start quickly
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +50,6 @@ class DrainStarted:
 class DrainExpired:
     """What still runs is given up."""
 
-
-RouterCommand = GroupOpened | GroupRetargeted | GroupCancelled
 
 OwnCommand = SessionEnded | TransferCompleted | TransferFailed | DrainStarted | DrainExpired | StartProfile | EndProfile
 """What this node says to itself."""

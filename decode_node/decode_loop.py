@@ -22,9 +22,7 @@ from decode_node.commands import (
     DrainExpired,
     DrainStarted,
     EventsBySession,
-    GroupCancelled,
-    GroupOpened,
-    GroupRetargeted,
+    RouterCommand,
     SessionEnded,
     TransferCompleted,
     TransferFailed,
@@ -45,13 +43,11 @@ from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
 from outrider.faults import fault_point
 from outrider.profile import EndProfile, Part, StartProfile
+from outrider.session import CancelSequenceGroup, OpenSequenceGroup, RetargetSequenceGroup
 from outrider.speculation.verify.base import Verified
 from outrider.speculation.verify.by_request import RequestVerifier
 
 IDLE_WAIT_SECONDS = 0.2
-ADMITTING = GroupOpened | GroupRetargeted | TransferCompleted | TransferFailed | DrainStarted
-"""Commands that end no running sequence: they take free blocks, or concern groups that wait for their KV."""
-
 TURN_WAIT_SECONDS = 0.005
 """So often commands are handled while other nodes have the processors."""
 
@@ -94,11 +90,12 @@ class DecodeLoop:
 
     def submit(self, command: Command) -> None:
         """From any thread. Of a router, only where there is room for it. Constraints are compiled in another one."""
-        if isinstance(command, GroupOpened) and (constraint := command.group.options.sampling.constraint) is not None:
-            compiled = self._engine.sampler.constraints.prepare(constraint)
-            self._inbox.put_when_done(replace(command, compiled=compiled), compiled)
-        else:
-            self._inbox.put(command)
+        match command:
+            case RouterCommand(message=OpenSequenceGroup(options=options)) if options.sampling.constraint is not None:
+                compiled = self._engine.sampler.constraints.prepare(options.sampling.constraint)
+                self._inbox.put_when_done(replace(command, compiled=compiled), compiled)
+            case _:
+                self._inbox.put(command)
 
     def has_room(self, session_id: int) -> bool:
         """Whether one command more of this router may be submitted. From any thread."""
@@ -150,7 +147,7 @@ class DecodeLoop:
         """
         self._report()
         self._delayed += self._inbox.take_some()
-        while self._delayed and isinstance(self._delayed[0], ADMITTING):
+        while self._delayed and _only_admits(self._delayed[0]):
             self._handle(self._delayed.popleft())
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
@@ -244,9 +241,8 @@ class DecodeLoop:
         seconds, nanoseconds = self._clock() - started, self._time.take()
         stats = step_stats(
             plan,
-            draft_rows,
+            verifying,
             verdicts,
-            sources=[item.draft.source for item in verifying],
             preempted=preempted,
             num_rows=num_rows,
             seconds=seconds,
@@ -276,7 +272,7 @@ class DecodeLoop:
         num_waiting = max(1, self._groups.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
         room = scheduler.reserve(reclaim=self._groups.reclaim_reservation)
         chosen = self._drafts.choose(drafts, room, samples_of(room.sequences), num_waiting=num_waiting)
-        plan = scheduler.hand_out(room, {sequence_id: draft.num_tokens for sequence_id, draft in chosen.items()})
+        plan = scheduler.hand_out(room, {sequence_id: len(draft) for sequence_id, draft in chosen.items()})
         samples = samples_of([item.sequence for item in plan.scheduled])
         return plan, [
             PlannedSequence.of(item, sample, chosen.get(item.sequence.key))
@@ -298,12 +294,12 @@ class DecodeLoop:
 
     def _handle(self, command: Command) -> None:
         match command:
-            case GroupOpened():
-                self._groups.open(command)
-            case GroupRetargeted():
-                self._groups.retarget(command)
-            case GroupCancelled():
-                self._groups.cancel(command)
+            case RouterCommand(message=OpenSequenceGroup() as opened):
+                self._groups.open(command, opened)
+            case RouterCommand(message=RetargetSequenceGroup() as retarget):
+                self._groups.retarget(command.session_id, retarget)
+            case RouterCommand(message=CancelSequenceGroup() as cancel):
+                self._groups.cancel(command.session_id, cancel)
             case TransferCompleted():
                 self._groups.transfer_completed(command)
             case TransferFailed():
@@ -328,12 +324,8 @@ class DecodeLoop:
 
     def _commit(self, verifying: Sequence[PlannedSequence], verified: Sequence[Verified]) -> list[Verdict]:
         """Cuts at stops, frees rejected slots, ends what is finished, announces what goes on."""
-        moved = [
-            pair
-            for item, outcome in zip(verifying, verified, strict=True)
-            if outcome.path
-            for pair in item.moved_slots(outcome)
-        ]
+        outcomes = list(zip(verifying, verified, strict=True))
+        moved = [pair for item, outcome in outcomes if outcome.path for pair in item.moved_slots(outcome)]
         if moved:  # before anything is published
             self._engine.kv_cache.move_slots(moved)
         verdicts = [
@@ -343,12 +335,12 @@ class DecodeLoop:
                 stop_token_ids=item.sample.stop_token_ids,
                 num_tokens_left=item.sample.num_tokens_left,
             )
-            for item, outcome in zip(verifying, verified, strict=True)
+            for item, outcome in outcomes
         ]
         self._drafts.observe_verdicts(
             [
                 (item.sample.sequence.key, item.draft, outcome.path or range(len(outcome.token_ids) - 1))
-                for item, outcome in zip(verifying, verified, strict=True)
+                for item, outcome in outcomes
                 if item.draft.token_ids
             ]
         )
@@ -377,3 +369,10 @@ class DecodeLoop:
         elif verdict.finish_reason is not None:
             kv.publish(token_ids)
             self._groups.finish(sample)
+
+
+def _only_admits(command: Command) -> bool:
+    """Whether it ends no running sequence: it takes free blocks, or concerns groups that wait for their KV."""
+    if isinstance(command, RouterCommand):
+        return not isinstance(command.message, CancelSequenceGroup)
+    return isinstance(command, TransferCompleted | TransferFailed | DrainStarted)

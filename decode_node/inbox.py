@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from decode_node.commands import Command, GroupCancelled, GroupOpened, GroupRetargeted, RouterCommand, SessionEnded
+from decode_node.commands import Command, RouterCommand, SessionEnded
+from outrider.session import CancelSequenceGroup, OpenSequenceGroup
 
 MAX_COMMANDS = 128
 """Of one router, that wait here: what the engine thread handles in a few iterations."""
@@ -35,19 +36,19 @@ class _Lane:
     def put(self, command: RouterCommand) -> None:
         self.commands.append(command)
         self.num_tokens += _num_tokens(command)
-        if isinstance(command, GroupCancelled) and not command.cancel.samples:
-            self.given_up.add(command.cancel.sequence_group_id)
+        if _gives_up(command):
+            self.given_up.add(command.message.sequence_group_id)
 
     def take(self) -> RouterCommand:
         """The next one that has an effect: an open whose cancel waits is dropped, and the cancel finds no group."""
         while True:
             command = self.commands.popleft()
             self.num_tokens -= _num_tokens(command)
-            match command:
-                case GroupOpened(group=group) if group.sequence_group_id in self.given_up:
+            match command.message:
+                case OpenSequenceGroup(sequence_group_id=group_id) if group_id in self.given_up:
                     continue
-                case GroupCancelled(cancel=cancel):
-                    self.given_up.discard(cancel.sequence_group_id)
+                case CancelSequenceGroup(sequence_group_id=group_id):
+                    self.given_up.discard(group_id)
             return command
 
 
@@ -90,13 +91,13 @@ class Inbox:
                 self._own.append(command)
             elif (key := _group_of(command)) not in self._awaited:
                 self._lanes.setdefault(command.session_id, _Lane()).put(command)
-            elif isinstance(command, GroupCancelled) and not command.cancel.samples:
+            elif _gives_up(command):
                 del self._awaited[key]
             else:
                 self._awaited[key].append(command)
             self._has_news.notify()
 
-    def put_when_done(self, opened: GroupOpened, compiled: Future[Any]) -> None:
+    def put_when_done(self, opened: RouterCommand, compiled: Future[Any]) -> None:
         """Puts it once its constraint is compiled, unless it is cancelled before. Other commands do not wait."""
         key, commands = _group_of(opened), list[RouterCommand]([opened])
         with self._has_news:
@@ -113,7 +114,7 @@ class Inbox:
                 first, *others = commands
                 self.put(first)
                 for command in others:  # a cancel from another thread comes after them
-                    if isinstance(command, GroupOpened) and command.compiled is not None:
+                    if command.compiled is not None:
                         self.put_when_done(command, command.compiled)
                     else:
                         self.put(command)
@@ -147,17 +148,16 @@ class Inbox:
 
 
 def _group_of(command: RouterCommand) -> tuple[int, bytes]:
-    match command:
-        case GroupOpened(group=group):
-            return command.session_id, group.sequence_group_id
-        case GroupRetargeted(retarget=retarget):
-            return command.session_id, retarget.sequence_group_id
-        case GroupCancelled(cancel=cancel):
-            return command.session_id, cancel.sequence_group_id
+    return command.session_id, command.message.sequence_group_id
+
+
+def _gives_up(command: RouterCommand) -> bool:
+    """Whether it cancels a whole group."""
+    return isinstance(command.message, CancelSequenceGroup) and not command.message.samples
 
 
 def _num_tokens(command: RouterCommand) -> int:
-    if not isinstance(command, GroupOpened):
+    group = command.message
+    if not isinstance(group, OpenSequenceGroup):
         return 0
-    group = command.group
     return len(group.prompt_token_ids) + sum(len(start.generated_token_ids) for start in group.samples)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.kv_transfer.base import DrainState, TransferSpec, TransferStats
+from outrider.kv_transfer.base import DrainState, TransferSpec
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.rpc.peer_security import PeerSecurity
@@ -20,34 +20,17 @@ class Ingest:
     """Opens and closes transfers on the receiver; knows this node's KV address."""
 
     def __init__(
-        self,
-        *,
-        kv_cache: KVCache,
-        incarnation: bytes,
-        host: str,
-        port: int,
-        connectors: Sequence[str],
-        advertise_address: str,
-        on_complete: Callable[[bytes, TransferStats], None],
-        on_failed: Callable[[bytes, str], None],
-        security: PeerSecurity,
+        self, receiver: KvReceiver, kv_cache: KVCache, *, host: str, advertise_address: str, security: PeerSecurity
     ) -> None:
-        """`advertise_address`: "host" or "host:port" of this node for others; only the host counts here."""
+        """`host`: that the receiver binds. `advertise_address`: "host" or "host:port" of this node for others; only
+        the host counts here.
+        """
+        self.receiver = receiver
+        self.inbox = receiver.inbox
         self._kv_cache = kv_cache
-        self._incarnation = incarnation
         self._host = host
         self._security = security
         self._advertised_host = split_port(advertise_address)[0]
-        self.receiver = KvReceiver(
-            incarnation=incarnation,
-            host=host,
-            port=port,
-            connectors=tuple(connectors),
-            on_complete=on_complete,
-            on_failed=on_failed,
-            security=security,
-        )
-        self.inbox = self.receiver.inbox
         self._port = 0
 
     def start(self) -> None:
@@ -60,18 +43,15 @@ class Ingest:
         )
         self._port = self.receiver.start()
 
-    def stop(self) -> None:
-        self.receiver.stop()
-
     def address(self, reached_host: str) -> str:
         """host:port that a prefill node dials."""
         return f"{kv_host(self._host, self._advertised_host, reached_host)}:{self._port}"
 
     def open(self, transfer_id: bytes, block_ids: Sequence[int], *, start_token: int, end_token: int) -> None:
-        self.receiver.open(
+        self.inbox.open(
             TransferSpec(
                 transfer_id=transfer_id,
-                incarnation=self._incarnation,
+                incarnation=self.inbox.incarnation,
                 start_token=start_token,
                 end_token=end_token,
                 planes=self._kv_cache.planes,

@@ -9,14 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from google.rpc import code_pb2
 
 from decode_node.admission import Admission
-from decode_node.commands import (
-    EventsBySession,
-    GroupCancelled,
-    GroupOpened,
-    GroupRetargeted,
-    TransferCompleted,
-    TransferFailed,
-)
+from decode_node.commands import EventsBySession, RouterCommand, TransferCompleted, TransferFailed
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.fair_shares import FairShares
 from decode_node.groups import GroupTable, Sample, SequenceGroup, cached_table, scoring_of
@@ -30,10 +23,12 @@ from outrider.engine.sampler.logprobs import ScoredSequence
 from outrider.engine.scheduler import EngineSequence
 from outrider.faults import fault_point
 from outrider.session import (
+    CancelSequenceGroup,
     OpenSequenceGroup,
     PromptLogprobs,
     Rejected,
     RejectReason,
+    RetargetSequenceGroup,
     SampleStart,
     SequenceGroupEvent,
     SequenceGroupFailed,
@@ -133,10 +128,9 @@ class SequenceGroupManager:
 
     # --- coming ---------------------------------------------------------------------------
 
-    def open(self, command: GroupOpened) -> None:
+    def open(self, command: RouterCommand, opened: OpenSequenceGroup) -> None:
         """Granted or Rejected, at once."""
         fault_point("decode.before_grant")
-        opened = command.group
         if self.is_draining:
             self._reject(command, RejectReason.DRAINING, "the node is draining")
             return
@@ -153,7 +147,7 @@ class SequenceGroupManager:
         needed = self._admission.blocks_needed(
             opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
         )
-        if self._has_no_room(command, needed):
+        if self._has_no_room(command.session_id, opened, needed):
             kv.free()
             return
         self._num_arrived += 1
@@ -176,10 +170,10 @@ class SequenceGroupManager:
         self._reservations.grant(group, opened.transfer_id)
         self._start_samples(group)
 
-    def _has_no_room(self, command: GroupOpened, num_blocks: int) -> bool:
+    def _has_no_room(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
         """Rejects the group where it finds no room, or where the room there is goes to another router first."""
-        session_id, num_samples, pool = command.session_id, len(command.group.samples), self._engine.pool
-        is_short = num_blocks > pool.num_free_blocks or num_samples > self.num_sequences_free
+        pool = self._engine.pool
+        is_short = num_blocks > pool.num_free_blocks or len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
         if not is_short and not wait_seconds:
             self._fair_shares.settle(session_id)
@@ -187,7 +181,7 @@ class SequenceGroupManager:
         if is_short:
             self._fair_shares.claim(session_id)
         message = "no room at present" if is_short else "another router waits for room, and this one has its share"
-        self._report_no_room(session_id, command.group, num_blocks, message, wait_seconds=wait_seconds)
+        self._report_no_room(session_id, opened, num_blocks, message, wait_seconds=wait_seconds)
         return True
 
     def _report_no_room(
@@ -203,10 +197,9 @@ class SequenceGroupManager:
         )
         self._events[session_id].append(rejected)
 
-    def retarget(self, command: GroupRetargeted) -> None:
+    def retarget(self, session_id: int, retarget: RetargetSequenceGroup) -> None:
         """Another try to fill the reservation; nothing for a group that has its KV, or is gone."""
-        retarget = command.retarget
-        group = self._groups.find(command.session_id, retarget.sequence_group_id)
+        group = self._groups.find(session_id, retarget.sequence_group_id)
         if group is None or not group.is_waiting_for_kv:
             return
         if retarget.transfer_id and self._reservations.is_known(retarget.transfer_id):
@@ -306,8 +299,8 @@ class SequenceGroupManager:
         self._groups.add_sample(sample)
         self._engine.scheduler.add_running(sequence)
 
-    def _reject(self, command: GroupOpened, reason: RejectReason, message: str) -> None:
-        event = Rejected(sequence_group_id=command.group.sequence_group_id, reason=reason, message=message)
+    def _reject(self, command: RouterCommand, reason: RejectReason, message: str) -> None:
+        event = Rejected(sequence_group_id=command.message.sequence_group_id, reason=reason, message=message)
         self._events[command.session_id].append(event)
 
     # --- going ----------------------------------------------------------------------------
@@ -325,25 +318,25 @@ class SequenceGroupManager:
             )
         self._drop(sample)
 
-    def cancel(self, command: GroupCancelled) -> None:
-        group = self._groups.find(command.session_id, command.cancel.sequence_group_id)
+    def cancel(self, session_id: int, cancel: CancelSequenceGroup) -> None:
+        group = self._groups.find(session_id, cancel.sequence_group_id)
         if group is None:  # it ended by itself meanwhile
             return
-        if not command.cancel.samples:
+        if not cancel.samples:
             self._free(group)
             return
         if group.is_waiting_for_kv:
-            group.cancelled_samples.update(command.cancel.samples)
-            self._close_drafts(group, command.cancel.samples)
+            group.cancelled_samples.update(cancel.samples)
+            self._close_drafts(group, cancel.samples)
             if not group.wanted_samples:
                 self._free(group)
             return
-        for index in command.cancel.samples:
+        for index in cancel.samples:
             group.followers = [start for start in group.followers if start.sample != index]
             sample = group.samples.get(index)
             if sample is not None:
                 self._drop(sample)
-        self._close_drafts(group, command.cancel.samples)
+        self._close_drafts(group, cancel.samples)
 
     def end_session(self, session_id: int) -> None:
         """The lease is over. Nobody is left to report to."""

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
-from decode_node.commands import (
-    Command,
-    EventsBySession,
-    GroupCancelled,
-    GroupOpened,
-    GroupRetargeted,
-    SessionEnded,
-)
+import grpc.aio
+
+from decode_node.commands import Command, EventsBySession, RouterCommand, SessionEnded
 from decode_node.group_traces import GroupTraces
 from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.protocol_versions import ProtocolVersions, negotiate
+from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.session import (
@@ -28,12 +26,11 @@ from outrider.session import (
     Granted,
     KvFailed,
     OpenSequenceGroup,
-    RetargetSequenceGroup,
     SampleTokens,
     SequenceGroupEvent,
     SpeculationCounts,
 )
-from outrider.v1 import session_pb2
+from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.session import command_from_proto, report_message_to_proto
 
 MAX_UNSENT_EVENTS = 65_536
@@ -65,8 +62,8 @@ class RouterSession:
             self.writer.cancel()
 
 
-class Sessions:
-    """All of them. Event loop only.
+class Sessions(session_pb2_grpc.DecodeServiceServicer):
+    """All of them, as DecodeService. Event loop only. Until `is_open`, as while the model loads, routers are sent away.
 
     Commands go to the engine thread through `submit` as long as there is room for them; then the
     stream is not read, and its router waits. Events come back through `deliver`. A report is built
@@ -96,6 +93,7 @@ class Sessions:
         self.traces = GroupTraces(tracer)
         self._sessions: dict[int, RouterSession] = {}
         self._session_ids = itertools.count(1)
+        self.is_open = False
 
     def deliver(self, events_by_session: EventsBySession) -> None:
         for session_id, events in events_by_session.items():
@@ -119,6 +117,16 @@ class Sessions:
     @property
     def has_unsent_events(self) -> bool:
         return any(session.events for session in self._sessions.values())
+
+    async def Session(  # noqa: N802 named by the proto
+        self,
+        request_iterator: AsyncIterator[session_pb2.SessionCommand],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        async with rpc_errors(context):
+            if not self.is_open:
+                raise PeerLostError("the decode node is still loading its model", reason="STARTING")
+            await self.serve(request_iterator, context.write)
 
     async def serve(
         self,
@@ -202,15 +210,13 @@ class Sessions:
             # Polled: the engine thread must not know about event loops.
             while not self._has_room(session.session_id):  # noqa: ASYNC110 see above
                 await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            match command_from_proto(proto):
-                case OpenSequenceGroup() as opened:
-                    traced = self.traces.open(session.session_id, opened)
-                    self._submit(GroupOpened(session.session_id, traced, kv_host))
-                case RetargetSequenceGroup() as retarget:
-                    self._submit(GroupRetargeted(session.session_id, retarget))
-                case CancelSequenceGroup() as cancel:
-                    self.traces.cancel(session.session_id, cancel)
-                    self._submit(GroupCancelled(session.session_id, cancel))
+            command = command_from_proto(proto)
+            match command:
+                case OpenSequenceGroup():
+                    command = self.traces.open(session.session_id, command)
+                case CancelSequenceGroup():
+                    self.traces.cancel(session.session_id, command)
+            self._submit(RouterCommand(session.session_id, command, kv_host))
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]
@@ -230,11 +236,9 @@ class Sessions:
 
     async def _something_to_say(self, session: RouterSession) -> None:
         """Waits for it, at most `REPORT_SECONDS`."""
-        try:
+        with contextlib.suppress(TimeoutError):  # nothing happened: the report itself says that this node lives
             async with asyncio.timeout(REPORT_SECONDS):
                 await session.wake.wait()
-        except TimeoutError:
-            pass  # nothing happened: the report itself says that this node lives
         session.wake.clear()
 
 

@@ -15,9 +15,8 @@ from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampleRows
 from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.profile import StepKind
-from outrider.request import FinishReason, TokenLogprobs
+from outrider.request import FinishReason, TokenLogprobs, VerificationMethod
 from outrider.session import SampleDone, SampleTokens, SequenceGroupEvent, SpeculationCounts
-from outrider.speculation.draft_controller import ChosenDraft
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.verify.base import DraftRows, Verified
 
@@ -32,11 +31,11 @@ class PlannedSequence(NamedTuple):
     draft: DraftTree  # in the order of its rows
 
     @classmethod
-    def of(cls, scheduled: Scheduled, sample: Sample, chosen: ChosenDraft | None) -> PlannedSequence:
+    def of(cls, scheduled: Scheduled, sample: Sample, chosen: DraftTree | None) -> PlannedSequence:
         """With as much of the chosen draft as got rows."""
         if chosen is None:
             return cls(scheduled, sample, NO_DRAFT)
-        draft = chosen.tree.cut(scheduled.num_draft_tokens)
+        draft = chosen.cut(scheduled.num_draft_tokens)
         return cls(scheduled, sample, draft.depth_first() if draft.parents else draft)
 
     def rows(self) -> SequenceRows:
@@ -180,21 +179,21 @@ def step_kind(plan: StepPlan) -> StepKind:
 
 def step_stats(
     plan: StepPlan,
-    drafts: Sequence[DraftRows],
+    verifying: Sequence[PlannedSequence],
     verdicts: Sequence[Verdict],
     *,
-    sources: Sequence[str],
     preempted: Sequence[Sample],
     num_rows: int,
     seconds: float,
     nanoseconds: Mapping[str, int],
 ) -> StepStats:
-    """`sources`: of the drafts."""
     num_tokens, num_accepted = Counter[str](), Counter[str]()
-    for source, verdict in zip(sources, verdicts, strict=True):
+    num_by_method = Counter[VerificationMethod]()
+    for item, verdict in zip(verifying, verdicts, strict=True):
         if verdict.num_draft_tokens:
-            num_tokens[source] += verdict.num_draft_tokens
-            num_accepted[source] += verdict.num_accepted
+            num_tokens[item.draft.source] += verdict.num_draft_tokens
+            num_accepted[item.draft.source] += verdict.num_accepted
+            num_by_method[item.sample.group.opened.options.verification_method] += 1
     return StepStats(
         seconds=seconds,
         nanoseconds=nanoseconds,
@@ -203,10 +202,10 @@ def step_stats(
         num_preempted=len(preempted),
         preempted_groups=[(each.group.session_id, each.group.opened.sequence_group_id) for each in preempted],
         num_generated_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
-        num_drafts=sum([verdict.num_draft_tokens > 0 for verdict in verdicts]),
+        num_drafts=num_by_method.total(),
         num_draft_tokens=num_tokens.total(),
         num_accepted_draft_tokens=num_accepted.total(),
-        num_drafts_by_method=Counter([draft.method for draft in drafts if draft.rows.draft_token_ids]),
+        num_drafts_by_method=num_by_method,
         num_draft_tokens_by_source=num_tokens,
         num_accepted_by_source=num_accepted,
     )

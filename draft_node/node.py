@@ -15,22 +15,21 @@ from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLoop, DraftStepStats
 from draft_node.held_sequences import max_held_bytes
 from draft_node.servicer import DraftServicer
-from outrider import __version__
-from outrider.engine.engine_thread import EngineThread
+from outrider.engine_node import EngineNode
 from outrider.errors import PeerLostError
-from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.node import ModelInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.engine_failure import end_process
-from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
+from outrider.service.node_service import NodeServicer
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
-from outrider.speculation.proposers.base import Proposer, ProposerInfo
+from outrider.speculation.proposers.base import Proposer
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
 MIN_EXPECTED_STEP_SECONDS = 1.0
 """A short step may be followed by one that computes a long prefix; the node has not stalled then."""
 
 
-class DraftNode:
+class DraftNode(EngineNode[DraftLoop]):
     """A Service (see `outrider.service.server`)."""
 
     service_names: tuple[str, ...] = ("outrider.v1.DraftService", "outrider.v1.NodeService")
@@ -46,18 +45,18 @@ class DraftNode:
         on_loop_failure: Callable[[Exception], None] = end_process,
     ) -> None:
         """`make_proposer` is called in the draft loop's thread. `name`: by default role and address."""
+        super().__init__(
+            NodeRole.DRAFT,
+            build=self._build_loop,
+            run=DraftLoop.run,
+            on_failure=on_loop_failure,
+            configured_name=name,
+            tracer=tracer,
+        )
         self._config = config
         self._registry = registry
-        self._tracer = tracer
         self._make_proposer = make_proposer
         self._proposer: Proposer | None = None  # until `start`
-        self._on_loop_failure = on_loop_failure
-        self._incarnation = make_incarnation()
-        self._configured_name = name
-        self._name = ""
-        self._state = NodeState.STARTING
-        self._loop: DraftLoop | None = None
-        self._thread: EngineThread[DraftLoop] | None = None
         self._streams = DraftServicer(self.draft_loop, self.info, tracer)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -66,17 +65,9 @@ class DraftNode:
 
     async def start(self, address: str) -> None:
         """Makes the proposer, in a thread, and starts the draft loop."""
-        self._name = default_node_name("draft_node", address, configured=self._configured_name)
-        self._tracer.start(self._name)
-        thread = self._thread = EngineThread(
-            "draft loop",
-            build=self._build,
-            run=lambda loop: loop.run(),
-            on_failure=self._on_loop_failure,
-        )
-        self._loop = await thread.build()
+        await self._build(address)
         self._state = NodeState.SERVING
-        thread.run()
+        self._thread.run()
 
     async def drain(self, deadline_seconds: float) -> None:
         """Ends all streams at once: decode nodes continue without drafts."""
@@ -85,11 +76,11 @@ class DraftNode:
 
     async def stop(self) -> None:
         self._state = NodeState.DRAINING
-        if self._loop is not None and self._thread is not None:
-            self._loop.stop()
+        if self._parts is not None:
+            self._parts.stop()
             await asyncio.to_thread(self._thread.join, 5.0)
 
-    def _build(self) -> DraftLoop:
+    def _build_loop(self) -> DraftLoop:
         """In the draft loop's thread."""
         proposer = self._proposer = self._make_proposer()
         metrics = EngineMetrics(model_name=proposer.info.name, registry=self._registry)
@@ -115,22 +106,12 @@ class DraftNode:
 
     def draft_loop(self) -> DraftLoop:
         """Raises: PeerLostError while starting and when draining: come again, or go elsewhere."""
-        if self._loop is None or self._state is not NodeState.SERVING:
+        if self._parts is None or self._state is not NodeState.SERVING:
             raise PeerLostError(f"draft node {self._name} is {self._state.name.lower()}", node=self._name)
-        return self._loop
-
-    def info(self) -> NodeInfo:
-        return NodeInfo(
-            incarnation=self._incarnation,
-            name=self._name,
-            role=NodeRole.DRAFT,
-            state=self._state,
-            version=__version__,
-            model=None if self._proposer is None else self._model_info(self._proposer.info),
-        )
+        return self._parts
 
     def report(self) -> NodeReport:
-        loop = self._loop
+        loop = self._parts
         if loop is None:
             return NodeReport(state=self._state, incarnation=self._incarnation)
         started = loop.step_started_at
@@ -143,7 +124,10 @@ class DraftNode:
             load=loop.load(),
         )
 
-    def _model_info(self, proposer: ProposerInfo) -> ModelInfo:
+    def _model(self) -> ModelInfo | None:
+        if self._proposer is None:
+            return None
+        proposer = self._proposer.info
         return ModelInfo(
             name=proposer.name,
             vocab_size=0,

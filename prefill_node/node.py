@@ -5,31 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import grpc.aio
 
-from outrider import __version__
-from outrider.engine.engine import PromptEngine
-from outrider.engine.engine_thread import EngineThread
+from outrider.engine_node import TargetNode, TargetParts
 from outrider.errors import InternalError, PeerLostError
 from outrider.kv_transfer.connectors import Connector
-from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.node import NodeLoad, NodeRole, NodeState
 from outrider.prefill import PrefillFigures
 from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
-from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
-from outrider.service.profiling import ProfileDesk
 from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import PrefillMetrics
 from outrider.service.telemetry.recent_sum import RecentSum
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc
-from prefill_node.jobs import Command, JobEnded, Stop
+from prefill_node.jobs import JobEnded, Stop
 from prefill_node.pending_jobs import PendingJobs
 from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.servicer import PrefillServicer, ServedModel
@@ -45,23 +39,16 @@ Emit = Callable[[Sequence[JobEnded], StepStats | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillParts:
-    """What the composition root has built; the loop is not running yet."""
-
-    engine: PromptEngine
+class PrefillParts(TargetParts):
     loop: PrefillLoop
     connector: Connector
-    model: ModelInfo
-    tokenizer_files: Mapping[str, bytes]
-    description: Mapping[str, Any]  # for the start-up line
-    ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered while the loop runs
 
 
 Build = Callable[[Emit], PrefillParts]
 """Blocking: loads the model."""
 
 
-class PrefillNode:
+class PrefillNode(TargetNode[PrefillParts]):
     """A Service (see `outrider.service.server`)."""
 
     service_names: tuple[str, ...] = ("outrider.v1.PrefillService", NODE_SERVICE_NAME)
@@ -77,55 +64,31 @@ class PrefillNode:
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """`exit_process` ends the process at once when the engine thread has failed."""
-        self._build = build
-        self._configured_name = configured_name
-        self._tracer = tracer
+        super().__init__(
+            NodeRole.PREFILL,
+            build=lambda: build(self._emit),
+            on_failure=self._engine_failed,
+            configured_name=configured_name,
+            allows_profiles=allows_profiles,
+            tracer=tracer,
+        )
         self._exit_process = exit_process
-        self._incarnation = make_incarnation()
-        self._name = configured_name or "prefill"
-        self._state = NodeState.STARTING
-        self._parts: PrefillParts | None = None
         self._metrics: PrefillMetrics | None = None
         self._kv_bytes = RecentSum()
         self._servicer = PrefillServicer(tracer)
         self._jobs = PendingJobs(submit=self._submit, max_jobs=max_jobs)
-        self._profiles = ProfileDesk(
-            is_allowed=allows_profiles,
-            can_be_traced=lambda: self._parts is not None and self._parts.engine.runner.can_be_traced,
-            node_name=lambda: self._name,
-            submit=self._submit,
-        )
-        self._thread: EngineThread[PrefillParts] | None = None
-        self._event_loop: asyncio.AbstractEventLoop | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._servicer, server)
-        node_pb2_grpc.add_NodeServiceServicer_to_server(
-            NodeServicer(
-                self._info,
-                self._report,
-                lambda: self._parts.tokenizer_files if self._parts else None,
-                self._profiles,
-            ),
-            server,
-        )
+        node_pb2_grpc.add_NodeServiceServicer_to_server(self._node_servicer, server)
 
     async def start(self, address: str) -> None:
         """Loads the model, starts the engine thread and takes requests."""
-        self._name = default_node_name("prefill_node", address, configured=self._configured_name)
-        self._tracer.start(self._name)
-        self._event_loop = asyncio.get_running_loop()
-        thread = self._thread = EngineThread(
-            "prefill-loop",
-            build=lambda: self._build(self._emit),
-            run=_run,
-            on_failure=self._engine_failed,
-        )
-        parts = self._parts = await thread.build()
+        parts = await self._build(address)
         self._metrics = PrefillMetrics(model_name=parts.model.name)
         tokens = parts.loop.prompt_tokens
         self._metrics.follow(num_outstanding=lambda: tokens.num_outstanding, saturation=tokens.saturation)
-        thread.run()
+        self._thread.run()
         pool = parts.engine.pool
         max_tokens = min(parts.model.max_model_len, pool.num_blocks * pool.block_size)
         self._servicer.serve(self._jobs, ServedModel(node_name=self._name, info=parts.model, max_tokens=max_tokens))
@@ -151,18 +114,10 @@ class PrefillNode:
         if parts is None:
             return
         parts.loop.submit(Stop())
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
         await asyncio.to_thread(parts.connector.close)
 
-    def describe(self) -> dict[str, Any]:
-        return dict(self._parts.description) if self._parts else {}
-
     # ---- engine thread ⇄ event loop
-
-    def _submit(self, command: Command) -> None:
-        assert self._parts is not None
-        self._parts.loop.submit(command)
 
     def _emit(self, ended: Sequence[JobEnded], stats: StepStats | None) -> None:
         """Called from the engine thread."""
@@ -200,31 +155,7 @@ class PrefillNode:
         sys.stderr.flush()
         self._exit_process(EXIT_ENGINE_FAILED)
 
-    # ---- who this is, and how it is doing
-
-    def _info(self) -> NodeInfo:
-        return NodeInfo(
-            incarnation=self._incarnation,
-            name=self._name,
-            role=NodeRole.PREFILL,
-            state=self._state,
-            version=__version__,
-            model=self._parts.model if self._parts else None,
-        )
-
-    def _report(self) -> NodeReport:
-        if self._parts is None:
-            return NodeReport(state=self._state, incarnation=self._incarnation)
-        progress = self._parts.loop.progress
-        at_hand = progress.at_hand
-        return NodeReport(
-            state=self._state,
-            incarnation=self._incarnation,
-            step=at_hand.step,
-            expected_step_seconds=at_hand.expected_seconds,
-            step_age_seconds=progress.age_seconds(at_hand),
-            load=self._load(),
-        )
+    # ---- how it is doing
 
     def _load(self) -> NodeLoad:
         assert self._parts is not None
@@ -239,11 +170,6 @@ class PrefillNode:
             max_rows_per_step=engine.scheduler.max_rows_per_step,
             kv_bytes_per_second=self._kv_bytes.per_second(),
         )
-
-
-def _run(parts: PrefillParts) -> None:
-    with parts.ranks:
-        parts.loop.run()
 
 
 def _observe(metrics: PrefillMetrics, result: PrefillFigures) -> None:

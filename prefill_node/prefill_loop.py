@@ -42,6 +42,7 @@ from prefill_node.push import KvPush, LayerGroups
 from prefill_node.push_places import PushPlaces
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import PrefillTask, chunk_rows
+from prefill_node.timed_parts import TimedPart, add_part
 
 MAX_PUSHES = 64  # 32 to a single decode node; each has three threads, and may outlast its job's computation
 STOP_SECONDS = 2.0
@@ -243,7 +244,7 @@ class PrefillLoop:
             task.num_cached_tokens = sequence.num_cached_tokens
             push = task.push or self._start_push(task)
             push.offer(range(self._layers.num_layers), 0, sequence.num_computed)
-            push.offer_features(0, sequence.num_computed)
+            push.offer(None, 0, sequence.num_computed)
             self.prompt_tokens.set_outstanding(sequence.key, task.num_outstanding_tokens)
             if sequence.num_uncomputed == 0:
                 self._end_compute(task)
@@ -291,13 +292,14 @@ class PrefillLoop:
         fault_point("prefill.chunk")
         self._keep_turn()
         for item in plan.scheduled:
-            self._tasks[item.sequence.key].begin_compute()
+            task = self._tasks[item.sequence.key]
+            task.compute_started_at = task.compute_started_at or time.monotonic()
         rows, started_at = [chunk_rows(item) for item in plan.scheduled], time.monotonic()
         try:
             logits = self._engine.forward(
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
             )
-            self._offer_features(plan)
+            self._offer(plan, None)
             for sequence, logprobs in read(*take_scored_rows(plan, logits)[1]):
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
@@ -306,13 +308,16 @@ class PrefillLoop:
             if not self._keeps_turn:
                 self._give_turn()
         for item in plan.scheduled:
-            self._tasks[item.sequence.key].end_chunk(started_at, item.num_rows)
+            chunk = TimedPart(started_at, time.monotonic(), item.num_rows)
+            add_part(self._tasks[item.sequence.key].chunks, chunk)
         self.prompt_tokens.add_computed(plan.num_rows)
         return self.progress.age_seconds() - age_before
 
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
         """Called within the forward: the chunk's KV of one more layer is in the cache."""
-        self._offer(plan, layer)
+        if (layers := self._layers.ending_at(layer)) is not None:
+            self._time.mark(Part.FORWARD)
+            self._offer(plan, layers)
         self._share_processors(layer)
 
     def _share_processors(self, layer: int) -> None:
@@ -352,23 +357,12 @@ class PrefillLoop:
         self._keeps_turn = self._has_handed_over = False
         self._cpu_turns.give()
 
-    def _offer(self, plan: StepPlan, layer: int) -> None:
-        layers = self._layers.ending_at(layer)
-        if layers is None:
-            return
-        self._time.mark(Part.FORWARD)
-        for item in plan.scheduled:
-            push = self._tasks[item.sequence.key].push
-            assert push is not None
-            start = item.sequence.num_computed
-            push.offer(layers, start, start + item.num_rows)
-        self._time.mark(Part.HAND_OFF)
-
-    def _offer_features(self, plan: StepPlan) -> None:
+    def _offer(self, plan: StepPlan, layers: range | None) -> None:
+        """None: features."""
         for item in plan.scheduled:
             push, start = self._tasks[item.sequence.key].push, item.sequence.num_computed
             assert push is not None
-            push.offer_features(start, start + item.num_rows)
+            push.offer(layers, start, start + item.num_rows)
         self._time.mark(Part.HAND_OFF)
 
     def _finish(self, plan: StepPlan) -> None:
@@ -406,7 +400,8 @@ class PrefillLoop:
             self._ended.append(JobEnded(job_id, outcome.error or task.result(outcome)))
 
     def _forget(self, task: PrefillTask) -> None:
-        task.unpin()
+        if task.pinned is not None:
+            task.pinned.free()
         del self._tasks[task.job.job_id]
         self._places.leave(task)
         self._schedule()

@@ -86,21 +86,15 @@ class KvPush:
     def start(self) -> None:
         self._thread.start()
 
-    def offer(self, layers: range, start_token: int, end_token: int) -> None:
-        """Keys and values of these are in the cache, or a GPU has been asked for them.
+    def offer(self, layers: range | None, start_token: int, end_token: int) -> None:
+        """Keys and values of these are in the cache, or a GPU has been asked for them. None: of features, which a
+        forward writes at its end.
 
         What the transfer does not want is left out.
         """
-        self._offer(self._layered, layers, start_token, end_token)
-
-    def offer_features(self, start_token: int, end_token: int) -> None:
-        """As `offer`, of what a forward writes at its end."""
-        if self._features:
-            self._offer(self._features, range(1), start_token, end_token)
-
-    def _offer(self, planes: tuple[PlaneSpec, ...], layers: range, start_token: int, end_token: int) -> None:
+        planes, layers = (self._features, range(1)) if layers is None else (self._layered, layers)
         start_token = max(start_token, self._spec.start_token)
-        if start_token < end_token:
+        if planes and start_token < end_token:
             self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:
@@ -244,7 +238,7 @@ def cut_frames(
     num_tokens = max_frame_bytes // (num_layers * per_layer)
     for first_layer in range(layers.start, layers.stop, num_layers):
         for first_token in range(start_token, end_token, num_tokens):
-            yield Region.of(
+            yield Region(
                 plane.name,
                 range(first_layer, min(first_layer + num_layers, layers.stop)),
                 range(first_token, min(first_token + num_tokens, end_token)),

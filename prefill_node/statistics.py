@@ -20,44 +20,15 @@ class StepStats:
     nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
 
 
-class BusyTime:
-    """The time of the last ten seconds in which there was work. Not thread-safe."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._ended: deque[tuple[float, float]] = deque()  # (start, end) of each time, oldest first
-        self._since: float | None = None  # the start of one that has not ended
-
-    def tell(self, *, is_busy: bool) -> None:
-        """From now on."""
-        now = self._clock()
-        if is_busy and self._since is None:
-            self._since = now
-        elif not is_busy and self._since is not None:
-            self._ended.append((self._since, now))
-            self._since = None
-            self._forget_old(now)
-
-    def share(self) -> float:
-        """0 to 1, of all ten seconds even where the process is younger."""
-        now = self._clock()
-        self._forget_old(now)
-        times = [*self._ended] if self._since is None else [*self._ended, (self._since, now)]
-        oldest = now - RATE_WINDOW_SECONDS
-        return min(sum(end - max(start, oldest) for start, end in times) / RATE_WINDOW_SECONDS, 1.0)
-
-    def _forget_old(self, now: float) -> None:
-        while self._ended and self._ended[0][1] <= now - RATE_WINDOW_SECONDS:
-            self._ended.popleft()
-
-
 class PromptTokens:
     """How many are waiting, how many were computed lately. Thread-safe: the engine thread writes, others read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._outstanding: dict[int, int] = {}  # job -> prompt tokens not computed
-        self._busy = BusyTime(clock)
+        self._clock = clock
+        self._busy: deque[tuple[float, float]] = deque()  # (start, end) of each time with some, oldest first
+        self._busy_since: float | None = None  # the start of one that has not ended
         self._computed = RecentSum(clock)
         self.add_computed = self._computed.add
         self.tokens_per_second = self._computed.per_second
@@ -69,7 +40,13 @@ class PromptTokens:
                 self._outstanding[job_id] = num_tokens
             else:
                 self._outstanding.pop(job_id, None)
-            self._busy.tell(is_busy=bool(self._outstanding))
+            now = self._clock()
+            if self._outstanding and self._busy_since is None:
+                self._busy_since = now
+            elif not self._outstanding and self._busy_since is not None:
+                self._busy.append((self._busy_since, now))
+                self._busy_since = None
+                self._forget_old(now)
 
     @property
     def num_outstanding(self) -> int:
@@ -77,6 +54,15 @@ class PromptTokens:
             return sum(self._outstanding.values())
 
     def saturation(self) -> float:
-        """The share of the last ten seconds in which some were outstanding, 0 to 1."""
+        """The share of the last ten seconds in which some were outstanding, 0 to 1. A process may be younger."""
         with self._lock:
-            return self._busy.share()
+            now = self._clock()
+            self._forget_old(now)
+            times = [*self._busy] if self._busy_since is None else [*self._busy, (self._busy_since, now)]
+            oldest = now - RATE_WINDOW_SECONDS
+            return min(sum(end - max(start, oldest) for start, end in times) / RATE_WINDOW_SECONDS, 1.0)
+
+    def _forget_old(self, now: float) -> None:
+        """With the lock held."""
+        while self._busy and self._busy[0][1] <= now - RATE_WINDOW_SECONDS:
+            self._busy.popleft()

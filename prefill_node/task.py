@@ -12,7 +12,7 @@ from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled
 from outrider.prefill import ComputedChunk, PrefillFigures, PushedKv
 from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
-from prefill_node.timed_parts import TimedPart, add_part
+from prefill_node.timed_parts import TimedPart
 
 MIN_READ_TOKENS = 64
 """Fewer are computed: reading them costs a round trip."""
@@ -93,19 +93,6 @@ class PrefillTask:
             self.pinned, self.sequence.kv = kv, None
         else:
             self.pinned = kv.fork()
-
-    def unpin(self) -> None:
-        if self.pinned is not None:
-            self.pinned.free()
-
-    def begin_compute(self) -> None:
-        """Of its first chunk; later calls change nothing."""
-        if self.compute_started_at is None:
-            self.compute_started_at = time.monotonic()
-
-    def end_chunk(self, started_at: float, num_tokens: int) -> None:
-        """So many tokens were computed in one forward pass, which is over."""
-        add_part(self.chunks, TimedPart(started_at, time.monotonic(), num_tokens))
 
     def end_compute(self) -> None:
         """The prompt is computed: the push has been offered all of it."""

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from benchmarks.three_lines.pair import Pair
 from decode_node.admission import Admission
-from decode_node.commands import EventsBySession, GroupOpened
+from decode_node.commands import EventsBySession, RouterCommand
 from decode_node.decode_loop import DecodeLoop
-from decode_node.drafting.client import DraftClient, NoDrafts
+from decode_node.drafting.client import DraftClient
 from decode_node.drafting.gather import DraftGatherer, FeaturesOf
 from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.statistics import StepStats
@@ -105,7 +105,7 @@ class LineNode:
         self._engine = engine
         num_speculative_tokens = 0 if client is None and beside is None else pair.num_speculative_tokens
         gatherer = DraftGatherer(
-            client=NoDrafts() if client is None else client,
+            client=client,
             proposers=() if beside is None else (beside,),
             features_of=None if beside is None else beside.features_of,
             controller=DraftController(
@@ -159,7 +159,7 @@ class LineNode:
                     sampling=SamplingParams(seed=seed, temperature=temperature, max_tokens=max_tokens)
                 ),
             )
-            self._loop.submit(GroupOpened(0, group, "127.0.0.1"))
+            self._loop.submit(RouterCommand(0, group, "127.0.0.1"))
         while not all(self._texts.values()):
             self._loop.iterate()
         self.passed = counted

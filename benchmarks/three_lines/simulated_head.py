@@ -15,8 +15,7 @@ from outrider.engine.scheduler import EngineSequence
 from outrider.node import FeatureFormat
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_tree import Decided
-from outrider.speculation.proposers.draft_forward import PathRows
-from outrider.speculation.proposers.path_sampler import PathSampler
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 
 FORMAT = FeatureFormat(fingerprint="simulated", width=576, dtype="bfloat16")
 
@@ -42,7 +41,7 @@ class SimulatedFeaturePlane:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedHeadForward(PathSampler):
+class SimulatedHeadForward(DraftForward):
     """A `DraftForward` whose model depends on how many of its own states a row was fed after."""
 
     pool: BlockPool

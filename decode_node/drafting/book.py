@@ -74,7 +74,7 @@ class DraftBook:
         """`feature_bytes`: of one token; 0: none are computed."""
         self._clock = clock
         self._feature_bytes = feature_bytes
-        self._nodes = DraftNodes()
+        self.nodes = DraftNodes()  # a new one is added there
         self._sequences: dict[int, DraftedSequence] = {}  # by the engine's id
         self._served: dict[int, DraftedSequence] = {}  # by stream id
         self._unserved: dict[DraftedSequence, None] = {}  # no node has room for them, or none is there
@@ -158,28 +158,22 @@ class DraftBook:
 
     def observe_step(self, seconds: float) -> None:
         """How long a step of the engine took. The sequences of nodes that are late by it move to others."""
-        self._nodes.observe_step(seconds)
+        self.nodes.observe_step(seconds)
         now = self._clock()
-        for node in self._nodes:
-            is_late = node.is_connected and self._nodes.is_late(node, now)
+        for node in self.nodes:
+            is_late = node.is_connected and self.nodes.is_late(node, now)
             if not is_late:
                 node.gave_away = False
-            elif not node.gave_away and any(self._nodes.is_usable(other, now) for other in self._nodes):
+            elif not node.gave_away and any(self.nodes.is_usable(other, now) for other in self.nodes):
                 node.gave_away = True
                 self._move_away(node, keep=1)
 
     # The streams' side.
 
-    def add_node(self, *, rank: int = 0) -> DraftNodeState:
-        """One more. `rank` decides between nodes that serve equally many sequences: decode nodes that rank the same
-        nodes differently do not all begin with the same one.
-        """
-        return self._nodes.add(rank=rank)
-
     def remove_node(self, node: DraftNodeState) -> None:
         """Its stream is gone and will not come back."""
         self.disconnected(node)
-        self._nodes.remove(node)
+        self.nodes.remove(node)
 
     def connected(self, node: DraftNodeState, *, needs_features: bool = False) -> None:
         """A new stream is up: its node knows nothing yet. `needs_features`: those of this node's tokens."""
@@ -198,12 +192,12 @@ class DraftBook:
         if not node.is_connected:
             return []
         now = self._clock()
-        if self._unserved and any(other.is_connected and other.has_room(now) for other in self._nodes):
+        if self._unserved and any(other.is_connected and other.has_room(now) for other in self.nodes):
             self._assign_unserved(now)
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
         tokens_left, feature_bytes_left = MAX_TOKENS_PER_MESSAGE, MAX_FEATURE_BYTES_PER_MESSAGE
-        self.has_unsent = any(other.news or other.closed for other in self._nodes if other is not node)
+        self.has_unsent = any(other.news or other.closed for other in self.nodes if other is not node)
         for stream_id in tuple(node.news):
             drafted = self._served[stream_id]
             served = drafted.assignment
@@ -251,7 +245,7 @@ class DraftBook:
                 self._note_stale(node)
             if not branches:
                 return True
-        elif not served.is_awaited:
+        elif served.asked is None and not served.is_catching_up:  # no answer is due
             self._note_stale(node)
             return True
         if not is_well_formed or not drafted.is_plausible(served, answer):
@@ -282,16 +276,11 @@ class DraftBook:
     @property
     def needs_features(self) -> bool:
         """Whether any connected node does."""
-        return any(node.needs_features for node in self._nodes)
-
-    @property
-    def step_seconds(self) -> float:
-        """How long a step of the engine takes at present; 0: none was done."""
-        return self._nodes.step_seconds
+        return any(node.needs_features for node in self.nodes)
 
     def is_late(self, node: DraftNodeState) -> bool:
         """Whether it is not waited for; one that is not connected is late as well."""
-        return not self._nodes.is_usable(node, self._clock())
+        return not self.nodes.is_usable(node, self._clock())
 
     def has_lost_an_update(self, node: DraftNodeState) -> bool:
         """Whether an update has been unanswered for longer than a slow node takes."""
@@ -309,7 +298,7 @@ class DraftBook:
             return False
         usual = served.node.answer_seconds
         age = 0.0 if served.asked is None else now - served.asked.at
-        return usual - wait_seconds <= age <= usual + wait_seconds and not self._nodes.is_late(served.node, now)
+        return usual - wait_seconds <= age <= usual + wait_seconds and not self.nodes.is_late(served.node, now)
 
     def _note_news(self, drafted: DraftedSequence) -> None:
         if drafted.has_news and drafted.assignment is not None:
@@ -329,7 +318,7 @@ class DraftBook:
         self._assign(drafted, now)
 
     def _assign(self, drafted: DraftedSequence, now: float) -> None:
-        node = self._nodes.choose(now, refused=drafted.refused)
+        node = self.nodes.choose(now, refused=drafted.refused)
         if node is None:
             self._unserved[drafted] = None
             return

@@ -191,35 +191,3 @@ class DraftClient:
     def _wake_links(self) -> None:
         for link in self.links:
             link.wake()
-
-
-class NoDrafts:
-    """No draft nodes: the same interface, nothing behind it."""
-
-    needs_features = False
-
-    async def start(self) -> None:
-        return
-
-    async def stop(self) -> None:
-        return
-
-    def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        return
-
-    def update(
-        self, updates: Sequence[tuple[int, Sequence[int], int]], tables: Mapping[int, SequenceKV] = NO_TABLES
-    ) -> None:
-        return
-
-    def close(self, sequence_id: int) -> None:
-        return
-
-    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
-        return StepDrafts()
-
-    def observe_step(self, seconds: float) -> None:
-        return
-
-    def status(self) -> DraftClientStatus:
-        return DraftClientStatus()

@@ -95,7 +95,7 @@ class DraftNodes:
         self._nodes: list[DraftNodeState] = []
         self._num_ever = 0
         self._long_step_seconds = MIN_STEP_SECONDS  # running mean of a step's time, at least that
-        self.step_seconds = 0.0  # the same, as it is; 0: no step was done
+        self.step_seconds = 0.0  # the same, as it is at present; 0: no step was done
 
     def __iter__(self) -> Iterator[DraftNodeState]:
         return iter(self._nodes)
@@ -105,7 +105,10 @@ class DraftNodes:
         self.step_seconds += weight * (seconds - self.step_seconds)
         self._long_step_seconds += SMOOTHING * (max(seconds, MIN_STEP_SECONDS) - self._long_step_seconds)
 
-    def add(self, *, rank: int) -> DraftNodeState:
+    def add(self, *, rank: int = 0) -> DraftNodeState:
+        """`rank` decides between nodes that serve equally many sequences: decode nodes that rank the same nodes
+        differently do not all begin with the same one.
+        """
         self._num_ever += 1
         node = DraftNodeState(self._num_ever, rank)
         self._nodes.append(node)

@@ -63,11 +63,6 @@ class Assignment:
     ready_at: float = 0.0  # before that nothing is sent
     num_ahead_allowed: int = 0  # branches that may come besides answers
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether an answer is due."""
-        return self.asked is not None or self.is_catching_up
-
 
 @dataclass(slots=True, eq=False)
 class DraftedSequence:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from decode_node.drafting.client import DraftClient, NoDrafts, StepDrafts
+from decode_node.drafting.client import DraftClient, StepDrafts
 from decode_node.drafting.misread import MisreadWatch
 from decode_node.groups import Sample
 from outrider.engine.scheduler import EngineSequence, StepRoom
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
-from outrider.speculation.draft_controller import ChosenDraft, DraftController
+from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 from outrider.speculation.features import Features
@@ -29,14 +29,6 @@ _log = get_logger("drafts")
 def log_failed_proposer(error: Exception, sequence_id: int) -> None:
     """A proposer in this process has failed for a sequence, which goes on without its drafts for a while."""
     _log.error("local proposer failed", sequence_id=sequence_id, error=str(error), exc_info=error)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalDrafts:
-    """What a proposer in this process has made in one step."""
-
-    trees: dict[int, DraftTree]  # by sequence; without those for which it has nothing
-    num_read: int | None  # tokens that it read for these drafts; None: unknown, as it read prompts besides
 
 
 class LocalProposer:
@@ -70,8 +62,10 @@ class LocalProposer:
 
     def propose(
         self, wanted: Sequence[tuple[Sample, int]], *, reads_ahead: bool, min_reach: float = 0.0
-    ) -> LocalDrafts:
-        """Drafts of at most so many tokens; asks until they are complete.
+    ) -> tuple[dict[int, DraftTree], int | None]:
+        """Drafts of at most so many tokens, by sequence; asks until they are complete.
+
+        Also tells how many tokens it has read for them; None: not known, as it has read prompts besides.
 
         With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way.
         `min_reach`: see ProposalRequest.
@@ -121,7 +115,7 @@ class LocalProposer:
                     drafting.append(request)
             requests = drafting
         is_behind = was_behind or not self._behind.isdisjoint(requested)
-        return LocalDrafts(trees, None if is_behind or ahead else num_read)
+        return trees, None if is_behind or ahead else num_read
 
 
 class DraftGatherer:
@@ -137,7 +131,7 @@ class DraftGatherer:
     def __init__(
         self,
         *,
-        client: DraftClient | NoDrafts,
+        client: DraftClient | None,
         controller: DraftController,
         proposers: Sequence[Proposer] = (),
         max_wait_seconds: float = 0.0,
@@ -145,8 +139,8 @@ class DraftGatherer:
         features_of: FeaturesOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`proposers`: with different names. `features_of`: where one is a head. `clock`: in seconds, by which their
-        time is measured.
+        """`client`: None without draft nodes. `proposers`: with different names. `features_of`: where one is a head.
+        `clock`: in seconds, by which their time is measured.
         """
         self._client = client
         self._controller = controller
@@ -180,13 +174,15 @@ class DraftGatherer:
         )
         for local in self._local:
             local.open(sequence_id, sequence_start, known_token_ids)
-        num_left = options.sampling.max_tokens - len(start.generated_token_ids) - 1
-        num_wanted = self._controller.num_wanted(sequence_id, min(most, num_left), DRAFT_NODE)
-        self._client.open(sequence_id, sequence_start, known_token_ids, num_wanted=num_wanted)
+        if self._client is not None:
+            num_left = options.sampling.max_tokens - len(start.generated_token_ids) - 1
+            num_wanted = self._controller.num_wanted(sequence_id, min(most, num_left), DRAFT_NODE)
+            self._client.open(sequence_id, sequence_start, known_token_ids, num_wanted=num_wanted)
 
     def close(self, sequence_id: int) -> None:
         """The sequence has ended, or will not start."""
-        self._client.close(sequence_id)
+        if self._client is not None:
+            self._client.close(sequence_id)
         self._controller.forget(sequence_id)
         self._reproducible.discard(sequence_id)
         for local in self._local:
@@ -196,8 +192,11 @@ class DraftGatherer:
         """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
         if self._controller.num_speculative_tokens <= 0:
             return StepDrafts()
-        wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
-        taken = self._client.take([sample.sequence.key for sample in samples], wait_seconds=wait_seconds)
+        taken = StepDrafts()
+        if self._client is not None:
+            most_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
+            keys = [sample.sequence.key for sample in samples]
+            taken = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
         trees, requested = {key: tree for key, tree in taken.trees.items() if tree}, set(taken.requested)
         self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
         wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
@@ -224,13 +223,13 @@ class DraftGatherer:
             {} if is_cheap else {sample.sequence.key: local.num_missed(sample) for sample in samples},
         )
         started = self._clock()
-        found = local.propose(
+        found, num_read = local.propose(
             [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
             reads_ahead=is_cheap,
             min_reach=controller.min_reach(source, len(asked)),
         )
-        controller.observe_asked(source, asked, found.trees, seconds=self._clock() - started, num_missed=found.num_read)
-        for sequence_id, tree in found.trees.items():
+        controller.observe_asked(source, asked, found, seconds=self._clock() - started, num_missed=num_read)
+        for sequence_id, tree in found.items():
             at_hand = trees.get(sequence_id)
             trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
             self._drafts.setdefault(sequence_id, []).append(tree)
@@ -238,7 +237,7 @@ class DraftGatherer:
 
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
-    ) -> dict[int, ChosenDraft]:
+    ) -> dict[int, DraftTree]:
         """What the step verifies of them, by sequence id.
 
         `samples`: those of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
@@ -262,7 +261,8 @@ class DraftGatherer:
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
         """What a step cost."""
         self._last_step_seconds = seconds
-        self._client.observe_step(seconds)
+        if self._client is not None:
+            self._client.observe_step(seconds)
         self._controller.observe_step(
             seconds, num_rows=num_rows, num_sequences=num_sequences, num_prompt_rows=num_prompt_rows
         )
@@ -277,14 +277,17 @@ class DraftGatherer:
                 for draft in self._drafts.pop(sequence_id, ()):
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._misread.observe(draft.source, is_first_accepted=draft.token_ids[0] == token_ids[0])
+        if self._client is None:
+            return
         drafting = [(sample, token_ids) for sample, token_ids in committed if sample.may_draft]
         tables = {}
         if self._client.needs_features:
             tables = {each.sequence.key: kv for each, _ in drafting if (kv := each.sequence.kv) is not None}
+        num_wanted = self._controller.num_wanted
         self._client.update(
-            [(sample.sequence.key, token_ids, self._num_wanted(sample, DRAFT_NODE)) for sample, token_ids in drafting],
+            [
+                (sample.sequence.key, token_ids, num_wanted(sample.sequence.key, sample.max_draft_tokens, DRAFT_NODE))
+                for sample, token_ids in drafting
+            ],
             tables,
         )
-
-    def _num_wanted(self, sample: Sample, source: str) -> int:
-        return self._controller.num_wanted(sample.sequence.key, sample.max_draft_tokens, source)

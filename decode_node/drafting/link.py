@@ -69,7 +69,7 @@ class DraftLink:
         self._open_channel = open_channel
         self._wake = asyncio.Event()
         with changed:
-            self.node = book.add_node(rank=draft_rank(hello, address))
+            self.node = book.nodes.add(rank=draft_rank(hello, address))
 
     @property
     def is_connected(self) -> bool:
@@ -179,7 +179,7 @@ class DraftLink:
             self._wake.clear()
             with self._changed:
                 updates = self._book.take_updates(self.node)
-                step_seconds = self._book.step_seconds
+                step_seconds = self._book.nodes.step_seconds
                 has_lost_an_update = self._book.has_lost_an_update(self.node)
             if has_lost_an_update:
                 raise PeerLostError(f"{self.address} does not answer", node=self.address)
@@ -193,7 +193,8 @@ class DraftLink:
             if not isinstance(message, draft_pb2.DraftProposals):
                 raise PeerLostError(f"{self.address} ended the stream", node=self.address)
             num_answers = len(message.sequences)
-            if num_answers > MAX_ANSWERS_PER_MESSAGE or _num_branches(message) > MAX_BRANCHES_PER_MESSAGE:
+            num_branches = sum(len(answer.branches) for answer in message.sequences)
+            if num_answers > MAX_ANSWERS_PER_MESSAGE or num_branches > MAX_BRANCHES_PER_MESSAGE:
                 raise PeerLostError(f"{self.address} sends {num_answers} answers at once", node=self.address)
             num_refused = sum([not self._take(proto) for proto in message.sequences])
             with self._changed:
@@ -212,10 +213,6 @@ class DraftLink:
         is_sound = is_well_formed(answer, vocab_size=self._hello.vocab_size)
         with self._changed:
             return self._book.take_answer(self.node, answer, is_well_formed=is_sound)
-
-
-def _num_branches(message: draft_pb2.DraftProposals) -> int:
-    return sum(len(answer.branches) for answer in message.sequences)
 
 
 def draft_rank(hello: DraftHello, address: str) -> int:

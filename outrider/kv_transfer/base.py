@@ -1,4 +1,4 @@
-"""The values that whoever moves KV shares, and the sink that takes it.
+"""The values that whoever moves KV shares.
 
 A *transfer* fills one reservation on a decode node: every token of
 [start_token, end_token), of every layer, of every plane. It is named by a random
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
 
 import xxhash
 
@@ -65,55 +64,30 @@ class TransferSpec:
         return sum(plane.bytes_per_token for plane in self.planes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """A part of one plane: layers × tokens × heads."""
 
     plane: str
-    start_layer: int
-    end_layer: int  # exclusive
-    start_token: int
-    end_token: int  # exclusive
-    start_head: int = 0
-    end_head: int  # exclusive
-
-    @classmethod
-    def of(cls, plane: str, layers: range, tokens: range, heads: range) -> Region:
-        """These ranges of the plane of that name."""
-        return cls(
-            plane=plane,
-            start_layer=layers.start,
-            end_layer=layers.stop,
-            start_token=tokens.start,
-            end_token=tokens.stop,
-            start_head=heads.start,
-            end_head=heads.stop,
-        )
-
-    @property
-    def layers(self) -> range:
-        return range(self.start_layer, self.end_layer)
-
-    @property
-    def heads(self) -> range:
-        return range(self.start_head, self.end_head)
+    layers: range
+    tokens: range
+    heads: range
 
     def is_inside(self, plane: PlaneSpec, *, start_token: int, end_token: int) -> bool:
         """Whether it is a non-empty part of that plane, within these tokens."""
         return (
-            0 <= self.start_layer < self.end_layer <= plane.num_layers
-            and start_token <= self.start_token < self.end_token <= end_token
-            and 0 <= self.start_head < self.end_head <= plane.num_heads
+            0 <= self.layers.start < self.layers.stop <= plane.num_layers
+            and start_token <= self.tokens.start < self.tokens.stop <= end_token
+            and 0 <= self.heads.start < self.heads.stop <= plane.num_heads
         )
 
     def num_bytes(self, plane: PlaneSpec) -> int:
         """Payload of the region, which lies within that plane."""
-        num_cells = (self.end_layer - self.start_layer) * (self.end_token - self.start_token)
-        return num_cells * len(self.heads) * plane.bytes_per_head
+        return len(self.layers) * len(self.tokens) * len(self.heads) * plane.bytes_per_head
 
     def __str__(self) -> str:
-        layers, tokens = f"{self.start_layer}-{self.end_layer - 1}", f"{self.start_token}-{self.end_token - 1}"
-        return f"{self.plane} layers {layers} tokens {tokens} heads {self.start_head}-{self.end_head - 1}"
+        layers, tokens, heads = (f"{part.start}-{part.stop - 1}" for part in (self.layers, self.tokens, self.heads))
+        return f"{self.plane} layers {layers} tokens {tokens} heads {heads}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,21 +143,3 @@ class CommitResult:
 
 
 MAX_MISSING = 32
-
-
-class KvWriter(Protocol):
-    """Where verified payload is put. Called from any thread; bounds, length and checksum have been checked."""
-
-    def write(self, region: Region, payload: memoryview) -> None:
-        """Copies [layers, tokens, heads, head_dim] bytes into the cache; `payload` is not valid after the return."""
-
-
-class KvSink(KvWriter, Protocol):
-    """The blocks that one transfer fills.
-
-    Called from receiver threads, for disjoint regions of one transfer possibly at the same
-    time. Must not block on the token loop. An exception fails the transfer.
-    """
-
-    def read(self, region: Region) -> memoryview:
-        """[layers, tokens, heads, head_dim] bytes of tokens that are held already: those before `spec.start_token`."""

@@ -1,14 +1,18 @@
-"""Which layers, tokens and heads of a transfer have arrived, and the gaps between them."""
+"""Which layers, tokens and heads of a transfer have arrived, the gaps between them, and what its sender claims."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.kv_transfer.base import MAX_MISSING, Region, TransferSpec
+
+Manifest = Mapping[Region, int]
+"""Of each frame that was sent: the xxh3-64 of its payload."""
 
 
 @dataclass(slots=True)
@@ -37,9 +41,6 @@ class _TokenRanges:
             yield start, end
 
 
-_HeadRange = tuple[int, int]  # [start, end)
-
-
 class Coverage:
     """Arrived cells of every plane. Not thread-safe: its transfer's lock guards it.
 
@@ -50,24 +51,24 @@ class Coverage:
     def __init__(self, spec: TransferSpec) -> None:
         self._spec = spec
         # By plane, then by range of heads: the tokens of each layer.
-        self._arrived: dict[str, dict[_HeadRange, list[_TokenRanges]]] = {plane.name: {} for plane in spec.planes}
+        self._arrived: dict[str, dict[range, list[_TokenRanges]]] = {plane.name: {} for plane in spec.planes}
 
     def overlaps(self, region: Region) -> bool:
         """Whether any cell of a region inside the bounds has arrived already, or its heads are cut at other places."""
-        heads, arrived = (region.start_head, region.end_head), self._arrived[region.plane]
+        heads, tokens, arrived = region.heads, region.tokens, self._arrived[region.plane]
         if heads not in arrived:
-            return any(start < heads[1] and heads[0] < end for start, end in arrived)
-        return any(arrived[heads][layer].overlap(region.start_token, region.end_token) for layer in region.layers)
+            return any(other.start < heads.stop and heads.start < other.stop for other in arrived)
+        return any(arrived[heads][layer].overlap(tokens.start, tokens.stop) for layer in region.layers)
 
     def add(self, region: Region) -> None:
         """Marks a region that does not overlap."""
-        heads, arrived = (region.start_head, region.end_head), self._arrived[region.plane]
+        heads, arrived = region.heads, self._arrived[region.plane]
         if heads not in arrived:
             plane = self._spec.plane(region.plane)
             assert plane is not None, "the region is inside"
             arrived[heads] = [_TokenRanges() for _ in range(plane.num_layers)]
         for layer in region.layers:
-            arrived[heads][layer].add(region.start_token, region.end_token)
+            arrived[heads][layer].add(region.tokens.start, region.tokens.stop)
 
     def complete_until(self) -> int:
         """The token up to which every head of every layer of every plane has arrived."""
@@ -85,9 +86,9 @@ class Coverage:
             for of_all, equal in itertools.groupby(range(plane.num_layers), key=gaps.__getitem__):
                 first, *others = equal
                 for start, end in of_all:
-                    yield Region.of(plane.name, range(first, first + 1 + len(others)), range(start, end), range(*heads))
+                    yield Region(plane.name, range(first, first + 1 + len(others)), range(start, end), heads)
 
-    def _parts(self) -> Iterator[tuple[PlaneSpec, _HeadRange, list[_TokenRanges]]]:
+    def _parts(self) -> Iterator[tuple[PlaneSpec, range, list[_TokenRanges]]]:
         """Each range of heads, also where nothing of it has arrived, with the tokens of each layer."""
         for plane in self._spec.planes:
             arrived = self._arrived[plane.name]
@@ -95,15 +96,27 @@ class Coverage:
                 yield plane, heads, arrived.get(heads) or [_TokenRanges()] * plane.num_layers
 
 
-def _partition(arrived: dict[_HeadRange, list[_TokenRanges]], num_heads: int) -> list[_HeadRange]:
+def _partition(arrived: dict[range, list[_TokenRanges]], num_heads: int) -> list[range]:
     """The ranges of which something has arrived, and those between them."""
-    parts: list[_HeadRange] = []
+    parts: list[range] = []
     at = 0
-    for start, end in sorted(arrived):
-        if at < start:
-            parts.append((at, start))
-        parts.append((start, end))
-        at = end
+    for heads in sorted(arrived, key=attrgetter("start")):
+        if at < heads.start:
+            parts.append(range(at, heads.start))
+        parts.append(heads)
+        at = heads.stop
     if at < num_heads:
-        parts.append((at, num_heads))
+        parts.append(range(at, num_heads))
     return parts
+
+
+def missing_regions(manifest: Manifest, arrived: Manifest, coverage: Coverage) -> tuple[Region, ...]:
+    """What keeps a transfer from being complete; empty when it is complete.
+
+    Complete means: every token of every layer of every plane has arrived, and the frames
+    that arrived are exactly those of the manifest, with equal checksums. At most
+    `MAX_MISSING` regions: gaps first, then frames that one side has and the other has not,
+    or has differently.
+    """
+    differing = [region for region in {**manifest, **arrived} if manifest.get(region) != arrived.get(region)]
+    return tuple(dict.fromkeys((*coverage.missing(), *differing)))[:MAX_MISSING]

@@ -21,15 +21,14 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
 from outrider.errors import OutriderError
 from outrider.kv_transfer.base import MAX_FRAME_BYTES, CommitResult, CommitState, DrainState, FrameHeader, Region
+from outrider.kv_transfer.coverage import Manifest
 from outrider.kv_transfer.inbox import AttachState, Disposition
-from outrider.kv_transfer.manifest import Manifest
 
 SERVICE_NAME = "outrider.v1.KvIngest"
 METHOD_NAME = "Push"
@@ -59,14 +58,14 @@ class Kind(enum.IntEnum):
     SLOT_FRAME = 3
     COMMIT = 4
     CANCEL = 5
-    ALIVE = 6
+    ALIVE = 6  # nothing to send yet; the sender's process runs
     READ = 7
     WELCOME = 16
     ACK = 17
     COMMIT_ANSWER = 18
     CANCELLED = 19
     HELD = 20
-    NOT_HELD = 21
+    NOT_HELD = 21  # what was asked for is not held here, or no longer, or was read already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    sequence: int  # counts a sender's frames, for the acknowledgement
+    sequence: int  # counts a sender's frames, for the acknowledgement; 0 of a Held
     header: FrameHeader
     payload: memoryview
 
@@ -101,26 +100,9 @@ class SlotFrame:
     offset: int  # of the payload in the arena
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Asks for KV that the receiver holds of the tokens before those that it expects."""
-
-    region: Region
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """Nothing to send yet; the sender's process runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,26 +113,11 @@ class Ack:
     disposition: Disposition
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
-    drain: DrainState
+SenderMessage = Hello | Region | Frame | SlotFrame | Commit | Literal[Kind.CANCEL, Kind.ALIVE]
+"""A region: a Read of it, of tokens before those that the receiver expects."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Answers a Read."""
-
-    header: FrameHeader
-    payload: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class NotHeld:
-    """Answers a Read: this is not held here, or no longer, or was read already."""
-
-
-SenderMessage = Hello | Read | Frame | SlotFrame | Commit | Cancel | Alive
-ReceiverMessage = Welcome | Held | NotHeld | Ack | CommitResult | Cancelled
+ReceiverMessage = Welcome | Frame | Ack | CommitResult | DrainState | Literal[Kind.NOT_HELD]
+"""A frame: a Held. A drain's state: Cancelled."""
 
 _HELLO = struct.Struct("<BB16s16s16sQ")
 _REGION = struct.Struct("<16sIIIIHH")
@@ -166,25 +133,14 @@ _ACK = struct.Struct("<BIB")
 _ANSWER = struct.Struct("<BBI")
 _CANCELLED = struct.Struct("<BB")
 _DRAINS = (DrainState.DRAINED, DrainState.UNKNOWN)
-_REGION_NUMBERS = ("start_layer", "end_layer", "start_token", "end_token", "start_head", "end_head")
-_region_numbers = attrgetter(*_REGION_NUMBERS)
 
 CANCEL = bytes((Kind.CANCEL,))
 ALIVE = bytes((Kind.ALIVE,))
 NOT_HELD = bytes((Kind.NOT_HELD,))
 
 
-def encode_frame(sequence: int, header: FrameHeader, payload: memoryview) -> bytes:
-    """A Frame with its payload behind it: one copy."""
-    return _encode_inline(Kind.FRAME, sequence, header, payload)
-
-
-def encode_held(header: FrameHeader, payload: memoryview) -> bytes:
-    """A Held with its payload behind it: one copy."""
-    return _encode_inline(Kind.HELD, 0, header, payload)
-
-
-def _encode_inline(kind: Kind, sequence: int, header: FrameHeader, payload: memoryview) -> bytes:
+def encode_frame(sequence: int, header: FrameHeader, payload: memoryview, *, kind: Kind = Kind.FRAME) -> bytes:
+    """A Frame, or a Held, with its payload behind it: one copy."""
     body = _encode_header(header)
     return b"".join((_PREFIX.pack(kind, sequence, _check(sequence, body)), body, payload))
 
@@ -237,13 +193,13 @@ def decode_sender_message(message: bytes) -> SenderMessage:
         if kind == Kind.SLOT_FRAME:
             return _decode_slot_frame(message)
         if message == ALIVE:
-            return Alive()
+            return Kind.ALIVE
         if kind == Kind.READ:
-            return Read(_region_of(_REGION.unpack(message[1:])))
+            return _region_of(_REGION.unpack(message[1:]))
         if kind == Kind.COMMIT:
             return Commit(manifest=_decode_manifest(message))
         if message == CANCEL:
-            return Cancel()
+            return Kind.CANCEL
         if kind == Kind.HELLO:
             return _decode_hello(message)
     except (struct.error, ValueError, IndexError) as error:
@@ -262,14 +218,13 @@ def decode_receiver_message(message: bytes) -> ReceiverMessage:
             _, state, nonce = _WELCOME.unpack(message)
             return Welcome(state=AttachState(state), nonce=nonce)
         if kind == Kind.HELD:
-            frame = _decode_frame(message)
-            return Held(header=frame.header, payload=frame.payload)
+            return _decode_frame(message)
         if message == NOT_HELD:
-            return NotHeld()
+            return Kind.NOT_HELD
         if kind == Kind.COMMIT_ANSWER:
             return _decode_answer(message)
         if kind == Kind.CANCELLED:
-            return Cancelled(drain=_DRAINS[_CANCELLED.unpack(message)[1]])
+            return _DRAINS[_CANCELLED.unpack(message)[1]]
     except (struct.error, ValueError, IndexError) as error:
         raise MalformedMessageError(f"not a KV answer ({len(message)} bytes): {error}") from error
     raise MalformedMessageError(f"unknown kind {message[0]}")
@@ -349,10 +304,11 @@ def _check(sequence: int, body: bytes | memoryview) -> int:
 def _encode_region(region: Region) -> bytes:
     plane = region.plane.encode()
     assert len(plane) <= PLANE_NAME_BYTES, "a plane's name has at most 16 bytes"
-    return _REGION.pack(plane, *_region_numbers(region))
+    layers, tokens, heads = region.layers, region.tokens, region.heads
+    return _REGION.pack(plane, layers.start, layers.stop, tokens.start, tokens.stop, heads.start, heads.stop)
 
 
 def _region_of(fields: tuple[Any, ...]) -> Region:
     """Of the fields of `_REGION`."""
-    plane, *numbers = fields
-    return Region(plane=plane.rstrip(b"\0").decode(), **dict(zip(_REGION_NUMBERS, numbers, strict=True)))
+    plane, *edges = fields
+    return Region(plane.rstrip(b"\0").decode(), range(*edges[:2]), range(*edges[2:4]), range(*edges[4:]))

@@ -28,13 +28,12 @@ from outrider.kv_transfer.base import (
     CommitState,
     DrainState,
     FrameHeader,
-    KvSink,
     Region,
     TransferSpec,
     TransferStats,
 )
-from outrider.kv_transfer.coverage import Coverage
-from outrider.kv_transfer.manifest import Manifest, missing_regions
+from outrider.kv_transfer.coverage import Coverage, Manifest, missing_regions
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.service.telemetry.logging import get_logger
 
 NUM_REMEMBERED_COMMITS = 4096
@@ -82,7 +81,7 @@ class _Transfer:
     """One transfer's state; `changed` guards everything below it."""
 
     spec: TransferSpec
-    sink: KvSink
+    sink: ReservedBlocks
     changed: threading.Condition = field(default_factory=threading.Condition)
     state: TransferState = TransferState.OPEN
     connector: str | None = None  # of the attached sender
@@ -132,7 +131,7 @@ class TransferInbox:
 
     # ---- the owner's side
 
-    def open(self, spec: TransferSpec, sink: KvSink) -> None:
+    def open(self, spec: TransferSpec, sink: ReservedBlocks) -> None:
         """Expects a transfer. Its id must be new."""
         assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
         with self._lock:

@@ -14,11 +14,12 @@ import grpc
 
 from outrider.errors import ConfigError
 from outrider.kv_transfer.arena import ArenaReader
-from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, KvSink, TransferSpec, TransferStats
+from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, TransferSpec, TransferStats
 from outrider.kv_transfer.config import ARENA_DIRECTORY
 from outrider.kv_transfer.frames import CONNECTORS, MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.watchdog import Watchdog
 from outrider.rpc.channels import server_options
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
@@ -62,7 +63,7 @@ class KvReceiver:
         self._max_senders = max_senders
         self._max_unattached = max_unattached
         self.inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
-        self._watchdog = Watchdog(name="kv-receiver-watchdog")
+        self._watchdog = Watchdog()
         self._arenas = ArenaReader(arena_directory)
         self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
         self._unattached: dict[ReceiverStream, None] = {}  # of those, oldest first
@@ -102,7 +103,7 @@ class KvReceiver:
         self._watchdog.stop()
         self._arenas.close()
 
-    def open(self, spec: TransferSpec, sink: KvSink) -> None:
+    def open(self, spec: TransferSpec, sink: ReservedBlocks) -> None:
         """Expects a transfer; before its grant is announced. Its id must be new."""
         self.inbox.open(spec, sink)
 
@@ -156,7 +157,7 @@ class KvReceiver:
                 displaced = next(iter(self._unattached))
                 del self._unattached[displaced]
         if displaced is not None:
-            displaced.displace()
+            displaced.cancel()  # it has waited longest to attach
 
     def _forget_unattached(self, stream: ReceiverStream) -> None:
         with self._unattached_lock:

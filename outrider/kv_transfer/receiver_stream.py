@@ -6,17 +6,16 @@ import threading
 from collections.abc import Callable
 
 from outrider.kv_transfer.arena import ArenaMapping, ArenaReader
+from outrider.kv_transfer.base import Region
 from outrider.kv_transfer.frames import (
     NO_ARENA,
     NOT_HELD,
     Ack,
-    Alive,
-    Cancel,
     Commit,
     Frame,
     Hello,
+    Kind,
     MalformedMessageError,
-    Read,
     SenderMessage,
     SlotFrame,
     Welcome,
@@ -24,7 +23,7 @@ from outrider.kv_transfer.frames import (
     encode_ack,
     encode_cancelled,
     encode_commit_answer,
-    encode_held,
+    encode_frame,
     encode_welcome,
 )
 from outrider.kv_transfer.inbox import AttachState, Disposition, TransferInbox
@@ -43,7 +42,7 @@ class ReceiverStream:
         self._inbox = inbox
         self._arenas = arenas
         self._connectors = connectors
-        self._cancel = cancel
+        self.cancel = cancel
         self._arena: ArenaMapping | None = None
         self._lock = threading.Lock()
         self._end_reason: str | None = None
@@ -66,23 +65,23 @@ class ReceiverStream:
         if parsed is None or self.transfer_id is None:
             self._inbox.count("messages_malformed")
             if self.transfer_id is None:
-                self._cancel()  # not one of ours
+                self.cancel()  # not one of ours
             return None
         return self._answer(parsed, self.transfer_id)
 
-    def _answer(self, message: Read | Frame | SlotFrame | Commit | Cancel | Alive, transfer_id: bytes) -> bytes | None:
+    def _answer(self, message: SenderMessage, transfer_id: bytes) -> bytes | None:
         match message:
-            case Read():
-                held = self._inbox.read(transfer_id, message.region)
-                return NOT_HELD if held is None else encode_held(*held)
+            case Region():
+                held = self._inbox.read(transfer_id, message)
+                return NOT_HELD if held is None else encode_frame(0, *held, kind=Kind.HELD)
             case Frame() | SlotFrame():
                 return encode_ack(Ack(sequence=message.sequence, disposition=self._accept(message)))
             case Commit():
                 return encode_commit_answer(self._inbox.commit(transfer_id, message.manifest))
-            case Cancel():
+            case Kind.CANCEL:
                 self._inbox.fail(transfer_id, "cancelled by the sender")
                 return encode_cancelled(self._inbox.wait_until_drained(transfer_id, timeout_seconds=DRAIN_SECONDS))
-            case Alive():
+            case _:
                 return None
 
     def _welcome(self, hello: Hello) -> Welcome:
@@ -93,7 +92,9 @@ class ReceiverStream:
         if self.transfer_id is None:
             state = self._inbox.attach(hello.transfer_id, hello.incarnation, connector=connector)
             if state is not AttachState.ATTACHED:
-                self._note_false_hello()
+                self._num_false_hellos += 1  # each is work for the interpreter that the node's steps need as well
+                if self._num_false_hellos == MAX_FALSE_HELLOS:
+                    self.cancel()
                 return Welcome(state=state)
             with self._lock:
                 self.transfer_id = hello.transfer_id
@@ -108,12 +109,6 @@ class ReceiverStream:
         arena = self._arenas.attach(hello.arena_id, hello.arena_bytes) if wants_arena else None
         self._arena = arena
         return Welcome(state=AttachState.ATTACHED, nonce=NO_ARENA if arena is None else arena.nonce)
-
-    def _note_false_hello(self) -> None:
-        """Each is work for the interpreter that the node's steps need as well."""
-        self._num_false_hellos += 1
-        if self._num_false_hellos == MAX_FALSE_HELLOS:
-            self._cancel()
 
     def _accept(self, frame: Frame | SlotFrame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
@@ -131,19 +126,15 @@ class ReceiverStream:
         self._end("the stream broke before the commit")
         self._release_arena()
 
-    def displace(self) -> None:
-        """Too many streams wait to attach, and this is the oldest."""
-        self._cancel()
-
     def expire(self) -> None:
         """The sender has made no progress for too long."""
         self._end("the sender made no progress")
-        self._cancel()
+        self.cancel()
 
     def end_unless_committed(self) -> None:
         """The owner has closed the transfer: the sender should hear of it now."""
         if self.transfer_id is not None and not self._inbox.was_committed(self.transfer_id):
-            self._cancel()  # otherwise the commit's answer may still be on its way
+            self.cancel()  # otherwise the commit's answer may still be on its way
 
     def _end(self, reason: str) -> None:
         with self._lock:

@@ -12,11 +12,12 @@ from outrider.kv_transfer.base import Region
 
 
 class ReservedBlocks:
-    """A `KvSink`. Called from any thread; made by the engine thread after the blocks were allocated.
+    """What one transfer writes to. Called from any thread; made by the engine thread after the blocks were allocated.
 
     Safe beside running forwards: reserved blocks are in no running sequence's block table, and whoever
     frees them has waited for the copies under way. Work that was queued before the reservation may use
-    them still, so writes wait for it: one fence for all frames.
+    them still, so writes wait for it: one fence for all frames. Neither method blocks on the token loop; an
+    exception fails the transfer.
     """
 
     def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
@@ -25,17 +26,18 @@ class ReservedBlocks:
         self._reserved = kv_cache.fence()
 
     def write(self, region: Region, payload: memoryview) -> None:
+        """[layers, tokens, heads, head_dim] bytes whose bounds, length and checksum were checked; disjoint regions."""
         self._kv_cache.write(
             region.plane, region.layers, self._slots_of(region), payload, self._reserved, heads=region.heads
         )
 
     def read(self, region: Region, after: Any = None) -> memoryview:
-        """As of `after`, a fence of the cache, or of now."""
+        """[layers, tokens, heads, head_dim] bytes as of `after`, a fence of the cache, or of now."""
         slots = self._slots_of(region)
         return self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads).data
 
     def _slots_of(self, region: Region) -> Slots:
-        return self._slots[region.start_token : region.end_token]
+        return self._slots[region.tokens.start : region.tokens.stop]
 
 
 def slots_of(block_ids: Sequence[int], num_tokens: int, block_size: int) -> Slots:

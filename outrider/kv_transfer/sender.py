@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import xxhash
 
 from outrider.errors import AbortedError, NotSupportedError, PeerLostError
-from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, KvWriter, Region, TransferSpec
-from outrider.kv_transfer.frames import Held, Hello, Welcome
+from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.frames import Frame, Hello, Welcome
 from outrider.kv_transfer.inbox import AttachState
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class Sender:
         self._reopen = reopen
         self._sent: dict[Region, int] = {}  # the manifest
         self._drain: DrainState | None = None
+        self.keep_alive = stream.keep_alive
+        self.interrupt = stream.interrupt
+        self.when_ended = stream.when_ended
+        self.when_acknowledged = stream.when_acknowledged
 
     def put(self, region: Region, payload: Buffer) -> None:
         """Sends one frame of at most `max_frame_bytes`.
@@ -73,7 +78,7 @@ class Sender:
         self._sent[region] = header.checksum
         self.payload_bytes += len(view)
 
-    def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
+    def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
         """Fetches KV that the receiver holds of tokens before `spec.start_token`; before the first `put`.
 
         Each region is checked as a frame would be, then written. Raises: AbortedError (not held there, or
@@ -84,23 +89,19 @@ class Sender:
             self._stream.ask(region)
             asked.append(region)
             if len(asked) == READ_AHEAD:
-                self._take_held(asked.popleft(), writer)
+                self._take_held(asked.popleft(), blocks)
         for region in asked:
-            self._take_held(region, writer)
+            self._take_held(region, blocks)
 
-    def _take_held(self, region: Region, writer: KvWriter) -> None:
+    def _take_held(self, region: Region, blocks: ReservedBlocks) -> None:
         held = self._stream.next_held()
         check_held(held, self._spec, region)
-        writer.write(region, held.payload)
+        blocks.write(region, held.payload)
 
     @property
     def num_frames(self) -> int:
         """That were put."""
         return self._stream.num_frames
-
-    def keep_alive(self) -> None:
-        """Tells the receiver that the sender lives while it has nothing to send. Raises: as `put`."""
-        self._stream.keep_alive()
 
     def commit(self) -> CommitResult:
         """Waits for every acknowledgement, then asks whether the transfer is complete. Idempotent.
@@ -112,7 +113,9 @@ class Sender:
             result = self._stream.commit(self._sent)
         except PeerLostError:
             # The answer may be what was lost: a commit may be asked for any number of times.
-            self._give_up()
+            self._drain = DrainState.UNKNOWN
+            self._carrier.abandon()
+            self._stream.close()
             result = self._commit_again()
         if result.state is CommitState.COMMITTED:
             self._drain = DrainState.DRAINED
@@ -139,31 +142,8 @@ class Sender:
                 self._carrier.abandon()
         return self._drain
 
-    def _give_up(self) -> None:
-        self._drain = DrainState.UNKNOWN
-        self._carrier.abandon()
-        self._stream.close()
 
-    def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.
-
-        Not after a commit that succeeded. It must not block.
-        """
-        self._stream.when_ended(tell)
-
-    def when_acknowledged(self, tell: Callable[[int], None]) -> None:
-        """Calls `tell` with the number of each frame, from 1, as it is acknowledged, from a thread of the stream.
-
-        Set before the first `put`. It must not block. Frames that only a commit's answer acknowledges are not told.
-        """
-        self._stream.tell_acknowledged = tell
-
-    def interrupt(self) -> None:
-        """From any thread: a `put`, `keep_alive` or `commit` at hand, and every later one, raises AbortedError."""
-        self._stream.interrupt()
-
-
-def check_held(held: Held, spec: TransferSpec, region: Region) -> None:
+def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
     """Raises: AbortedError unless this is what was asked for, unaltered."""
     header, plane = held.header, spec.plane(region.plane)
     assert plane is not None, "a region of the transfer's planes"

@@ -8,21 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import grpc
 
 from outrider.errors import AbortedError, OutriderError, PeerLostError
 from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region
+from outrider.kv_transfer.coverage import Manifest
 from outrider.kv_transfer.frames import (
     ALIVE,
     CANCEL,
     METHOD,
     Ack,
-    Cancelled,
-    Held,
+    Frame,
     Hello,
+    Kind,
     MalformedMessageError,
-    NotHeld,
     ReceiverMessage,
     Welcome,
     decode_receiver_message,
@@ -31,7 +32,6 @@ from outrider.kv_transfer.frames import (
     encode_read,
 )
 from outrider.kv_transfer.inbox import Disposition
-from outrider.kv_transfer.manifest import Manifest
 
 MAX_UNACKNOWLEDGED_FRAMES = 256
 """So that acknowledgements always fit into the stream's own window."""
@@ -53,7 +53,7 @@ class SenderStream:
         self, channel: grpc.Channel, *, address: str, window_bytes: int, connect_seconds: float, progress_seconds: float
     ) -> None:
         self.address = address
-        self.tell_acknowledged: Callable[[int], None] = lambda _frame: None  # see `Sender.when_acknowledged`
+        self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
         self._window_bytes = window_bytes
         self._connect_seconds = connect_seconds
         self._progress_seconds = progress_seconds
@@ -68,7 +68,7 @@ class SenderStream:
         self._tell_end: Callable[[], None] | None = None  # called once, without the lock
         self._welcomes: list[Welcome] = []
         self._num_asked = 0  # regions whose answer is due
-        self._held: deque[Held | NotHeld] = deque()
+        self._held: deque[Frame | Literal[Kind.NOT_HELD]] = deque()
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None
         push: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
@@ -123,16 +123,16 @@ class SenderStream:
             self._num_asked += 1
         self._outgoing.put(encode_read(region))
 
-    def next_held(self) -> Held:
+    def next_held(self) -> Frame:
         """Raises: AbortedError when it is not held there, PeerLostError."""
         self._wait(lambda: bool(self._held), self._progress_seconds, "sends nothing of what it holds")
         held = self._held.popleft()
-        if isinstance(held, NotHeld):
+        if held is Kind.NOT_HELD:
             raise AbortedError(f"KV receiver {self.address} does not hold what was asked for", reason="NOT_HELD")
         return held
 
     def keep_alive(self) -> None:
-        """Raises: PeerLostError, AbortedError when the stream has ended meanwhile."""
+        """Tells the receiver that the sender lives while it sends nothing. Raises: PeerLostError, AbortedError."""
         self.raise_if_ended()
         self._outgoing.put(ALIVE)
 
@@ -168,17 +168,27 @@ class SenderStream:
             self._call.cancel()
 
     def interrupt(self) -> None:
-        """From any thread: what waits raises AbortedError."""
+        """From any thread: what waits raises AbortedError, and so does every later `put`, `keep_alive` or `commit`."""
         with self._changed:
             self._refused = AbortedError(f"the KV transfer to {self.address} was cancelled")
             self._changed.notify_all()
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """See `Sender.when_ended`."""
+        """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.
+
+        Not after a commit that succeeded. It must not block.
+        """
         with self._changed:
             self._tell_end = tell
         self._tell_if_ended()
+
+    def when_acknowledged(self, tell: Callable[[int], None]) -> None:
+        """Calls `tell` with the number of each frame, from 1, as it is acknowledged, from a thread of the stream.
+
+        Set before the first `put`. It must not block. Frames that only a commit's answer acknowledges are not told.
+        """
+        self._tell_acknowledged = tell
 
     def _tell_if_ended(self) -> None:
         with self._changed:
@@ -224,7 +234,8 @@ class SenderStream:
             self._call.cancel()
             error = PeerLostError(f"KV receiver {self.address}: {malformed.message}", node=self.address)
         except grpc.RpcError as broken:
-            error = _lost(self.address, broken)
+            details = f"KV receiver {self.address}: {broken.code().name}: {broken.details()}"
+            error = PeerLostError(details, node=self.address)
         with self._changed:
             self._broken = error
             self._changed.notify_all()
@@ -246,19 +257,19 @@ class SenderStream:
                         self._refused = refusal_of(self.address, message.disposition)
                 case Welcome():
                     self._welcomes = [message]
-                case Held() | NotHeld():
+                case Frame() | Kind.NOT_HELD:
                     if not self._num_asked:  # each may be as large as a frame
                         raise MalformedMessageError("KV came that was not asked for")
                     self._num_asked -= 1
                     self._held.append(message)
                 case CommitResult():
                     self._answers = [message]
-                case Cancelled():
-                    self._drain = message.drain
+                case DrainState():
+                    self._drain = message
             self._changed.notify_all()
         if acknowledged is not None:
             acknowledged.release()
-            self.tell_acknowledged(frame)
+            self._tell_acknowledged(frame)
         self._tell_if_ended()
 
 
@@ -267,7 +278,3 @@ def refusal_of(address: str, disposition: Disposition) -> AbortedError:
     if disposition is Disposition.STALE:
         return AbortedError(f"KV receiver {address} has given the transfer up", reason="TRANSFER_UNKNOWN")
     return AbortedError(f"KV receiver {address} refused a frame: {disposition.name}", reason="FRAME_REFUSED")
-
-
-def _lost(address: str, error: grpc.RpcError) -> PeerLostError:
-    return PeerLostError(f"KV receiver {address}: {error.code().name}: {error.details()}", node=address)

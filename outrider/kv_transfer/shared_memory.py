@@ -137,7 +137,8 @@ class ArenaSource:
             if arena is None or arena.is_retired or arena.is_worn or not self._attach(stream, spec, arena):
                 arena = self._offer_new(stream, spec)
         except PeerLostError:
-            self._forget(spec.incarnation)
+            with self._lock:
+                self._offered.pop(spec.incarnation, None)
             raise
         if arena is None:
             return None
@@ -151,10 +152,6 @@ class ArenaSource:
             del self._offered[other]
         self._offered[incarnation] = _Offered(arena, address, self._clock())
         _bound(self._offered, incarnation)
-
-    def _forget(self, incarnation: bytes) -> None:
-        with self._lock:
-            self._offered.pop(incarnation, None)
 
     def _drop_idle(self, now: float) -> None:
         """With the lock held."""

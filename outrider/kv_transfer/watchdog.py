@@ -31,15 +31,14 @@ class Guard:
 class Watchdog:
     """Calls `on_expired` once for every guard whose deadline passes, from its own thread."""
 
-    def __init__(self, *, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._guards: set[Guard] = set()
         self._is_stopped = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-receiver-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

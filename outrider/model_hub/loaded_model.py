@@ -17,6 +17,8 @@ from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import device_type
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import native_numerics, torch_numerics
+from outrider.engine.sampler import Sampler
+from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.locate import ModelLocation
@@ -69,6 +71,18 @@ class LoadedModel:
             spec=replace(self.spec, features=features.plane(dtype)),
             info=replace(self.info, features=features.format(dtype)),
         )
+
+    def open_sampler(self) -> Sampler:
+        """Over its logits, warmed up."""
+        sampler = Sampler(
+            vocab_size=self.info.vocab_size,
+            known_token_ids=self.known_token_ids,
+            device=self.device,
+            kernels=self.cpu_kernels,
+            constraints=self.constraints,
+        )
+        warm_up_sampler(sampler, self.device)
+        return sampler
 
     @property
     def num_threads(self) -> int:

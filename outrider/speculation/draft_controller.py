@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord
@@ -47,13 +46,6 @@ LEARN_STEPS = 4
 
 WORTH_ASKING = 0.5
 """Drafts are asked for if their first token is at least this share of the probability that pays at present."""
-
-
-class ChosenDraft(NamedTuple):
-    """What is verified of one draft: so many of its tokens."""
-
-    tree: DraftTree  # by falling worth
-    num_tokens: int  # at least 1
 
 
 class _Offer:
@@ -223,8 +215,8 @@ class DraftController:
 
     def choose(
         self, offers: Sequence[tuple[int, DraftTree, int]], room: StepRoom, *, num_waiting: int = 0
-    ) -> dict[int, ChosenDraft]:
-        """What is verified of these drafts, by sequence id; those without rows are absent.
+    ) -> dict[int, DraftTree]:
+        """What is verified of these drafts, by sequence id, by falling worth; those without rows are absent.
 
         Args:
             offers: sequence id, its draft, and the most tokens of it that may be verified.
@@ -274,7 +266,7 @@ class DraftController:
                 choice = self._with_other_rows(offer, choice)
             num_rows = self._with_probes(offer, choice, records)
         return {
-            sequence_id: ChosenDraft(tree, count)
+            sequence_id: tree.cut(count)
             for (sequence_id, *_), tree, count in zip(offers, trees, num_rows, strict=True)
             if count
         }

@@ -48,7 +48,7 @@ def make_node(target_path, tmp_path, monkeypatch):
 
     yield make
     for node in nodes:
-        node.parts.ingest.stop()
+        node.parts.ingest.receiver.stop()
 
 
 @pytest.fixture(scope="module")

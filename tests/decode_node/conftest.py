@@ -12,7 +12,6 @@ import pytest
 from decode_node.admission import Admission
 from decode_node.commands import SessionEnded, TransferCompleted, TransferFailed
 from decode_node.decode_loop import DecodeLoop
-from decode_node.drafting.client import NoDrafts
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.sequence_group_manager import SequenceGroupManager
 from outrider.engine.step_profiler import StepProfiler
@@ -107,7 +106,7 @@ class Node(DrivenNode):
             self.engine = replace(self.engine, runner=ScriptedDevice(self.engine.runner))
         self.ingest = ScriptedIngest(self.engine.kv_cache, lambda: self.loop, self.clock)
         drafts = DraftGatherer(
-            client=drafts or NoDrafts(),
+            client=drafts,
             proposers=proposers,
             controller=DraftController(num_speculative_tokens=num_speculative_tokens),
             max_wait_seconds=max_wait_seconds,
@@ -158,15 +157,9 @@ class Node(DrivenNode):
             source.write_whole_token(slot, token_id=token_id, position=slot)
         for plane in spec.planes:
             layers = range(plane.num_layers)
-            payload = source.read(plane.name, layers, range(spec.start_token, until or spec.end_token))
-            region = Region(
-                plane=plane.name,
-                start_layer=0,
-                end_layer=plane.num_layers,
-                start_token=spec.start_token,
-                end_token=until or spec.end_token,
-                end_head=plane.num_heads,
-            )
+            tokens = range(spec.start_token, until or spec.end_token)
+            payload = source.read(plane.name, layers, tokens)
+            region = Region(plane.name, layers, tokens, range(plane.num_heads))
             sender.put(region, payload.data)
         if until is None:
             sender.commit()
@@ -212,4 +205,4 @@ def make_node(model_path):
 
     yield make
     for node in nodes:
-        node.parts.ingest.stop()
+        node.parts.ingest.receiver.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from decode_node.commands import GroupCancelled, GroupOpened, GroupRetargeted
+from decode_node.commands import RouterCommand
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import (
     CancelSequenceGroup,
@@ -57,18 +57,18 @@ class DrivenNode:
             samples=samples or tuple(map(SampleStart, range(sampling.get("n", 1)))),
             options=RequestOptions(sampling=SamplingParams(**sampling), **fields),
         )
-        self.submit(GroupOpened(session, group, self.reached_host))
+        self.submit(RouterCommand(session, group, self.reached_host))
         return group_id
 
     def cancel(self, group_id, *samples, session=SESSION):
         cancel = CancelSequenceGroup(sequence_group_id=group_id, samples=samples)
-        self.submit(GroupCancelled(session, cancel))
+        self.submit(RouterCommand(session, cancel))
 
     def retarget(self, group_id, transfer_id, *, keeps_received=False):
         retarget = RetargetSequenceGroup(
             sequence_group_id=group_id, transfer_id=transfer_id, keeps_received=keeps_received
         )
-        self.submit(GroupRetargeted(SESSION, retarget))
+        self.submit(RouterCommand(SESSION, retarget))
 
     def find(self, kind, group_id):
         return [event for event in self.events if isinstance(event, kind) and event.sequence_group_id == group_id]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.drafting.client import NoDrafts, StepDrafts
+from decode_node.drafting.client import StepDrafts
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
 from outrider.session import Granted, SampleTokens
 from tests.decode_node.conftest import SHORT_PROMPT, Node
 from tests.support.fake_clock import FakeClock
+from tests.support.fake_drafts import NoDrafts
 from tests.support.scripted_turns import ScriptedTurns
 
 LONG_PROMPT = tuple(range(10, 40))

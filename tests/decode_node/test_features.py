@@ -46,7 +46,7 @@ def test_features_of_drafted_and_shared_rows_are_those_of_one_pass(config):
     """Prompts in a prefix cache, samples that part from one another, drafts of which a later branch is right."""
     plain = TinyNode(config.id)
     greedy = [*PROMPT, *generate(plain)]
-    plain.parts.ingest.stop()
+    plain.parts.ingest.receiver.stop()
 
     def bush(token_ids, num_wanted):
         right = greedy[len(token_ids) :][:2] if token_ids == greedy[: len(token_ids)] else []
@@ -80,4 +80,4 @@ def test_features_of_drafted_and_shared_rows_are_those_of_one_pass(config):
         found = bytes(node.engine.kv_cache.read(features.name, range(1), slots))
         assert found == features_of_one_pass(config, text[: kv.num_tokens])
         kv.free()
-    node.parts.ingest.stop()
+    node.parts.ingest.receiver.stop()

@@ -11,9 +11,7 @@ import pytest
 
 from decode_node.commands import (
     DrainStarted,
-    GroupCancelled,
-    GroupOpened,
-    GroupRetargeted,
+    RouterCommand,
     SessionEnded,
     TransferFailed,
 )
@@ -26,7 +24,7 @@ GONE = bytes([1] * 16)
 """A group that is not in the inbox."""
 
 
-def opened(session_id: int, num_tokens: int = 1, *, group_id: bytes = bytes(16)) -> GroupOpened:
+def opened(session_id: int, num_tokens: int = 1, *, group_id: bytes = bytes(16)) -> RouterCommand:
     group = OpenSequenceGroup(
         sequence_group_id=group_id,
         transfer_id=bytes(16),
@@ -35,11 +33,11 @@ def opened(session_id: int, num_tokens: int = 1, *, group_id: bytes = bytes(16))
         samples=(SampleStart(0, (1,) * (num_tokens // 2)),),
         options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1)),
     )
-    return GroupOpened(session_id, group, "127.0.0.1")
+    return RouterCommand(session_id, group, "127.0.0.1")
 
 
-def cancelled(session_id: int, *samples: int, group_id: bytes = GONE) -> GroupCancelled:
-    return GroupCancelled(session_id, CancelSequenceGroup(sequence_group_id=group_id, samples=samples))
+def cancelled(session_id: int, *samples: int, group_id: bytes = GONE) -> RouterCommand:
+    return RouterCommand(session_id, CancelSequenceGroup(sequence_group_id=group_id, samples=samples))
 
 
 def test_commands_of_a_router_come_out_in_their_order():
@@ -149,7 +147,7 @@ def test_beside_a_flood_a_step_goes_on_and_other_routers_are_heard(make_scripted
 
 
 ONE, TWO = bytes([1] * 16), bytes([2] * 16)
-RETARGET = GroupRetargeted(1, RetargetSequenceGroup(sequence_group_id=bytes(16), transfer_id=ONE))
+RETARGET = RouterCommand(1, RetargetSequenceGroup(sequence_group_id=bytes(16), transfer_id=ONE))
 
 
 def test_others_do_not_wait_while_a_groups_constraint_is_compiled():

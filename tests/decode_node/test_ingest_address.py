@@ -41,7 +41,7 @@ def test_all_frames_of_a_transfer_wait_for_what_was_queued_when_its_blocks_were_
     sink = ReservedBlocks(cache, [3, 4])
     for start in (0, 8):
         sink.write(
-            Region(plane="k", start_layer=0, end_layer=2, start_token=start, end_token=start + 8, end_head=1),
+            Region("k", range(2), range(start, start + 8), range(1)),
             memoryview(b""),
         )
     assert waited_for == ["reserved", "reserved"]

@@ -33,9 +33,7 @@ def test_the_next_transfer_brings_what_is_missing(node, breaks):
     node.retarget(group_id, SECOND, keeps_received=True)
     granted = node.granted(group_id)
     assert (granted.transfer_id, granted.held_prefix_length, granted.num_tokens_to_compute) == (SECOND, NUM_BROUGHT, 1)
-    held = node.ingest.inbox.read(
-        SECOND, Region(plane="k", start_layer=0, end_layer=1, start_token=0, end_token=NUM_BROUGHT, end_head=1)
-    )
+    held = node.ingest.inbox.read(SECOND, Region("k", range(1), range(NUM_BROUGHT), range(1)))
     assert list(memoryview(held[1]).cast("i")) == list(PROMPT[:NUM_BROUGHT])
     node.push(group_id, PROMPT, transfer_id=SECOND)
     node.run()
@@ -88,7 +86,7 @@ def test_tokens_that_lack_a_plane_or_a_layer_are_not_kept(node):
     node.granted(group_id)
     sender = node.push(group_id, PROMPT, until=8)
     payload = memoryview(bytes(4 * 8))
-    sender.put(Region(plane="k", start_layer=0, end_layer=1, start_token=8, end_token=16, end_head=1), payload)
+    sender.put(Region("k", range(1), range(8, 16), range(1)), payload)
     node.retarget(group_id, SECOND, keeps_received=True)
     assert node.granted(group_id).held_prefix_length == 8
 
@@ -100,7 +98,7 @@ def test_a_write_that_was_lost_keeps_nothing(node, monkeypatch):
         raise RuntimeError("the cache refuses")
 
     monkeypatch.setattr(node.ingest.cache, "write", refuse)
-    region = Region(plane="k", start_layer=0, end_layer=1, start_token=20, end_token=21, end_head=1)
+    region = Region("k", range(1), range(20, 21), range(1))
     transfer = node.ingest.inbox._find(group_id[::-1])
     node.ingest.inbox._write(transfer, region, memoryview(bytes(4)))
     node.retarget(group_id, SECOND, keeps_received=True)
@@ -111,7 +109,7 @@ def test_a_frame_that_is_being_written_is_waited_for(node):
     group_id = node.open(prompt=PROMPT)
     first = node.granted(group_id)
     sender = node.push(group_id, PROMPT, until=8)
-    region = Region(plane="k", start_layer=0, end_layer=1, start_token=8, end_token=9, end_head=1)
+    region = Region("k", range(1), range(8, 9), range(1))
     with node.writing(sender.put, region, memoryview(bytes(4))):
         node.retarget(group_id, SECOND, keeps_received=True)
         assert node.granted(group_id) == first, "not yet"
@@ -128,7 +126,7 @@ def test_of_blocks_that_may_still_be_written_into_nothing_is_kept(node):
     node.retarget(group_id, SECOND, keeps_received=True)
     node.granted(group_id)
     sender = node.push(group_id, PROMPT, transfer_id=SECOND, until=20)
-    region = Region(plane="k", start_layer=0, end_layer=1, start_token=20, end_token=21, end_head=1)
+    region = Region("k", range(1), range(20, 21), range(1))
     with node.writing(sender.put, region, memoryview(bytes(4))):
         node.retarget(group_id, THIRD, keeps_received=True)
         node.granted(group_id)

@@ -44,7 +44,7 @@ def make_head_node(echo_path, tmp_path, monkeypatch):
 
     yield make
     for node in nodes:
-        node.parts.ingest.stop()
+        node.parts.ingest.receiver.stop()
 
 
 def counts(node) -> tuple[int, int]:
@@ -166,7 +166,7 @@ def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeyp
     for each in (plain, node):
         group = each.open(sampling=sampling)
         each.run()
-        each.parts.ingest.stop()
+        each.parts.ingest.receiver.stop()
     assert node.parts.model.proposer == "eagle3:head"
     assert counts(node)[0] > 0
     for sample in range(sampling.get("n", 1)):

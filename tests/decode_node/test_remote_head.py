@@ -64,7 +64,7 @@ class Cluster:
             self.loop_thread.run(self.servers[address].stop(0))
             self.loop_thread.run(self.drafts[address].stop())
         self.loop_thread.stop()
-        self.node.parts.ingest.stop()
+        self.node.parts.ingest.receiver.stop()
 
     @property
     def used(self):
@@ -119,7 +119,7 @@ def expected(echo_path):
     node = TinyNode(echo_path)
     group = node.open(sampling=HOT)
     node.run()
-    node.parts.ingest.stop()
+    node.parts.ingest.receiver.stop()
     return node.tokens(group)
 
 

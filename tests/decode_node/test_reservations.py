@@ -32,9 +32,7 @@ def node(make_scripted_node):
 def put_one_frame(node, transfer_id, *, payload=bytes(4)):
     connector = InMemoryConnector({"decode:1": node.ingest.inbox})
     sender = connector.connect("decode:1", node.ingest.specs[transfer_id])
-    sender.put(
-        Region(plane="k", start_layer=0, end_layer=1, start_token=0, end_token=1, end_head=1), memoryview(payload)
-    )
+    sender.put(Region("k", range(1), range(1), range(1)), memoryview(payload))
     return sender
 
 

@@ -9,9 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from decode_node.commands import GroupOpened, SessionEnded
+from decode_node.commands import RouterCommand, SessionEnded
 from decode_node.inbox import Inbox
-from decode_node.servicer import DecodeServicer
 from decode_node.sessions import Sessions, merge_tokens
 from outrider.errors import CapacityError, MismatchError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
@@ -71,10 +70,9 @@ def sessions_of(engine, *, timeout_seconds=10 * PATIENCE_SECONDS):
 async def serving(**options):
     engine = Engine()
     sessions = sessions_of(engine, **options)
-    servicer = DecodeServicer()
-    servicer.sessions = sessions
+    sessions.is_open = True
     server = grpc.aio.server()
-    session_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
+    session_pb2_grpc.add_DecodeServiceServicer_to_server(sessions, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -106,7 +104,7 @@ async def test_a_router_that_hangs_up_ends_its_session(reads):
     async with serving() as (engine, sessions, channel):
         call = await connect(channel)
         await call.write(opening(1))
-        (command,) = await engine.until(GroupOpened)
+        (command,) = await engine.until(RouterCommand)
         if not reads:
             await fill_window(sessions)
         call.cancel()
@@ -159,14 +157,14 @@ async def test_a_router_that_floods_waits_for_the_engine_and_keeps_its_lease(bou
         for number in range(10):
             await flooding.write(opening(number, num_tokens=50))
         await other.write(opening(99))
-        await engine.until(GroupOpened, 4)  # three of the one that floods, and the other's
+        await engine.until(RouterCommand, 4)  # three of the one that floods, and the other's
         for call in (flooding, other):  # more than one turn of the waiting session; reports come all the while
             await within(call.read())
         assert len(engine.commands) == 4
-        taken = [command.group.sequence_group_id[-1] for command in inbox.take_some()]
+        taken = [command.message.sequence_group_id[-1] for command in inbox.take_some()]
         async with asyncio.timeout(PATIENCE_SECONDS):
             while len(taken) < 11:
-                taken += [command.group.sequence_group_id[-1] for command in inbox.take_some()]
+                taken += [command.message.sequence_group_id[-1] for command in inbox.take_some()]
                 await flooding.read()
         assert sorted(taken) == [*range(10), 99]
         assert [number for number in taken if number != 99] == list(range(10))  # none lost, in their order
@@ -230,7 +228,7 @@ async def test_nothing_is_read_before_the_hello_is_written():
         await asyncio.sleep(0)
     assert num_read == 1
     may_return.set()
-    await engine.until(GroupOpened)
+    await engine.until(RouterCommand)
     serving_task.cancel()
     await asyncio.wait([serving_task], timeout=PATIENCE_SECONDS)
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from decode_node.commands import DrainExpired, DrainStarted, GroupOpened, SessionEnded
+from decode_node.commands import DrainExpired, DrainStarted, RouterCommand, SessionEnded
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import (
     Granted,
@@ -117,7 +117,7 @@ def test_commands_keep_their_order_behind_one_that_waits(node):
 
     def cancel_and_open_again():
         node.cancel(first)
-        node.loop.submit(GroupOpened(SESSION, again, "decode"))
+        node.loop.submit(RouterCommand(SESSION, again, "decode"))
 
     told = in_one_step(node, cancel_and_open_again)
     assert len([event for event in told if isinstance(event, Granted)]) == 1

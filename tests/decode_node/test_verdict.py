@@ -6,9 +6,9 @@ import pytest
 
 from decode_node.step import apply_stop_conditions, speculation_counts
 from outrider.request import FinishReason, TokenLogprobs
-from outrider.speculation.acceptance import accept
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.verify.base import Verified
+from outrider.speculation.verify.coupled import accept
 
 
 def judged(draft, target, *, stops=(), left=100):

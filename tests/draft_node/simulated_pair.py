@@ -118,7 +118,7 @@ class DecodeNode:
         self._shares = shares
         self._num_wanted = num_wanted
         self._next_step = pair.clock()
-        self.draft_node = self.book.add_node()
+        self.draft_node = self.book.nodes.add()
         self.book.connected(self.draft_node)
         name = f"decode-{len(pair.nodes)}"
         self.peer = pair.loop.connect(hello_of(name=name, vocab_size=VOCAB_SIZE), lambda: None)
@@ -144,7 +144,7 @@ class DecodeNode:
             self._next_step = now + self._pair.step_seconds
         updates = self.book.take_updates(self.draft_node)
         if updates:
-            self.to_draft.append((now + self._pair.delay_seconds, updates, self.book.step_seconds))
+            self.to_draft.append((now + self._pair.delay_seconds, updates, self.book.nodes.step_seconds))
 
     def _begin_step(self) -> None:
         found = self.book.find(self.sequences, wait_seconds=0.0)

@@ -57,7 +57,7 @@ class Cluster:
         self.clock = FakeClock(100.0)
         self.book = DraftBook(clock=self.clock, feature_bytes=FEATURES.bytes_per_token)
         self.target = FeatureTarget()
-        self.nodes = [self.book.add_node() for _ in range(NUM_NODES)]
+        self.nodes = [self.book.nodes.add() for _ in range(NUM_NODES)]
         self.sides = [DraftSide() for _ in range(NUM_NODES)]
         self.num_committed = [PROMPT_LENGTH] * NUM_SEQUENCES
         for node in self.nodes:

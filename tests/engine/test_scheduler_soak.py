@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence, StepPlan
-from outrider.speculation.acceptance import accept
+from outrider.speculation.verify.coupled import accept
 from tests.engine.schedules import check
 from tests.engine.schedules import drafts as first_come
 from tests.support.fake_engine import ScriptedEngine, ScriptedModel, ScriptedRows, greedy

@@ -44,13 +44,10 @@ def sender_messages(draw, spec, frames):
             data = encode_frame(number, header, payload)
         case "lie":
             region = Region(
-                plane=draw(st.sampled_from(["k", "v", "x", ""])),
-                start_layer=draw(SMALL),
-                end_layer=draw(SMALL),
-                start_token=draw(SMALL),
-                end_token=draw(SMALL),
-                start_head=draw(HEADS),
-                end_head=draw(HEADS),
+                draw(st.sampled_from(["k", "v", "x", ""])),
+                range(draw(SMALL), draw(SMALL)),
+                range(draw(SMALL), draw(SMALL)),
+                range(draw(HEADS), draw(HEADS)),
             )
             lie = dataclasses.replace(
                 header,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.commands import GroupCancelled, GroupOpened, GroupRetargeted, SessionEnded
+from decode_node.commands import RouterCommand, SessionEnded
 from outrider.errors import OutriderError
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup, RetargetSequenceGroup
 from outrider.v1 import session_pb2
@@ -29,11 +29,11 @@ def command_of(session_id, proto):
         return None
     match command:
         case OpenSequenceGroup():
-            return GroupOpened(session_id, command, "decode")
+            return RouterCommand(session_id, command, "decode")
         case RetargetSequenceGroup():
-            return GroupRetargeted(session_id, command)
+            return RouterCommand(session_id, command)
         case CancelSequenceGroup():
-            return GroupCancelled(session_id, command)
+            return RouterCommand(session_id, command)
 
 
 @st.composite

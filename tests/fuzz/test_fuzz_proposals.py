@@ -55,7 +55,7 @@ answers = st.builds(
 @given(messages=st.lists(st.lists(answers, max_size=4), max_size=4), takes_trees=st.booleans())
 def test_no_answer_of_a_draft_node_raises(messages, takes_trees):
     book = DraftBook(clock=lambda: 0.0)
-    node = book.add_node()
+    node = book.nodes.add()
     book.connected(node)
     for sequence_id, method in enumerate(VerificationMethod, start=1):
         params = SamplingParams(seed=1, max_tokens=100)

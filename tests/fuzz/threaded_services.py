@@ -5,8 +5,7 @@ from __future__ import annotations
 import grpc
 from prometheus_client import CollectorRegistry
 
-from decode_node.commands import GroupOpened
-from decode_node.servicer import DecodeServicer
+from decode_node.commands import RouterCommand
 from decode_node.sessions import Sessions
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
@@ -84,8 +83,7 @@ class ThreadedServices(WatchedLoop):
             report=lambda: report,
             timeout_seconds=CALL_SECONDS,
         )
-        decode = DecodeServicer()
-        decode.sessions = self.sessions
+        self.sessions.is_open = True
         self.jobs = PendingJobs(submit=self._answer, max_jobs=8)
         prefill = PrefillServicer()
         prefill.serve(self.jobs, ServedModel(node_name="prefill", info=MODEL, max_tokens=MAX_PROMPT_TOKENS))
@@ -93,7 +91,7 @@ class ThreadedServices(WatchedLoop):
             is_allowed=True, can_be_traced=lambda: True, node_name=lambda: "node", submit=self._profile
         )
         server = make_server(ServerConfig())
-        session_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+        session_pb2_grpc.add_DecodeServiceServicer_to_server(self.sessions, server)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
         node = NodeServicer(lambda: INFO, lambda: report, lambda: {"tokenizer.json": b"{}"}, profiles)
         node_pb2_grpc.add_NodeServiceServicer_to_server(node, server)
@@ -122,8 +120,8 @@ class ThreadedServices(WatchedLoop):
         await self.draft.stop()
 
     def _refuse(self, command):
-        if isinstance(command, GroupOpened):
-            group_id = command.group.sequence_group_id
+        if isinstance(command, RouterCommand):
+            group_id = command.message.sequence_group_id
             refusal = Rejected(sequence_group_id=group_id, reason=RejectReason.NO_ROOM, message="no room")
             self.sessions.deliver({command.session_id: [refusal]})
 

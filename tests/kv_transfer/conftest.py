@@ -45,7 +45,7 @@ class RecordingSink:
         assert self.gate.wait(60)
         data, at = bytes(payload), 0
         for layer in region.layers:
-            for token in range(region.start_token, region.end_token):
+            for token in region.tokens:
                 self.cells[region.plane, layer, token] = data[at : at + CELL_BYTES]
                 at += CELL_BYTES
         self.num_writes += 1
@@ -97,7 +97,7 @@ class Peers:
         return b"".join(
             xxhash.xxh3_128_digest(f"{region.plane}/{layer}/{token}/{salt}".encode())
             for layer in region.layers
-            for token in range(region.start_token, region.end_token)
+            for token in region.tokens
         )
 
     def frame(self, spec, region, *, salt=0, **changes):
@@ -118,7 +118,7 @@ class Peers:
             for layer in range(0, plane.num_layers, num_layers):
                 for token in range(spec.start_token, spec.end_token, num_tokens):
                     tokens = range(token, min(token + num_tokens, spec.end_token))
-                    yield Region.of(plane.name, range(layer, layer + num_layers), tokens, range(1))
+                    yield Region(plane.name, range(layer, layer + num_layers), tokens, range(1))
 
     def frames(self, spec):
         return [self.frame(spec, region) for region in self.regions(spec)]

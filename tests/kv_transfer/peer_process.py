@@ -69,7 +69,7 @@ def send(transfer_id, address, connector_name):
     say("connected", sender.connector)
     for index, _ in enumerate(sys.stdin):
         start = index * FRAME_TOKENS
-        region = Region.of("k", range(1), range(start, start + FRAME_TOKENS), range(1))
+        region = Region("k", range(1), range(start, start + FRAME_TOKENS), range(1))
         try:
             sender.put(region, bytes(FRAME_TOKENS * 64))
             say("put")

@@ -30,14 +30,14 @@ def ranges(start, end):
 def regions(draw, cut):
     plane = draw(st.sampled_from(SPEC.planes))
     heads = range(1) if plane.is_feature else range(*draw(st.sampled_from(cut)))  # features are in one place
-    return Region.of(plane.name, draw(ranges(0, plane.num_layers)), draw(ranges(2, 12)), heads)
+    return Region(plane.name, draw(ranges(0, plane.num_layers)), draw(ranges(2, 12)), heads)
 
 
 def cells(region):
     return {
         (region.plane, layer, token, head)
         for layer in region.layers
-        for token in range(region.start_token, region.end_token)
+        for token in region.tokens
         for head in region.heads
     }
 

@@ -100,7 +100,7 @@ def receiving(child):
 
 def put_until_it_blocks(sender):
     for start in range(0, 4096 * 16, 1024):
-        sender.put(Region.of("k", range(1), range(start, start + 1024), range(1)), bytes(64 * 1024))
+        sender.put(Region("k", range(1), range(start, start + 1024), range(1)), bytes(64 * 1024))
 
 
 def test_a_frozen_receiver_does_not_hold_the_sender(receiving, connector):

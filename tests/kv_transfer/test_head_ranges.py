@@ -30,7 +30,7 @@ class ArraySink:
     def write(self, region, payload):
         heads = region.heads
         place = self.kv[region.plane][
-            region.start_layer : region.end_layer, region.start_token : region.end_token, heads.start : heads.stop
+            region.layers.start : region.layers.stop, region.tokens.start : region.tokens.stop, heads.start : heads.stop
         ]
         place[:] = np.frombuffer(payload, dtype=np.float32).reshape(place.shape)
 
@@ -47,7 +47,7 @@ class Transfer:
         assert inbox.attach(self.spec.transfer_id, incarnation, connector="test") is AttachState.ATTACHED
 
     def put(self, plane, heads=(0, NUM_HEADS), tokens=(0, NUM_TOKENS)):
-        region = Region.of(plane, range(NUM_LAYERS), range(*tokens), range(*heads))
+        region = Region(plane, range(NUM_LAYERS), range(*tokens), range(*heads))
         payload = memoryview(KV[plane][:, slice(*tokens), slice(*heads)].tobytes())
         header = FrameHeader.of(self.spec, region, payload)
         frame = decode_sender_message(encode_frame(1, header, payload))  # as it comes over the wire

@@ -75,7 +75,7 @@ def test_a_manifest_of_other_frames_than_those_that_arrived_is_not_complete(peer
     accept_all(inbox, frames)
     manifest = peers.manifest(frames)
     first, *rest = manifest
-    unsent = dataclasses.replace(first, end_layer=1)
+    unsent = dataclasses.replace(first, layers=range(first.layers.start, 1))
     lies = (
         ({each: manifest[each] for each in rest}, first),
         (manifest | {first: manifest[first] ^ 1}, first),
@@ -106,7 +106,9 @@ def test_frames_of_another_transfer_or_incarnation_are_dropped(peers, inbox, tra
 
 def region(**changes):
     inside = {"plane": "k", "start_layer": 0, "end_layer": 2, "start_token": 3, "end_token": 7, "end_head": 1}
-    return Region(**{**inside, **changes})
+    edges = {**inside, "start_head": 0, **changes}
+    parts = (range(edges[f"start_{part}"], edges[f"end_{part}"]) for part in ("layer", "token", "head"))
+    return Region(edges["plane"], *parts)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def test_refused_frames_are_counted_and_do_not_disturb_the_transfer(peers, attac
     header, payload = good
     flipped = bytearray(encoded(1, good))
     flipped[-1] ^= 1
-    outside = dataclasses.replace(header, region=dataclasses.replace(header.region, end_token=1000))
+    outside = dataclasses.replace(
+        header, region=dataclasses.replace(header.region, tokens=range(header.region.tokens.start, 1000))
+    )
     refused = {
         bytes(flipped): Disposition.CORRUPT,
         encoded(2, good)[:-5]: Disposition.CORRUPT,

@@ -128,7 +128,7 @@ def push(source, destination, table, *, max_frame_bytes=700):
             build_input_batch([SequenceRows(PROMPT[start:end], start, TABLE, 0)], BLOCK_SIZE),
             on_layer_done=lambda layer, start=start, end=end: kv_push.offer(range(layer, layer + 1), start, end),
         )
-        kv_push.offer_features(start, end)
+        kv_push.offer(None, start, end)
     kv_push.finish()
     outcome = ended.get(timeout=PATIENCE_SECONDS)
     assert (outcome.error, failed) == (None, [])

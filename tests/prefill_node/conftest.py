@@ -88,7 +88,7 @@ class BlockSink:
     def write(self, region, payload):
         self.side.is_writing.set()
         assert self.side.gate.wait(60)
-        self.side.regions.append((region.plane, region.layers, region.start_token, region.end_token))
+        self.side.regions.append((region.plane, region.layers, region.tokens.start, region.tokens.stop))
         self.side.cache.write(region.plane, region.layers, self._slots_of(region), payload)
 
     def read(self, region):
@@ -97,7 +97,7 @@ class BlockSink:
         return self.side.cache.read(region.plane, region.layers, self._slots_of(region)).data
 
     def _slots_of(self, region):
-        return slots_of(self.blocks, region.end_token, BLOCK_SIZE)[region.start_token :]
+        return slots_of(self.blocks, region.tokens.stop, BLOCK_SIZE)[region.tokens.start :]
 
 
 def job_of(job_id, token_ids, *, transfer_id, address, incarnation, held=0, may_read_held=False, **options):

@@ -301,9 +301,7 @@ def test_frames_cover_layers_and_tokens_once_and_never_exceed_their_size():
         for region in cut_frames(plane, heads, range(1, 6), 3, 40, max_frame_bytes=max_frame_bytes):
             assert region.num_bytes(plane) <= max_frame_bytes
             assert region.heads == heads
-            cells += [
-                (layer, token) for layer in region.layers for token in range(region.start_token, region.end_token)
-            ]
+            cells += [(layer, token) for layer in region.layers for token in region.tokens]
         assert sorted(cells) == [(layer, token) for layer in range(1, 6) for token in range(3, 40)]
 
 

@@ -45,7 +45,7 @@ def test_saturation_agrees_with_a_count_of_moments():
             moments.append(num_outstanding > 0)
         recent = moments[-round(RATE_WINDOW_SECONDS * 10) :]
         assert tokens.saturation() == pytest.approx(sum(recent) / RATE_WINDOW_SECONDS / 10, abs=1e-6)
-    assert len(tokens._busy._ended) <= RATE_WINDOW_SECONDS * 10  # what is over is forgotten
+    assert len(tokens._busy) <= RATE_WINDOW_SECONDS * 10  # what is over is forgotten
 
 
 def test_computed_tokens_are_those_of_the_last_ten_seconds():

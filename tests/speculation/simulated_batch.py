@@ -144,8 +144,7 @@ class ControlledBatch:
             if (num_wanted := controller.num_wanted(sequence_id, MAX_DRAFT_TOKENS, self.source))
         ]
         room = StepRoom(batch.sequence_ids, max_draft_rows=self.max_rows, num_rows=batch.num_sequences)
-        choice = controller.choose(drafts, room, num_waiting=self.num_waiting)
-        chosen = {sequence_id: tree.cut(num_tokens) for sequence_id, (tree, num_tokens) in choice.items()}
+        chosen = controller.choose(drafts, room, num_waiting=self.num_waiting)
         tokens, seconds = batch.step(
             {sequence_id: len(draft) for sequence_id, draft in chosen.items()},
             lambda sequence_id, num: controller.observe_verdict(sequence_id, chosen[sequence_id], range(num)),

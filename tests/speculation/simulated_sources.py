@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from decode_node.drafting.client import NoDrafts, StepDrafts
+from decode_node.drafting.client import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
 from outrider.engine.scheduler import StepRoom
 from outrider.request import RequestOptions, SamplingParams
@@ -18,6 +18,7 @@ from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposerInfo
 from tests.speculation.simulated_batch import CURVES, MAX_DRAFT_TOKENS, SimulatedBatch, cost_model
+from tests.support.fake_drafts import NoDrafts
 
 LOOKUP, HEAD = "ngram", "head"
 RIGHT, WRONG, WRONG_SIBLING = 7, 8, 9  # token ids
@@ -153,7 +154,7 @@ class SourcesBatch(SimulatedBatch):
         self.verified = []  # of each step: (sequence, source, tokens)
         self.proposers = {source: SimulatedProposer(self, source, **costs) for source, costs in sources}
         self.gatherer = DraftGatherer(
-            client=SimulatedDraftNode(self) if has_draft_node else NoDrafts(),
+            client=SimulatedDraftNode(self) if has_draft_node else None,
             controller=DraftController(num_draft, cost=cost_model(curve)),
             proposers=list(self.proposers.values()),
             clock=lambda: self.now,
@@ -194,8 +195,7 @@ class SourcesBatch(SimulatedBatch):
         samples, started = list(self._samples.values()), self.now
         drafts = self.gatherer.gather(samples)
         room = StepRoom(samples, max_draft_rows=4096, num_rows=len(samples))
-        found = self.gatherer.choose(drafts, room, samples, num_waiting=0)
-        chosen = {key: tree.cut(num_tokens) for key, (tree, num_tokens) in found.items()}
+        chosen = self.gatherer.choose(drafts, room, samples, num_waiting=0)
         verdicts, committed, num_tokens = [], [], 0
         for sample in samples:
             key, draft = sample.sequence.key, chosen.get(sample.sequence.key, DraftTree(0))

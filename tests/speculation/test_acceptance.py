@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.speculation.acceptance import accept_path
+from outrider.speculation.verify.coupled import accept_path
 
 
 @pytest.mark.parametrize(

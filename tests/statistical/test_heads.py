@@ -22,9 +22,9 @@ from outrider.heads.open import open_head
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
+from outrider.speculation.proposers.draft_forward import DraftForward
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
-from outrider.speculation.proposers.path_sampler import PathSampler
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.statistical.chi_square import PASS, probabilities, worst_z
@@ -207,25 +207,25 @@ def rejection_z(proposer, **settings):
 def test_the_probabilities_of_another_row_are_noticed(form, make_proposer, monkeypatch):
     """Mistake: of a batch, each draft token goes along with what its neighbour was drawn from."""
     proposer = make_proposer(form)
-    distributions = PathSampler._distributions
+    distributions = DraftForward._distributions
 
     def of_the_next(self, logits, samples, places):
         return distributions(self, np.roll(logits, 1, 0), samples, places)
 
-    monkeypatch.setattr(PathSampler, "_distributions", of_the_next)
+    monkeypatch.setattr(DraftForward, "_distributions", of_the_next)
     assert rejection_z(proposer, temperature=2.0) > PASS
 
 
 def test_draws_beyond_what_is_sent_are_noticed(make_proposer, monkeypatch):
     """Mistake: the head draws from all of its ids and sends the likeliest, renormalised."""
     proposer = make_proposer("mtp")
-    monkeypatch.setattr("outrider.speculation.proposers.path_sampler.MAX_DISTRIBUTION_IDS", 8)
-    start = PathSampler.start
+    monkeypatch.setattr("outrider.speculation.proposers.draft_forward.MAX_DISTRIBUTION_IDS", 8)
+    start = DraftForward.start
 
     def start_uncut(self, start_of, token_ids):
         with monkeypatch.context() as patch:
             patch.setattr(SequenceStart, "wants_distributions", False)
             return start(self, start_of, token_ids)
 
-    monkeypatch.setattr(PathSampler, "start", start_uncut)
+    monkeypatch.setattr(DraftForward, "start", start_uncut)
     assert rejection_z(proposer, temperature=2.0) > PASS

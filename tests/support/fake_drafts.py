@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
-from decode_node.drafting.client import NO_TABLES, NoDrafts, StepDrafts
+from decode_node.drafting.client import NO_TABLES, StepDrafts
 from outrider.speculation.draft_tree import DraftTree
+
+
+class NoDrafts:
+    """What a draft client is asked for, and nothing behind it."""
+
+    needs_features = False
+
+    def open(self, sequence_id, start, token_ids, *, num_wanted):
+        return
+
+    def update(self, updates, _tables=NO_TABLES):
+        return
+
+    def close(self, sequence_id):
+        return
+
+    def take(self, sequence_ids, *, wait_seconds):
+        return StepDrafts()
+
+    def observe_step(self, seconds):
+        return
 
 
 class TextDrafts(NoDrafts):

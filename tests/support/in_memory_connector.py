@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from outrider.errors import AbortedError, OutriderError, PeerLostError
-from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, KvWriter, Region, TransferSpec
-from outrider.kv_transfer.frames import Held
+from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.frames import Frame
 from outrider.kv_transfer.inbox import AttachState, TransferInbox
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender import check_held
 from outrider.kv_transfer.sender_stream import refusal_of
 
@@ -71,14 +72,14 @@ class InMemorySender:
         self.num_frames += 1
         self._tell_acknowledged(self.num_frames)
 
-    def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
+    def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
         for region in regions:
             self._raise_if_ended()
             held = self._inbox.read(self._spec.transfer_id, region)
             if held is None:
                 raise AbortedError("not held", reason="NOT_HELD")
-            check_held(Held(header=held[0], payload=held[1]), self._spec, region)
-            writer.write(region, held[1])
+            check_held(Frame(sequence=0, header=held[0], payload=held[1]), self._spec, region)
+            blocks.write(region, held[1])
 
     def keep_alive(self) -> None:
         self._raise_if_ended()

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import Protocol
 
+import numpy as np
+
+from outrider.engine.arrays import Array, Arrays, ids_beside, largest_of, namespace
 from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.pending import Pending, read
+from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
+from outrider.engine.sampler.elementary import masses_of
+from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.path_tree import Decided
+from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +39,130 @@ class PathRows:
 
 
 class DraftForward(Protocol):
-    """The forward passes of a draft model (`ModelForward`) or of a head (`HeadForward`). One owner thread."""
+    """The forward passes of a draft model (`ModelForward`) or of a head (`HeadForward`), and how they decide alike: by
+    the target's own race on other logits, and runners-up of it. One owner thread.
+    """
 
-    @property
-    def head(self) -> HeadRules | None:
-        """None: a model, which is fed with tokens alone."""
-
-    @property
-    def pool(self) -> BlockPool: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def is_ready(self, start: SequenceStart) -> bool:
-        """Whether the sequence can start: its constraint is compiled. If it can be, it soon will."""
-
-    def start(self, start: SequenceStart, token_ids: Sequence[int]) -> object:
-        """The sampling state of a sequence with these committed tokens."""
-
-    def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
-        """Counts newly committed tokens."""
+    __slots__ = ()
+    pool: BlockPool
+    sampler: Sampler
+    max_model_len: int
+    vocab_size: int
+    head: HeadRules | None  # None: a model, which is fed with tokens alone
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         """Copies blocks, then runs one forward pass. Returns the decisions of each element of `rows`, in order."""
+        raise NotImplementedError
+
+    def is_ready(self, start: SequenceStart) -> bool:
+        """Whether the sequence can start: its constraint is compiled. If it can be, it soon will."""
+        constraint = start.options.sampling.constraint
+        if constraint is None:
+            return True
+        compiled = self.sampler.constraints.prepare(constraint)
+        return compiled.done() and compiled.exception() is None
+
+    def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
+        """The sampling state of a sequence with these committed tokens."""
+        params = start.options.sampling
+        if start.wants_distributions:  # what is sent is what was drawn from
+            params = replace(params, top_k=min(params.top_k or MAX_DISTRIBUTION_IDS, MAX_DISTRIBUTION_IDS))
+        return self.sampler.start(
+            params,
+            sample=start.sample,
+            prompt_token_ids=token_ids[: start.prompt_length],
+            generated_token_ids=token_ids[start.prompt_length :],
+            stop_token_ids=start.options.stop_token_ids,
+        )
+
+    def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
+        """Counts newly committed tokens."""
+        assert isinstance(sampling, SequenceSampling)
+        self.sampler.commit(sampling, token_ids)
+
+    def _decide(
+        self, logits: Array, rows: Sequence[PathRows], *, num_parallel: int = 1, confidences: tuple[Array, ...] = ()
+    ) -> list[Decided]:
+        """Of each of `rows`, `num_parallel` positions; an empty one where none is asked for. Waits once.
+
+        logits: [num_deciding * num_parallel, vocab_size] float32; of the positions after each path, the next
+        one first. Penalties count nothing among them. confidences: one [num_deciding] float64, of those next positions.
+        """
+        places = [
+            (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
+        ]
+        samples = [_sample_rows(rows[index], ahead) for index, ahead in places]
+        asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
+        distributions = self._distributions(logits, samples, asking)
+        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # of each the places, and what was decided there
+        deciding = list(range(len(places)))
+        while deciding:
+            sampled = self.sampler.decide(logits, [samples[place] for place in deciding])
+            rounds.append((deciding, Pending((sampled,), lambda arrays: arrays[0].tolist())))
+            again = [at for at, place in enumerate(deciding) if rows[places[place][0]].num_decisions > len(rounds)]
+            if again:
+                logits = _without(logits, again, sampled)
+            deciding = [deciding[at] for at in again]
+        sure = Pending(confidences, lambda arrays: [each.tolist() for each in arrays])
+        found, confident, *winners = read(distributions, sure, *(pending for _, pending in rounds))
+        token_ids: list[list[int]] = [[] for _ in places]
+        for (decided, _), ids in zip(rounds, winners, strict=True):
+            for place, token_id in zip(decided, ids, strict=True):
+                if not token_ids[place] or _may_follow(token_ids[place], token_id, samples[place]):
+                    token_ids[place].append(token_id)
+        made = iter([Decided(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)])
+        sure_of = iter(confident[0]) if confident else repeat(1.0)
+        return [
+            replace(next(made), confidence=next(sure_of), following=tuple(islice(made, num_parallel - 1)))
+            if row.num_decisions
+            else Decided(())
+            for row in rows
+        ]
+
+    def _distributions(
+        self, logits: Array, samples: Sequence[SampleRows], places: Sequence[int]
+    ) -> Pending[dict[int, TokenDistribution]]:
+        """What the next token is drawn from, at some of the places. `logits`: [len(samples), vocab_size]."""
+        if not places:
+            return Pending((), lambda _: {})
+        xp = namespace(logits)
+        values = self.sampler.distribution(logits[ids_beside(places, logits)], [samples[place] for place in places])
+        ids = ids_of_keys(largest_of(order_keys(values), min(MAX_DISTRIBUTION_IDS, values.shape[1])))
+        largest = xp.max(values, axis=1, keepdims=True)
+        masses = masses_of(xp.take_along_axis(values, ids, axis=1), largest)  # [len(places), 32]
+        masses = xp.where(xp.isfinite(largest), masses, 0)  # of no distribution: nothing
+
+        def finish(arrays: Arrays) -> dict[int, TokenDistribution]:
+            probs = (arrays[1] / np.maximum(arrays[1].sum(axis=1, keepdims=True), 1)).astype(np.float32)
+            found = {}
+            for place, ids, weights in zip(places, arrays[0].tolist(), probs.tolist(), strict=True):
+                kept = [(token_id, weight) for token_id, weight in zip(ids, weights, strict=True) if weight > 0.0]
+                found[place] = TokenDistribution(tuple(token_id for token_id, _ in kept), tuple(w for _, w in kept))
+            return found
+
+        return Pending((ids, masses), finish)
+
+
+def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
+    assert isinstance(row.sampling, SequenceSampling)
+    position = row.start_position + len(row.token_ids) + num_ahead
+    # What a grammar allows after tokens that are not known yet is not known either.
+    state = replace(row.sampling, constraint=None) if num_ahead else row.sampling
+    return SampleRows(state, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
+
+
+def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
+    """Whether a runner-up is one: where a constraint allows no other token than the winners, it means nothing."""
+    masks = sample.masks()
+    return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
+
+
+def _without(logits: Array, rows: Sequence[int], token_ids: Array) -> Array:
+    """These rows, each without the token that has won: [num_rows, vocab_size] -> [len(rows), vocab_size].
+
+    `token_ids`: [num_rows] int64, of all rows.
+    """
+    xp, places = namespace(logits), ids_beside(rows, logits)
+    logits = logits[places]
+    logits[xp.arange(len(rows), device=logits.device), token_ids[places]] = -math.inf
+    return logits

@@ -25,8 +25,7 @@ from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import MAX_SEQUENCES
-from outrider.speculation.proposers.draft_forward import PathRows
-from outrider.speculation.proposers.path_sampler import PathSampler
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 
 if TYPE_CHECKING:
     from outrider.heads.base import HeadModel
@@ -39,8 +38,8 @@ MAX_PATHS = 16 * MAX_SEQUENCES
 
 
 @dataclass(frozen=True, slots=True)
-class HeadForward(PathSampler):
-    """A `DraftForward`: a head, its paged cache and a sampler over the target's vocabulary.
+class HeadForward(DraftForward):
+    """A head, its paged cache and a sampler over the target's vocabulary.
 
     Features, states and logits are arrays of numpy or torch, as the head's steps take and give them.
     """
@@ -50,6 +49,8 @@ class HeadForward(PathSampler):
     model: HeadModel | PackedHead
     steps: ModuleHeadSteps | NativeHeadSteps
     sampler: Sampler
+    max_model_len: int
+    vocab_size: int
     head: HeadRules
 
     @classmethod
@@ -105,16 +106,8 @@ class HeadForward(PathSampler):
             from outrider.heads.module_steps import ModuleHeadSteps  # imports torch
 
             steps = ModuleHeadSteps(model, cache, device=device, kernels=of_cache)
-        return cls(pool, cache, model, steps, sampler, rules)
-
-    @property
-    def max_model_len(self) -> int:
-        room = self.pool.num_blocks * self.pool.block_size - self.head.num_parallel_rows
-        return min(self.model.spec.max_model_len, room)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.spec.vocab_size
+        max_model_len = min(spec.max_model_len, num_blocks * block_size - rules.num_parallel_rows)
+        return cls(pool, cache, model, steps, sampler, max_model_len, spec.vocab_size, rules)
 
     def warm_up(self) -> None:
         """Decides once after many rows and once after one, so that no request pays for memory and compilation."""

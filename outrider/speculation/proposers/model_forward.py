@@ -15,7 +15,6 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.open_runner import open_runner
 from outrider.engine.sampler import Sampler
-from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.loaded_model import LoadedModel
@@ -23,17 +22,16 @@ from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import ProposerInfo
-from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
-from outrider.speculation.proposers.path_sampler import PathSampler
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
 
 
 @dataclass(frozen=True, slots=True)
-class ModelForward(PathSampler):
-    """A `DraftForward`: runner, cache and sampler of one model."""
+class ModelForward(DraftForward):
+    """Runner, cache and sampler of one model."""
 
     pool: BlockPool
     kv_cache: PagedKVCache
@@ -41,10 +39,7 @@ class ModelForward(PathSampler):
     sampler: Sampler
     max_model_len: int
     vocab_size: int
-
-    @property
-    def head(self) -> None:
-        return None
+    head: None = None
 
     @classmethod
     def of(
@@ -80,15 +75,7 @@ class ModelForward(PathSampler):
             hash_seed=model.info.fingerprint.encode(),
             enable_prefix_cache=kv_cache.prefix_cache,
         )
-        sampler = Sampler(
-            vocab_size=model.spec.vocab_size,
-            known_token_ids=model.known_token_ids,
-            device=model.device,
-            kernels=model.cpu_kernels,
-            constraints=model.constraints,
-        )
-        warm_up_sampler(sampler, model.device)
-        return cls(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size)
+        return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if block_copies:

@@ -21,7 +21,7 @@ class Book:
         self.clock = FakeClock(100.0)
         self.needs_features = feature_bytes > 0
         self.book = DraftBook(clock=self.clock, feature_bytes=feature_bytes)
-        self.nodes = [self.book.add_node() for _ in range(num_nodes)]
+        self.nodes = [self.book.nodes.add() for _ in range(num_nodes)]
         self.update, self.close, self.observe_step = self.book.update, self.book.close, self.book.observe_step
         for number in range(num_nodes if num_connected is None else num_connected):
             self.connect(number)

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from decode_node.drafting.client import DraftClient, NoDrafts
+from decode_node.drafting.client import DraftClient
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.node import NodeInfo, NodeRole, NodeState
@@ -30,7 +30,7 @@ TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 20
 GENEROUS_WAIT_SECONDS = 30.0
 
 
-def open_sequence(client: DraftClient | NoDrafts, sequence_id: int, prompt=TEXT, *, num_wanted: int = 4) -> None:
+def open_sequence(client: DraftClient, sequence_id: int, prompt=TEXT, *, num_wanted: int = 4) -> None:
     client.open(sequence_id, start_of(len(prompt)), tuple(prompt), num_wanted=num_wanted)
 
 

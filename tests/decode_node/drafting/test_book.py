@@ -156,9 +156,9 @@ def test_an_answer_on_another_nodes_stream_is_stale():
 
 
 def test_the_newest_step_time_is_told(book):
-    assert book.book.step_seconds == 0.0
+    assert book.book.nodes.step_seconds == 0.0
     book.observe_step(0.004)
-    assert book.book.step_seconds == pytest.approx(0.004)
+    assert book.book.nodes.step_seconds == pytest.approx(0.004)
 
 
 def test_only_sequences_with_news_are_looked_at(book):

@@ -28,7 +28,7 @@ def test_sequences_are_spread_over_the_connected_nodes():
 def test_the_rank_decides_between_nodes_with_equally_many_sequences():
     book = Book(0)
     book.book = DraftBook(clock=book.clock)
-    book.nodes = [book.book.add_node(rank=rank) for rank in (5, 1, 3)]
+    book.nodes = [book.book.nodes.add(rank=rank) for rank in (5, 1, 3)]
     for number in range(3):
         book.connect(number)
     for sequence_id in range(4):

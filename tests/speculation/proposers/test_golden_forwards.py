@@ -7,9 +7,8 @@ import torch
 
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 from outrider.speculation.proposers.head_forward import HeadForward
-from outrider.speculation.proposers.path_sampler import PathSampler
 from tests.heads import golden_files
 from tests.heads.golden_heads import NUM_LAYERS, assert_logits, opened
 
@@ -42,13 +41,13 @@ def golden(request, tmp_path):
 
 @pytest.mark.parametrize("num_known_before", [0, 3])
 def test_logits_are_the_owners(golden, num_known_before, monkeypatch):
-    head, seen, decide = opened(golden), [], PathSampler._decide
+    head, seen, decide = opened(golden), [], DraftForward._decide
 
     def noting(self, logits, rows, **options):
         seen.append(torch.tensor(logits))
         return decide(self, logits, rows, **options)
 
-    monkeypatch.setattr(PathSampler, "_decide", noting)
+    monkeypatch.setattr(DraftForward, "_decide", noting)
     device = torch.device("cpu")
     known = torch.ones(head.spec.vocab_size, dtype=torch.bool)
     forward = HeadForward.of(head, num_cached_tokens=256, known_token_ids=known, device=str(device))

@@ -1,0 +1,157 @@
+"""What nodes with an engine do alike: a thread that computes behind one event loop, and what others are told of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from outrider import __version__
+from outrider.engine.engine import PromptEngine
+from outrider.engine.engine_thread import EngineThread
+from outrider.engine.step_progress import StepProgress
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.service.engine_failure import end_process
+from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
+from outrider.service.profiling import ProfileDesk
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
+
+Built = TypeVar("Built")
+
+
+class EngineNode(Generic[Built]):
+    """What every such `Service` has: a name, a state, and the thread that builds an engine and runs it."""
+
+    def __init__(
+        self,
+        role: NodeRole,
+        *,
+        build: Callable[[], Built],
+        run: Callable[[Built], None],
+        on_failure: Callable[[Exception], None] = end_process,
+        configured_name: str = "",
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: empty: role and address."""
+        self._role = role
+        self._configured_name = configured_name
+        self._tracer = tracer
+        self._incarnation = make_incarnation()
+        self._name = configured_name or role.name.lower()
+        self._state = NodeState.STARTING
+        self._thread = EngineThread(f"{role.name.lower()}-loop", build=build, run=run, on_failure=on_failure)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._parts: Built | None = None
+
+    async def _build(self, address: str) -> Built:
+        """In the engine's thread, which runs what it has built once it is told to."""
+        self._name = default_node_name(self._role.name.lower(), address, configured=self._configured_name)
+        self._tracer.start(self._name)
+        self._event_loop = asyncio.get_running_loop()
+        self._parts = await self._thread.build()
+        return self._parts
+
+    def _model(self) -> ModelInfo | None:
+        """None until it is loaded."""
+        raise NotImplementedError
+
+    def info(self) -> NodeInfo:
+        return NodeInfo(
+            incarnation=self._incarnation,
+            name=self._name,
+            role=self._role,
+            state=self._state,
+            version=__version__,
+            model=self._model(),
+        )
+
+
+class EngineLoop(Protocol):
+    """What runs in the thread of a node with a target model."""
+
+    progress: StepProgress
+
+    def submit(self, command: Any) -> None:
+        """From any thread."""
+
+    def run(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetParts:
+    """What a composition root has built; the loop is not running yet."""
+
+    engine: PromptEngine
+    loop: EngineLoop
+    model: ModelInfo
+    tokenizer_files: Mapping[str, bytes]
+    description: Mapping[str, object]  # for the start-up line
+    ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered while the loop runs
+
+
+Parts = TypeVar("Parts", bound=TargetParts)
+
+
+class TargetNode(EngineNode[Parts]):
+    """A node that computes the target model: it has a tokenizer, and its steps can be profiled."""
+
+    def __init__(
+        self,
+        role: NodeRole,
+        *,
+        build: Callable[[], Parts],
+        on_failure: Callable[[Exception], None] = end_process,
+        configured_name: str,
+        allows_profiles: bool,
+        tracer: Tracer,
+    ) -> None:
+        super().__init__(
+            role, build=build, run=_run, on_failure=on_failure, configured_name=configured_name, tracer=tracer
+        )
+        self._node_servicer = NodeServicer(
+            self.info,
+            self.report,
+            lambda: self._parts.tokenizer_files if self._parts else None,
+            ProfileDesk(
+                is_allowed=allows_profiles,
+                can_be_traced=lambda: self._parts is not None and self._parts.engine.runner.can_be_traced,
+                node_name=lambda: self._name,
+                submit=self._submit,
+            ),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return dict(self._parts.description) if self._parts else {}
+
+    def _submit(self, command: Any) -> None:
+        """To the engine's thread, once there is one."""
+        if self._parts is not None:
+            self._parts.loop.submit(command)
+
+    def _model(self) -> ModelInfo | None:
+        return self._parts.model if self._parts else None
+
+    def _load(self) -> NodeLoad:
+        """Once everything is built."""
+        raise NotImplementedError
+
+    def report(self) -> NodeReport:
+        if self._parts is None:
+            return NodeReport(state=self._state, incarnation=self._incarnation)
+        progress = self._parts.loop.progress
+        at_hand = progress.at_hand
+        return NodeReport(
+            state=self._state,
+            incarnation=self._incarnation,
+            step=at_hand.step,
+            expected_step_seconds=at_hand.expected_seconds,
+            step_age_seconds=progress.age_seconds(at_hand),
+            load=self._load(),
+        )
+
+
+def _run(parts: TargetParts) -> None:
+    with parts.ranks:
+        parts.loop.run()
