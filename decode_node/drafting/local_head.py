@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decode_node.config import DecodeNodeConfig
 from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
 from outrider.engine.arrays import Array, ids_beside
-from outrider.engine.kv_cache.base import KVCache
+from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.engine.scheduler import EngineSequence
 from outrider.errors import ConfigError
 from outrider.heads.locate import head_folder

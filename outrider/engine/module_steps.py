@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ModuleSteps:
-    """The `Steps` of a model's runner. A model whose layers are native brings its own attention."""
+    """Forwards of one runner. A model whose layers are native brings its own attention."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class ModuleSteps:
         logits = self._modules(batch, on_layer_done)
         return logits.numpy() if self._is_native else logits
 
-    def warm_up(self) -> None:
-        """Captures all graphs."""
+    def capture_graphs(self) -> None:
+        """All of them, after the first forwards."""
         if self._graphs is not None:
             self._graphs.capture_all()
 

@@ -24,7 +24,7 @@ from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.base import KVCache
+    from outrider.engine.ranks.sharded_cache import KVCache
 
 PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
 """Prompt tokens of one forward pass, by device. A CPU is as fast with 256 rows as with more, and other nodes on its

@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from outrider.constraints.base import ConstraintCompiler
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import device_type
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import native_numerics, torch_numerics
+from outrider.engine.runnable_model import RunnableModel
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.locate import ModelLocation
@@ -43,14 +43,10 @@ INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
+class LoadedModel(RunnableModel):
     """Made by outrider.model_hub.load or, from packed weights, by outrider.model_hub.open."""
 
-    model: PreTrainedModel | None  # in eval mode, its attention is ours; None where `native` computes all of it
-    native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
     kernels: KernelChoice
-    device: str  # as torch names it
-    spec: ModelSpec
     info: ModelInfo
     tokenizer_files: dict[str, bytes]  # by file name
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]: ids that the tokenizer has
@@ -78,11 +74,6 @@ class LoadedModel:
         import torch
 
         return torch.get_num_threads()
-
-    @property
-    def cpu_kernels(self) -> CpuKernels | None:
-        """Library and threads that compute the model, for what else computes beside it; None without them."""
-        return None if self.native is None else self.native.kernels
 
 
 ReductionOf = Callable[[LoadedModel], "FeatureSpec | None"]

@@ -6,7 +6,6 @@ import functools
 import itertools
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -233,7 +232,7 @@ def test_captured_steps_write_features_too(loaded):
 
     def capture(run):
         run()
-        return SimpleNamespace(replay=lambda: (replayed.append(1), run()))
+        return lambda: (replayed.append(1), run())
 
     node.runner._steps._graphs = graphs = StepGraphs(
         node.runner._steps._modules,

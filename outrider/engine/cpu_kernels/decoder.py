@@ -74,7 +74,7 @@ def _layer(weights: DecoderWeights, index: int) -> LayerStruct:
 
 
 class NativeStep:
-    """Forwards of one runner, its `Steps`: its workspace, and where its cache lies. Not thread-safe."""
+    """Forwards of one runner: its workspace, and where its cache lies. Not thread-safe."""
 
     attention_name = "native"
     padded_rows: tuple[int, ...] = ()
@@ -113,9 +113,6 @@ class NativeStep:
         logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._write_logits(batch, logits)
         return logits
-
-    def warm_up(self) -> None:
-        """Nothing is left to do."""
 
     def draft(
         self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int

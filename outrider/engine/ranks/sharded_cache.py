@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from outrider.engine.kv_cache.base import Bytes, Slots
-from outrider.engine.kv_cache.copy_stream import Fence
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import find_plane
 from outrider.engine.ranks.commands import CopyBlocks, Mark, MoveSlots, ReadKv, WriteKv
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.heads import HeadShare, shares_of, split_heads
 from outrider.errors import InternalError
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.copy_stream import Fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class RankFence:
 
 
 class ShardedKVCache:
-    """A `KVCache`. Each rank has blocks of the same numbers, with its own heads in them; rank 0 has all features.
+    """Each rank has blocks of the same numbers, with its own heads in them; rank 0 has all features.
 
     All ranks copy blocks and move slots, in the order of steps. Reads and writes of another rank's heads wait until it
     is as far as rank 0 was: a rank may lag by the end of a step and by copies.
@@ -117,3 +119,7 @@ class ShardedKVCache:
                     plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark, payload=part
                 )
                 self._ranks.ask(share.rank, request)
+
+
+KVCache: TypeAlias = PagedKVCache | ShardedKVCache
+"""Of a model in one process, or of one whose heads are shared among ranks."""
