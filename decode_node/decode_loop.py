@@ -95,7 +95,9 @@ class DecodeLoop:
     def submit(self, command: Command) -> None:
         """From any thread. Of a router, only where there is room for it. Constraints are compiled in another one."""
         if isinstance(command, GroupOpened) and (constraint := command.group.options.sampling.constraint) is not None:
-            compiled = self._engine.sampler.constraints.prepare(constraint)
+            constraints = self._engine.sampler.constraints
+            assert constraints is not None
+            compiled = constraints.prepare(constraint)
             self._inbox.put_when_done(replace(command, compiled=compiled), compiled)
         else:
             self._inbox.put(command)

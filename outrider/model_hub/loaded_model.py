@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import ConstraintCompiler
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import device_type
@@ -50,7 +50,7 @@ class LoadedModel(RunnableModel):
     info: ModelInfo
     tokenizer_files: dict[str, bytes]  # by file name
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]: ids that the tokenizer has
-    constraints: ConstraintCompiler  # for its vocabulary
+    constraints: GrammarCompiler  # for its vocabulary
     directory: Path
     weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
     packed_key: PackedKey | None = None  # of its packed weights, where they are kept: a head's are kept beside them

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import Masks
+from outrider.constraints.compiler import Masks
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct, SamplingStruct
 from outrider.engine.sampler.decider import Vocabulary

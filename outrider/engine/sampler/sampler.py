@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import ConstraintCompiler, NoConstraints
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.arrays import Array, Arrays
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.gpu_kernels import why_no_triton
@@ -48,21 +48,21 @@ class Sampler:
         known_token_ids: npt.NDArray[np.bool_],
         device: str = "cpu",
         kernels: CpuKernels | None = None,
-        constraints: ConstraintCompiler | None = None,
+        constraints: GrammarCompiler | None = None,
     ) -> None:
         """Args:
         vocab_size: width of the logits.
         known_token_ids: [vocab_size] bool, ids that the tokenizer has; at least one.
         device: where the logits will be.
         kernels: of logits on the CPU. None: numpy or torch decides, to the same ids.
-        constraints: compiles those of requests for the same vocabulary. None: there are none.
+        constraints: compiles those of requests for the same vocabulary. None: no request has any.
         """
         self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # starts with the first constraint
         self._masks_in_making: Future[Any] | None = None
         shape = tuple(known_token_ids.shape)
         assert shape == (vocab_size,), f"known_token_ids {shape} does not fit vocab_size {vocab_size}"
         self.vocab_size = vocab_size
-        self.constraints = NoConstraints() if constraints is None else constraints
+        self.constraints = constraints
         vocabulary = Vocabulary.of(np.asarray(known_token_ids))
         has_triton = kernels is None and not why_no_triton(device)
         self._editor = LogitEditor(vocabulary, apply_by_kernel if has_triton else apply_to_array)
@@ -97,7 +97,7 @@ class Sampler:
                 end-of-text ids included unless the request ignores them.
             logprobs: None for none.
 
-        Raises: what `ConstraintCompiler.start` raises.
+        Raises: what `GrammarCompiler.start` raises.
         """
         penalties = PenaltyState(
             params,
@@ -109,6 +109,7 @@ class Sampler:
         prepared = self._decider.prepare(params, sample=sample, penalties=penalties)
         constraint = None
         if params.constraint is not None:
+            assert self.constraints is not None
             constraint = self.constraints.start(params.constraint, generated_token_ids)
         return SequenceSampling(
             params=params,

@@ -25,7 +25,8 @@ STEPS: tuple[dict[str, Any], ...] = (
 
 def warm_up_sampler(sampler: Sampler, device: torch.device | str) -> None:
     """Decides rows in each of the ways that are compiled. On a CPU nothing is. Constraints read their tokenizer."""
-    sampler.constraints.warm_up()
+    if sampler.constraints is not None:
+        sampler.constraints.warm_up()
     if str(device).startswith("cpu"):
         return
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import ConstraintCompiler
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.arrays import Array, beside, namespace, without_warnings
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
@@ -59,7 +59,7 @@ class HeadForward(PathSampler):
         *,
         num_cached_tokens: int,
         known_token_ids: npt.NDArray[np.bool_],
-        constraints: ConstraintCompiler | None = None,
+        constraints: GrammarCompiler | None = None,
         device: str = "cpu",
         kernels: CpuKernels | None = None,
     ) -> HeadForward:

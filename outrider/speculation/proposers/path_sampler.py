@@ -30,6 +30,7 @@ class PathSampler:
         constraint = start.options.sampling.constraint
         if constraint is None:
             return True
+        assert self.sampler.constraints is not None
         compiled = self.sampler.constraints.prepare(constraint)
         return compiled.done() and compiled.exception() is None
 
