@@ -27,7 +27,7 @@ from outrider.model_hub.load import read_config
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.model_hub.shard import START_SECONDS, Allocate, Loaded, Ready, Shard, Start, open_shard
+from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
 from outrider.model_hub.tensor_parallel import check_tensor_parallel, whole_spec
 from outrider.parent_death import PARENT_VARIABLE
 
@@ -75,15 +75,15 @@ def open_ranks(
         members = ranks.members
         for member in members:
             member.commands.send(replace(start, rank=member.rank))
-        _receive(members, Ready)
+        _receive(members)
         release.callback(_leave)
         shard = open_shard(start, progress=progress)
         reduction = features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
-        frees = [shard.free_bytes, *(loaded.free_bytes for loaded in _receive(members, Loaded))]
+        frees = [shard.free_bytes, *_receive(members)]
         num_blocks = _num_blocks(shard, kv_cache, frees)
         for member in members:
-            member.commands.send(Allocate(num_blocks))
+            member.commands.send(num_blocks)
         cache = ShardedKVCache(shard.make_cache(num_blocks), ranks)
         runner = LeadingRunner(shard.model, cache, shard.attention, ranks, reduction)
         runner.warm_up()
@@ -133,11 +133,9 @@ def _spawn(rank: int, *, timeout_seconds: float) -> Member:
     return Member(rank, process, commands, kv)
 
 
-def _receive(members: Sequence[Member], kind: type[Any]) -> list[Any]:
-    """One message of that kind from each."""
-    messages = [member.commands.receive(begins_within_seconds=START_SECONDS) for member in members]
-    assert all(isinstance(message, kind) for message in messages)
-    return messages
+def _receive(members: Sequence[Member]) -> list[Any]:
+    """One message from each: see `Start`."""
+    return [member.commands.receive(begins_within_seconds=START_SECONDS) for member in members]
 
 
 def _leave() -> None:

@@ -11,9 +11,9 @@ import numpy as np
 from outrider.engine.kv_cache.base import Bytes, Slots
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import find_plane
-from outrider.engine.ranks.commands import CopyBlocks, Mark, MoveSlots, ReadKv, WriteKv
+from outrider.engine.ranks.commands import CopyBlocks, KvRequest, Mark, MoveSlots
 from outrider.engine.ranks.group import RankGroup
-from outrider.engine.ranks.heads import HeadShare, shares_of, split_heads
+from outrider.engine.ranks.heads import shares_of, split_heads
 from outrider.errors import InternalError
 
 if TYPE_CHECKING:
@@ -78,16 +78,13 @@ class ShardedKVCache:
         fence = after or self.fence()
         parts = []
         for share in shares_of(heads, self.head_ranges(plane)):
-            part = self._read_share(share, plane, layers, slots, fence)
+            if share.rank == 0:
+                part = self.local.read(plane, layers, slots, fence.local, heads=share.local)
+            else:
+                request = KvRequest(plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark)
+                part = np.frombuffer(self._ranks.ask(share.rank, request), dtype=np.uint8)
             parts.append(part.reshape(len(layers), slots.size, -1))
         return parts[0].reshape(-1) if len(parts) == 1 else np.concatenate(parts, axis=2).reshape(-1)
-
-    def _read_share(self, share: HeadShare, plane: str, layers: range, slots: Slots, fence: RankFence) -> Bytes:
-        if share.rank == 0:
-            return self.local.read(plane, layers, slots, fence.local, heads=share.local)
-        request = ReadKv(plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark)
-        answer: bytes = self._ranks.ask(share.rank, request)
-        return np.frombuffer(answer, dtype=np.uint8)
 
     def write(
         self,
@@ -115,7 +112,7 @@ class ShardedKVCache:
             if share.rank == 0:
                 self.local.write(plane, layers, slots, part, fence.local, heads=share.local)
             else:
-                request = WriteKv(
+                request = KvRequest(
                     plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark, payload=part
                 )
                 self._ranks.ask(share.rank, request)
