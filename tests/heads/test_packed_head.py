@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.cpu_kernels.reduction_packing import pack_reduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.errors import InternalError, ModelError
@@ -115,7 +115,8 @@ def test_a_mapped_head_is_that_of_the_checkpoint_to_the_last_bit(open_target, pa
     reduction = read_reduction(head_path, Target.open(model.directory))
     assert reduction_of(ModelConfig(head=str(head_path)))(model).format(dtype) == reduction.format(dtype)
     packed = pack_reduction(model.cpu_kernels, reduction, expected.reduction.element_type)
-    assert set(packed.blobs) == {"projection.packed", *(("norm", "tap_norms") if flags else ())}
+    parts = {"projection.packed", *(("norm", "tap_norms") if flags else ())}
+    assert set(packed.blobs) == {f"reduction.{part}" for part in parts}
     for head in (first, second):
         assert head.spec == expected.spec
         assert head.weights.shape == expected.weights.shape

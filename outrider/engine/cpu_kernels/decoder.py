@@ -13,10 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights
+from outrider.engine.cpu_kernels.decoder_weights import LAYER_MATRICES, LAYER_NORMS, DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import BatchStruct, DecoderStruct, LayerStruct, Workspace
-from outrider.engine.cpu_kernels.reduction import PackedReduction
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
@@ -60,17 +59,9 @@ class NativeDecoder:
 
 
 def _layer(weights: DecoderWeights, index: int) -> LayerStruct:
-    return LayerStruct(
-        weights.address(f"{index}.input_norm"),
-        weights.address(f"{index}.post_attention_norm"),
-        weights.address(f"{index}.query_norm"),
-        weights.address(f"{index}.key_norm"),
-        weights.matrix(f"{index}.qkv"),
-        weights.matrix(f"{index}.output"),
-        weights.matrix(f"{index}.gate_up"),
-        weights.matrix(f"{index}.down"),
-        weights.shape.sliding_windows[index],
-    )
+    norms = {name: weights.address(f"{index}.{name}") for name in LAYER_NORMS}
+    matrices = {name: weights.matrix(f"{index}.{name}") for name in LAYER_MATRICES}
+    return LayerStruct(**norms, **matrices, sliding_window=weights.shape.sliding_windows[index])
 
 
 class NativeStep:
@@ -95,7 +86,7 @@ class NativeStep:
         self._features = self._reduction = None
         if features is not None:
             if not isinstance(features, PackedReduction):
-                from outrider.engine.cpu_kernels.reduction_packing import pack_reduction  # imports torch
+                from outrider.engine.cpu_kernels.decoder_packing import pack_reduction  # imports torch
 
                 features = pack_reduction(decoder.kernels, features, decoder.weights.shape.element_type)
             self._reduction = features  # keeps what is pointed to
