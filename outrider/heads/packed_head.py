@@ -34,10 +34,6 @@ class PackedHead:
         blob = self.weights.blobs.get("target_ids")
         return None if blob is None else blob.view(np.int64)
 
-    def parallel_tokens(self, _token_id: int) -> tuple[int, ...]:
-        """As HeadModel's: kernels know no parallel rows."""
-        return ()
-
     def as_packed(self) -> Packed:
         """For a file."""
         reduction = {field.name: getattr(self.reduction, field.name) for field in fields(FeatureSpec)}

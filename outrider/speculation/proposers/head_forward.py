@@ -92,7 +92,7 @@ class HeadForward(PathSampler):
         rules = HeadRules(
             keeps_kv=bool(spec.planes),
             max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
-            num_parallel_rows=len(model.parallel_tokens(0)),
+            num_parallel_rows=len(spec.parallel_tokens(0)),
         )
         if kernels is not None and not isinstance(model, PackedHead) and model.suits_kernels:
             model = model.pack(kernels)
@@ -136,8 +136,8 @@ class HeadForward(PathSampler):
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if self.kv_cache is not None:
             self.kv_cache.copy_blocks(block_copies)
-        num_parallel = self.model.spec.num_parallel
-        fed_rows = [(row, self.model.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
+        spec, num_parallel = self.model.spec, self.model.spec.num_parallel
+        fed_rows = [(row, spec.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
         batch = build_input_batch(
             [
                 SequenceRows(
@@ -155,7 +155,7 @@ class HeadForward(PathSampler):
         features = parts[0] if len(parts) == 1 else xp.concat(parts)
         depths = [depth for row, parallel in fed_rows for depth in _depths(row, len(row.token_ids) + len(parallel))]
         attended = batch
-        if self.model.spec.attends_both_ways:
+        if spec.attends_both_ways:
             attended = attend_both_ways(batch, [len(parallel) for _, parallel in fed_rows])
         hidden, logits = self.steps.forward(batch, features, depths, attended)
         if not batch.num_logits:
