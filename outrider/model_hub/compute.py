@@ -19,7 +19,7 @@ from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
-from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
+from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 
@@ -79,7 +79,7 @@ def open_compute(
     max_rows_per_step: int | None = None,
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
-    features: ReductionOf = no_features,
+    features: ReductionOf | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> Compute:
@@ -106,7 +106,7 @@ def open_compute(
         )
         return Compute(*parts, num_rows)
     model = open_model(config, progress=progress)
-    reduction = features(model)
+    reduction = None if features is None else features(model)
     model = model.with_features(reduction)
     attention = None
     if model.model is not None:

@@ -80,10 +80,6 @@ ReductionOf = Callable[[LoadedModel], "FeatureSpec | None"]
 """The reduction of a model's head, which may have been packed for the kernels that compute the model."""
 
 
-def no_features(_model: LoadedModel) -> None:
-    """Of a model without a head."""
-
-
 def describe_model(
     *,
     config: ModelConfig,

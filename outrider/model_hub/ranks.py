@@ -24,7 +24,7 @@ from outrider.engine.ranks.leading_runner import LeadingRunner
 from outrider.engine.ranks.sharded_cache import ShardedKVCache
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import read_config
-from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
+from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
@@ -40,7 +40,7 @@ def open_ranks(
     kv_cache: KVCacheConfig,
     *,
     max_rows_per_step: int,
-    features: ReductionOf = no_features,
+    features: ReductionOf | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -78,7 +78,7 @@ def open_ranks(
         _receive(members)
         release.callback(_leave)
         shard = open_shard(start, progress=progress)
-        reduction = features(shard.model)
+        reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
         frees = [shard.free_bytes, *_receive(members)]
         num_blocks = _num_blocks(shard, kv_cache, frees)
