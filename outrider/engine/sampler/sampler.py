@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,17 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.pending import Pending, read
 from outrider.engine.sampler.array_decider import ArrayDecider
-from outrider.engine.sampler.decider import Decider, Vocabulary
 from outrider.engine.sampler.distribution import drawn_from
-from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel, apply_to_array
+from outrider.engine.sampler.edits import LogitEditor, Vocabulary, apply_by_kernel, apply_to_array
 from outrider.engine.sampler.logprobs import pending_logprobs
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
 from outrider.errors import InternalError
 from outrider.request import LogprobsRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.engine.sampler.triton_decider import TritonDecider
 
 
 class Sampler:
@@ -66,7 +68,7 @@ class Sampler:
         vocabulary = Vocabulary.of(np.asarray(known_token_ids))
         has_triton = kernels is None and not why_no_triton(device)
         self._editor = LogitEditor(vocabulary, apply_by_kernel if has_triton else apply_to_array)
-        self._decider: Decider
+        self._decider: NativeDecider | TritonDecider | ArrayDecider
         if kernels is not None:
             self._decider = NativeDecider(kernels, vocabulary)
         elif has_triton:
@@ -106,8 +108,9 @@ class Sampler:
             stop_token_ids=stop_token_ids,
             vocab_size=self.vocab_size,
         )
-        prepared = self._decider.prepare(params, sample=sample, penalties=penalties)
-        constraint = None
+        prepared = constraint = None
+        if isinstance(self._decider, NativeDecider):
+            prepared = self._decider.prepare(params, sample=sample, penalties=penalties)
         if params.constraint is not None:
             assert self.constraints is not None
             constraint = self.constraints.start(params.constraint, generated_token_ids)
@@ -156,7 +159,11 @@ class Sampler:
         return self.with_logprobs(logits, rows, self.decide(logits, rows))
 
     def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
-        """A token for each row: [num_rows] int64, where the logits are. At least one row."""
+        """A token for each row: [num_rows] int64, where the logits are. At least one row. Does not wait for a GPU.
+
+        Deciders decide alike, to the last id: they are made of the same float32 operations in the same order. A row
+        with NaN is decided for the first of them, one where nothing is left for id 0.
+        """
         return self._decider.decide(self._checked(logits, rows), rows)
 
     def with_logprobs(self, logits: Array, rows: Sequence[SampleRows], token_ids: Array) -> Pending[SampledRows]:

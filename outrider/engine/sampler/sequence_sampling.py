@@ -24,7 +24,7 @@ class SequenceSampling:
     sample: int  # which of the n samples: its own word of the arrivals' counter
     logprobs: LogprobsRequest | None
     penalties: PenaltyState
-    prepared: object = None  # what the sampler's Decider keeps for it
+    prepared: object = None  # what a NativeDecider keeps for it
     constraint: GrammarState | None = None  # None: the output is free
     failure: str = ""  # why the constraint ends the request
 
