@@ -68,7 +68,6 @@ def make_build(
         from outrider.engine.engine import Engine
         from outrider.engine.graph_shapes import GraphShapes
         from outrider.engine.sampler import Sampler
-        from outrider.engine.sampler.warm_up import warm_up_sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.heads.of_target import HeadOfTarget
@@ -112,7 +111,7 @@ def make_build(
             kernels=model.cpu_kernels,
             constraints=model.constraints,
         )
-        warm_up_sampler(sampler, model.device)
+        sampler.warm_up()
         engine = Engine(pool, scheduler, kv_cache, runner, sampler)
         client = (
             DraftClient(

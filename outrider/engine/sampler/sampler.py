@@ -27,10 +27,21 @@ from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
 from outrider.errors import InternalError
-from outrider.request import LogprobsRequest, SamplingParams
+from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.sampler.triton_decider import TritonDecider
+
+_WARM_UP_STEPS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"min_p": 0.1},
+    {"top_k": 2},
+    {"top_p": 0.9},
+    {"top_k": 2, "top_p": 0.9},
+    {"logit_bias": ((0, 1.0),), "min_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1},
+)
+"""Parameters of one step each: kernels are compiled for what any row of a step asks for."""
 
 
 class Sampler:
@@ -64,6 +75,7 @@ class Sampler:
         shape = tuple(known_token_ids.shape)
         assert shape == (vocab_size,), f"known_token_ids {shape} does not fit vocab_size {vocab_size}"
         self.vocab_size = vocab_size
+        self._device = device
         self.constraints = constraints
         vocabulary = Vocabulary.of(np.asarray(known_token_ids))
         has_triton = kernels is None and not why_no_triton(device)
@@ -77,6 +89,29 @@ class Sampler:
             self._decider = TritonDecider(self._editor)
         else:
             self._decider = ArrayDecider(self._editor)
+
+    def warm_up(self) -> None:
+        """Decides rows in each of the ways that are compiled: seconds that no request should wait for.
+
+        On a CPU nothing is. Constraints read their tokenizer.
+        """
+        if self.constraints is not None:
+            self.constraints.warm_up()
+        if str(self._device).startswith("cpu"):
+            return
+        import torch
+
+        logits = torch.zeros((2, self.vocab_size), device=self._device)
+        for step in _WARM_UP_STEPS:
+            for mode in (None, *LogprobsMode):
+                state = self.start(
+                    SamplingParams(seed=0, max_tokens=3, **step),
+                    sample=0,
+                    prompt_token_ids=(0,),
+                    stop_token_ids=(0,),
+                    logprobs=None if mode is None else LogprobsRequest(num_top=1, mode=mode),
+                )
+                self.sample(logits, [SampleRows(state, 1, (0,))])  # of which the second follows a draft token
 
     def start(
         self,

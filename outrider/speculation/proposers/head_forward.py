@@ -18,7 +18,6 @@ from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.sampler import Sampler, SequenceSampling
-from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
@@ -87,7 +86,7 @@ class HeadForward(PathSampler):
             kernels=kernels,
             constraints=constraints,
         )
-        warm_up_sampler(sampler, device)
+        sampler.warm_up()
         max_own_rows = None if spec.max_depth is None else spec.max_depth - 1
         rules = HeadRules(
             keeps_kv=bool(spec.planes),

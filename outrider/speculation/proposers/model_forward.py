@@ -15,7 +15,6 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.open_runner import open_runner
 from outrider.engine.sampler import Sampler
-from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.loaded_model import LoadedModel
@@ -87,7 +86,7 @@ class ModelForward(PathSampler):
             kernels=model.cpu_kernels,
             constraints=model.constraints,
         )
-        warm_up_sampler(sampler, model.device)
+        sampler.warm_up()
         return cls(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size)
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
