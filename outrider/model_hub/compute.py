@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.device import device_type
 from outrider.engine.graph_shapes import GraphShapes
@@ -108,16 +107,12 @@ def open_compute(
     model = open_model(config, progress=progress)
     reduction = None if features is None else features(model)
     model = model.with_features(reduction)
-    attention = None
-    if model.model is not None:
-        attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
-    graphs = graphs if config.cuda_graphs else None
     cache, runner = open_runner(
         model,
-        attention,
+        attention_of(config, model.device),
         kv_cache,
         num_rows=num_rows,
-        graphs=graphs,
+        graphs=graphs if config.cuda_graphs else None,
         main_memory_bytes=main_memory_bytes,
         features=reduction,
     )
