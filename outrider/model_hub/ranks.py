@@ -28,7 +28,7 @@ from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
-from outrider.model_hub.tensor_parallel import check_tensor_parallel, whole_spec
+from outrider.model_hub.tensor_parallel import check_tensor_parallel
 from outrider.parent_death import PARENT_VARIABLE
 
 TIMEOUT_SECONDS = 60.0
@@ -103,7 +103,7 @@ def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> 
     On GPUs rank 0, which has its heads and all features, needs most.
     """
     device, own = device_type(shard.model.device), shard.model.spec
-    whole = whole_spec(own, len(frees))
+    whole = replace(own, num_heads=own.num_heads * len(frees), num_kv_heads=own.num_kv_heads * len(frees))
     return PagedKVCache.num_blocks_for(
         whole,
         kv_cache,

@@ -35,26 +35,16 @@ class NativeDecoder:
         shape = weights.shape
         self._layers = (LayerStruct * shape.num_layers)(*(_layer(weights, index) for index in range(shape.num_layers)))
         head = weights.matrix("head")
+        blobs = {
+            name: weights.address(name) for name in ("cosines", "sines", "embedding", "final_norm", "feature_norm")
+        }
         self.struct = DecoderStruct(
-            shape.num_layers,
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            head.out_features,
-            shape.scaling,
-            shape.epsilon,
-            shape.element_type,
-            weights.address("cosines"),
-            weights.address("sines"),
-            weights.address("embedding"),
-            weights.address("final_norm"),
-            head,
-            self._layers,
-            weights.address("feature_norm"),
-            shape.begins_normalised,
-            shape.keeps_normalised,
+            vocab_size=head.out_features,
+            type=shape.element_type,
+            head=head,
+            layers=self._layers,
+            **blobs,
+            **{name: getattr(shape, name) for name, _ in DecoderStruct._fields_ if hasattr(shape, name)},
         )
 
 
