@@ -27,6 +27,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.fingerprint import check_weight_files
 from outrider.model_hub.kernels import (
     attention_of,
     check_deterministic,
@@ -47,7 +48,6 @@ from outrider.model_hub.support import (
     refuse_by_config,
 )
 from outrider.model_hub.tensor_parallel import check_split, own_rank, rank_device
-from outrider.model_hub.weight_files import check_weight_files
 
 
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
