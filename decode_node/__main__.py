@@ -69,7 +69,7 @@ def make_build(
         from outrider.engine.graph_shapes import GraphShapes
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.heads.of_target import reduction_of
+        from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.receiver import KvReceiver
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
@@ -81,19 +81,19 @@ def make_build(
         from outrider.speculation.step_cost import StepCostModel
         from outrider.speculation.verify.by_request import RequestVerifier
 
-        proposers = open_local_proposers(config)
+        proposers, head_of_target = open_local_proposers(config), HeadOfTarget(model_config)
         compute = open_compute(
             model_config,
             config.kv_cache,
             max_rows_per_step=config.max_rows_per_step,
             graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees == "auto"),
             main_memory_bytes=sum(proposer.info.memory_bytes for proposer in proposers),
-            features=reduction_of(model_config),
+            features=head_of_target.reduction,
             on_rank_lost=end_process,
             progress=announce_progress,
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
-        head, features_of = open_local_head(config, model_config, model, kv_cache)
+        head, features_of = open_local_head(config, head_of_target, model, kv_cache)
         proposers += [head] if head else []
         info = replace(
             model.info,

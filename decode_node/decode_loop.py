@@ -92,7 +92,9 @@ class DecodeLoop:
         """From any thread. Of a router, only where there is room for it. Constraints are compiled in another one."""
         match command:
             case RouterCommand(message=OpenSequenceGroup(options=options)) if options.sampling.constraint is not None:
-                compiled = self._engine.sampler.constraints.prepare(options.sampling.constraint)
+                constraints = self._engine.sampler.constraints
+                assert constraints is not None
+                compiled = constraints.prepare(options.sampling.constraint)
                 self._inbox.put_when_done(replace(command, compiled=compiled), compiled)
             case _:
                 self._inbox.put(command)

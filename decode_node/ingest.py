@@ -13,7 +13,7 @@ from outrider.service.address import is_local, is_wildcard, own_host, split_port
 from outrider.service.security import warn_if_exposed
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.base import KVCache
+    from outrider.engine.ranks.sharded_cache import KVCache
 
 
 class Ingest:

@@ -55,7 +55,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.engine import PromptEngine
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.heads.of_target import reduction_of
+        from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.connectors import Connector
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
@@ -68,7 +68,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         compute = open_compute(
             model_config,
             config.kv_cache,
-            features=reduction_of(model_config),
+            features=HeadOfTarget(model_config).reduction,
             on_rank_lost=end_process,
             progress=announce_progress,
         )

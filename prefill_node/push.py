@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import CommitResult, CommitState, Region, TransferSpec

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.ranks.sharded_cache import KVCache
 
 
 @dataclass(eq=False)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from decode_node.config import DecodeNodeConfig
 from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
 from outrider.engine.arrays import Array, ids_beside
-from outrider.engine.kv_cache.base import KVCache
+from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.engine.scheduler import EngineSequence
 from outrider.errors import ConfigError
-from outrider.heads.locate import head_folder
-from outrider.heads.of_target import open_packed_head
-from outrider.model_hub.config import ModelConfig
+from outrider.heads.of_target import HeadOfTarget
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
@@ -44,18 +42,22 @@ class PlaneFeatures:
 
 
 def open_local_head(
-    config: DecodeNodeConfig, model_config: ModelConfig, model: LoadedModel, kv_cache: KVCache
+    config: DecodeNodeConfig, head: HeadOfTarget, model: LoadedModel, kv_cache: KVCache
 ) -> tuple[IsolatedProposer | None, FeaturesOf | None]:
-    """With the head that `model.head` names; nothing without one, or where draft nodes propose.
+    """With this head; nothing without one, or where draft nodes propose.
 
     `kv_cache`: with the plane of its features. Raises: as `load_head`, ConfigError for another head than `model` has.
     """
-    folder = head_folder(model_config)
+    folder = head.folder
     if folder is None or not config.local_head or not config.num_speculative_tokens:
         return None, None
     target = HeadTarget.of(model)
-    head = open_packed_head(folder, model) or load_head(folder, target)
-    proposer = make_head_proposer(head, target, max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS)
+    proposer = make_head_proposer(
+        head.packed(model) or load_head(folder, target),
+        target,
+        max_catch_up_rows=MAX_CATCH_UP_ROWS,
+        catch_up_seconds=CATCH_UP_SECONDS,
+    )
     assert model.spec.features is not None
     if proposer.info.features != model.info.features:
         raise ConfigError(f"head {folder} was replaced while the node started, by one with other features: start again")

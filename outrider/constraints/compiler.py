@@ -1,4 +1,4 @@
-"""Grammars that a node has compiled, and each sample's place in one."""
+"""Grammars that a node has compiled, each sample's place in one, and the masks of tokens that it allows there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from outrider.constraints.base import ALL_ALLOWED, Masks
 from outrider.constraints.grammar import compile_grammar, open_tokenizer
 from outrider.errors import NotSupportedError
 from outrider.request import Constraint
 
 T = TypeVar("T")
+
+Masks = npt.NDArray[np.int32]
+"""[num_rows, num_words]: bit i of word w says whether token 32 w + i is allowed. Words cover the vocabulary."""
+ALL_ALLOWED = -1
+"""A word of such a mask that allows all of its tokens."""
 
 NUM_THREADS = 2
 """Threads that compile constraints: one that takes long does not keep the next waiting."""
@@ -96,7 +101,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """A `ConstraintCompiler` for one tokenizer. Its first use reads the tokenizer, which takes about 0.4 s."""
+    """For one tokenizer. Its first use reads the tokenizer, which takes about 0.4 s. Thread-safe."""
 
     def __init__(self, tokenizer_json: bytes, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size`: width of the logits."""
@@ -118,10 +123,15 @@ class GrammarCompiler:
         )
 
     def warm_up(self) -> None:
+        """Before the first constraint: what takes long and keeps the interpreter's lock."""
         with suppress(NotSupportedError):
             _ = self._tokenizer
 
     def prepare(self, constraint: Constraint) -> Future[CompiledGrammar]:
+        """Compiles it in another thread: `start` is quick once this is done, for as long as it is kept.
+
+        Its exception is what `start` raises.
+        """
         with self._lock:
             compiled = self._compiled.get(constraint)
             if compiled is None:
@@ -134,19 +144,26 @@ class GrammarCompiler:
         return CompiledGrammar(compile_again, own=Debt(), common=self._debt)
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> GrammarState:
+        """For a new sample, which has generated these tokens already.
+
+        Raises: InvalidRequestError for a constraint that cannot be compiled, NotSupportedError for a tokenizer whose
+        tokens are not known as bytes.
+        """
         sequence = GrammarState(self.prepare(constraint), self._tokenizer)
         sequence.commit(generated_token_ids)
         return sequence
 
 
 class GrammarState:
-    """A `SequenceConstraint`: a matcher that follows the committed tokens, goes along drafts, and comes back.
+    """One sample's place in its grammar: a function of the tokens that it has generated. Not thread-safe.
 
-    After the grammar's end only end-of-text follows, as often as the request wants it.
+    A matcher that follows the committed tokens, goes along drafts, and comes back. After the grammar's end only
+    end-of-text follows, as often as the request wants it.
     """
 
     def __init__(self, compiled: Future[CompiledGrammar], tokenizer: LLTokenizer) -> None:
         self.failure = ""
+        """Why the sample cannot go on; empty while it can. Its masks mean nothing from then on."""
         self._compiled = compiled  # kept: whoever starts another sample does not compile it again
         self._grammar = compiled.result()
         self._beginning = self._grammar.beginning
@@ -158,6 +175,7 @@ class GrammarState:
         self._dead_ends: dict[tuple[int, ...], str] = {}  # paths after which there is no mask, and why
 
     def commit(self, token_ids: Sequence[int]) -> None:
+        """Goes on by generated tokens. A token that the grammar does not allow is a failure."""
         for path, error in self._dead_ends.items():
             if len(path) < len(token_ids) and path == tuple(token_ids[: len(path)]):
                 self._fail(error)  # what follows was decided without a mask
@@ -176,6 +194,11 @@ class GrammarState:
                 self.failure = "the constraint allows no token that other parameters, such as min_tokens, leave"
 
     def masks(self, assumed_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]) -> Masks:
+        """What may follow the assumed tokens and each of the drafts after them: [len(draft_token_ids) + 1, num_words].
+
+        A row after a token that the grammar forbids can never be reached: its mask allows everything. The result is not
+        to be changed; it may be the one of an earlier call.
+        """
         key = assumed_token_ids, draft_token_ids
         masks = self._masks.get(key)
         if masks is None:
@@ -190,6 +213,7 @@ class GrammarState:
         return masks
 
     def forced_tokens(self) -> list[int]:
+        """Tokens that spell what alone can follow; empty where there is a choice."""
         if self.failure or self._matcher.is_stopped() or self._grammar.is_too_slow:
             return []
         started = time.thread_time()

@@ -44,38 +44,36 @@ class SharedProjection(nn.Module):
 
 
 @torch.no_grad()
-def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> int:
-    """Replaces every plain nn.Linear in `model`; returns how many there were.
+def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> None:
+    """Replaces every plain nn.Linear in `model`.
 
     Weights are freed layer by layer: beside the new layers, at most those of one joint product are held. A weight that
     another module holds as well (an embedding tied to the output layer) stays there in its plain form. What stays is
     copied out of the checkpoint's mapping, one view of which would keep the whole file resident.
     """
-    replaced = _replace(model, make_linear)
+    _replace(model, make_linear)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
-    return replaced
 
 
-def _replace(module: nn.Module, make_linear: MakeLinear) -> int:
+def _replace(module: nn.Module, make_linear: MakeLinear) -> None:
     """Keeps no list of modules, which would keep their weights."""
-    replaced = sum(_join(module, names, make_linear) for names in PROJECTIONS_OF_ONE_INPUT)
+    for names in PROJECTIONS_OF_ONE_INPUT:
+        _join(module, names, make_linear)
     for name in [name for name, _ in module.named_children()]:
         child = module.get_submodule(name)
         if type(child) is nn.Linear:
             setattr(module, name, make_linear(child.weight.detach(), child.bias))
-            replaced += 1
         else:
-            replaced += _replace(child, make_linear)
-    return replaced
+            _replace(child, make_linear)
 
 
-def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> int:
-    """Replaces `names` of `module` by shared projections when all are there and alike; returns how many it replaced."""
+def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> None:
+    """Replaces `names` of `module` by shared projections when all are there and alike."""
     layers = [getattr(module, name, None) for name in names]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     if len(plain) < len(names) or len({(layer.in_features, layer.bias is None) for layer in plain}) != 1:
-        return 0
+        return
     weight = torch.cat([layer.weight.detach() for layer in plain])
     biases = [layer.bias.detach() for layer in plain if layer.bias is not None]
     joined = make_linear(weight, torch.cat(biases) if biases else None)
@@ -83,4 +81,3 @@ def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> i
     last: list[tuple[Tensor, ...]] = [()]
     for index, name in enumerate(names):
         setattr(module, name, SharedProjection(joined, sizes, index, last))
-    return len(names)

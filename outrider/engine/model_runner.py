@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
@@ -17,24 +17,7 @@ from outrider.engine.step_clock import ForwardPhases
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
     from outrider.engine.feature_spec import FeatureSpec
-
-
-class Steps(Protocol):
-    """What computes a runner's forwards: a native decoder (NativeStep), or torch's modules (ModuleSteps)."""
-
-    @property
-    def attention_name(self) -> str: ...
-
-    @property
-    def phases(self) -> ForwardPhases: ...
-
-    @property
-    def padded_rows(self) -> tuple[int, ...]: ...
-
-    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array: ...
-
-    def warm_up(self) -> None:
-        """After the first forwards."""
+    from outrider.engine.module_steps import ModuleSteps
 
 
 class ModelRunner:
@@ -60,21 +43,18 @@ class ModelRunner:
         """
         self._spec = model.spec
         self._kv_cache = kv_cache
-        self._steps: Steps
+        self._steps: NativeStep | ModuleSteps
         if isinstance(model.native, NativeDecoder):
             self._steps = NativeStep(model.native, kv_cache, features)
         else:
             from outrider.engine.module_steps import ModuleSteps  # imports torch
 
             self._steps = ModuleSteps(model, kv_cache, attention, graphs=graphs, features=features)
-        self.phases = self._steps.phases
+        self.attention_name = self._steps.attention_name
+        """The backend's name, or "native"."""
+        self.phases: ForwardPhases = self._steps.phases
         self.padded_rows = self._steps.padded_rows
         """Row counts to which steps are padded, rising; larger steps are not padded. Empty: no step is."""
-
-    @property
-    def attention_name(self) -> str:
-        """The backend's name, or "native"."""
-        return self._steps.attention_name
 
     @property
     def can_be_traced(self) -> bool:
@@ -112,4 +92,5 @@ class ModelRunner:
         for num_rows in (most, min(5, most), 1):
             rows = SequenceRows([0] * num_rows, most - num_rows, blocks, num_logits=1)
             self.forward(build_input_batch([rows], block_size))
-        self._steps.warm_up()
+        if not isinstance(self._steps, NativeStep):
+            self._steps.capture_graphs()

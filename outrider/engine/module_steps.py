@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ModuleSteps:
-    """The `Steps` of a model's runner. A model whose layers are native brings its own attention."""
+    """Forwards of one runner. A model whose layers are native brings its own attention."""
 
     def __init__(
         self,
@@ -74,8 +75,8 @@ class ModuleSteps:
         logits = self._modules(batch, on_layer_done)
         return logits.numpy() if self._is_native else logits
 
-    def warm_up(self) -> None:
-        """Captures all graphs."""
+    def capture_graphs(self) -> None:
+        """All of them, after the first forwards."""
         if self._graphs is not None:
             self._graphs.capture_all()
 
@@ -110,12 +111,6 @@ class _ModuleForward:
     @torch.inference_mode()
     def __call__(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """As ModelRunner.forward."""
-        if self._features is None:
-            return self._forward(batch, on_layer_done)
-        with self._features.writing(batch.on(self._kv_cache.device).slot_mapping):
-            return self._forward(batch, on_layer_done)
-
-    def _forward(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         device = self._kv_cache.device
         step = PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         on_device = batch.on(device)
@@ -125,13 +120,14 @@ class _ModuleForward:
             "use_cache": False,
             STEP_ARGUMENT: step,
         }
-        if batch.num_logits == 0:
-            self._model.base_model(**arguments)
-            return torch.empty((0, self._vocab_size), device=device)
-        if batch.num_logits < batch.num_rows:
-            arguments["logits_to_keep"] = on_device.logits_rows
-        logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
-        return logits.float()
+        with nullcontext() if self._features is None else self._features.writing(on_device.slot_mapping):
+            if batch.num_logits == 0:
+                self._model.base_model(**arguments)
+                return torch.empty((0, self._vocab_size), device=device)
+            if batch.num_logits < batch.num_rows:
+                arguments["logits_to_keep"] = on_device.logits_rows
+            logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
+            return logits.float()
 
 
 class PagedStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.attention import AttentionBackend, make_attention_backend
 from outrider.engine.device import device_type
 from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def open_runner(
     model: RunnableModel,
-    attention: AttentionBackend | None,
+    attention: str,
     kv_cache: KVCacheConfig,
     *,
     num_rows: int,
@@ -31,14 +31,16 @@ def open_runner(
 ) -> tuple[PagedKVCache, ModelRunner]:
     """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
 
-    `num_logits`: rows of that step with logits, at most. `main_memory_bytes`: of that memory, for other things.
+    `attention`: as in settings, of a model that torch computes. `num_logits`: rows of that step with logits, at most.
+    `main_memory_bytes`: of that memory, for other things.
     `features`: of every row; the model's specification has their plane.
 
-    Raises what PagedKVCache.sized_for does.
+    Raises what make_attention_backend and PagedKVCache.sized_for do.
     """
+    backend = None if model.model is None else make_attention_backend(attention, model.device, model.spec.dtype)
     reserved_bytes = rehearse(
         model,
-        attention,
+        backend,
         num_rows=num_rows,
         num_logits=num_logits,
         block_size=kv_cache.block_size,
@@ -54,7 +56,7 @@ def open_runner(
         reserved_bytes=reserved_bytes,
         kernels=model.cpu_kernels,
     )
-    runner = ModelRunner(model, cache, attention, graphs=graphs, features=features)
+    runner = ModelRunner(model, cache, backend, graphs=graphs, features=features)
     runner.warm_up()
     return cache, runner
 

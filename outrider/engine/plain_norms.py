@@ -21,16 +21,13 @@ MakeNorm = Callable[[Tensor, float], nn.Module]
 
 
 @torch.no_grad()
-def replace_norms(model: nn.Module, make_norm: MakeNorm) -> int:
-    """Replaces the RMS norms of `model`; returns how many."""
-    replaced = 0
+def replace_norms(model: nn.Module, make_norm: MakeNorm) -> None:
+    """Replaces the RMS norms of `model`."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             norm = _as_norm(child, make_norm)
             if norm is not None:
                 setattr(module, name, norm)
-                replaced += 1
-    return replaced
 
 
 def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:

@@ -1,8 +1,9 @@
-"""The interface of a loaded model, as runners see it."""
+"""A loaded model, as far as runners know it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -14,23 +15,16 @@ if TYPE_CHECKING:
     from outrider.engine.cpu_kernels.modules import NativeLayers
 
 
-class RunnableModel(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnableModel:
     """What a runner needs of a loaded model (see outrider.model_hub.loaded_model.LoadedModel)."""
 
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """None where `native` is a NativeDecoder."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def native(self) -> NativeDecoder | NativeLayers | None:
-        """What computes in place of `model`, or in its layers."""
+    model: PreTrainedModel | None  # in eval mode, its attention is ours; None where `native` is a NativeDecoder
+    native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
+    device: str  # as torch names it
+    spec: ModelSpec
 
     @property
     def cpu_kernels(self) -> CpuKernels | None:
-        """Of `native`."""
+        """Library and threads that compute the model, for what else computes beside it; None without them."""
+        return None if self.native is None else self.native.kernels

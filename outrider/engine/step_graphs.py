@@ -13,9 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,15 +22,9 @@ from outrider.engine.graph_shapes import Bucket, Buckets, pad
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.transfer import page_locked
 
-
-class CapturedGraph(Protocol):
-    """Work that can be queued again over what lies at the same addresses."""
-
-    def replay(self) -> None:
-        """Queues it; nobody waits."""
-
-
-GraphCapture = Callable[[Callable[[], object]], CapturedGraph]
+Replay = Callable[[], None]
+"""Queues captured work again, over what lies at the same addresses; nobody waits."""
+GraphCapture = Callable[[Callable[[], object]], Replay]
 """Runs a function, and captures what it queues. What it allocates may be taken by other captured work."""
 
 
@@ -56,7 +48,7 @@ class StepGraphs:
         self._scratch_block = scratch_block
         self._block_size = block_size
         self._capture = capture
-        self._graphs: dict[Bucket, tuple[Tensor, CapturedGraph]] = {}  # with the buffer of its batch
+        self._graphs: dict[Bucket, tuple[Tensor, Replay]] = {}  # with the buffer of its batch
         self._logits: Tensor | None = None  # [most rows, vocab_size] float32, which every graph writes
 
     @torch.inference_mode()
@@ -81,10 +73,10 @@ class StepGraphs:
         graph = None if bucket is None else self._graphs.get(bucket)
         if bucket is None or graph is None or self._logits is None:
             return None
-        buffer, captured = graph
+        buffer, replay = graph
         packed = pad(batch, bucket, self._scratch_block).packed()
         buffer.copy_(page_locked(packed, self._device), non_blocking=True)
-        captured.replay()
+        replay()
         return self._logits.narrow(0, 0, batch.num_logits)
 
 
@@ -94,7 +86,7 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
 
-    def capture(run: Callable[[], object]) -> CapturedGraph:
+    def capture(run: Callable[[], object]) -> Replay:
         """After a first run on the same stream, which compiles kernels and takes workspaces."""
         with torch.cuda.device(device), _no_garbage_collection():
             stream.wait_stream(torch.cuda.current_stream())
@@ -105,19 +97,14 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
             # Other threads go on meanwhile: they copy frames and take page-locked memory.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 run()
-        return _CudaGraph(graph, device)
+
+        def replay() -> None:
+            with torch.cuda.device(device):
+                graph.replay()
+
+        return replay
 
     return capture
-
-
-@dataclass(frozen=True, slots=True)
-class _CudaGraph:
-    graph: torch.cuda.CUDAGraph
-    device: torch.device
-
-    def replay(self) -> None:
-        with torch.cuda.device(self.device):
-            self.graph.replay()
 
 
 @contextmanager

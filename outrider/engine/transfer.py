@@ -34,11 +34,6 @@ def empty_page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def upload_ids(values: Sequence[int], device: torch.device) -> Tensor:
-    """[len(values)] int64."""
-    return upload(np.asarray(values, dtype=np.int64), device)
-
-
 def numbers_of(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """What the tensors hold, which are on one device: int64 or float64 on a GPU."""
     if tensors[0].device.type == "cpu":

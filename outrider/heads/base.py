@@ -75,10 +75,6 @@ class HeadModel(ABC):
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         """[n, width], [n] int64 → [n, draft_vocab_size] float32: of the token after the one that each row was fed."""
 
-    def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
-        """The token ids of the parallel rows after the newest token, `token_id`; empty where there are none."""
-        return ()
-
     def pack(self, kernels: CpuKernels) -> PackedHead:
         """For the kernels. It takes the weights along: torch cannot compute this head any more."""
         raise NotImplementedError

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,20 +27,13 @@ class HeadFiles:
 
     def __init__(self, checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint = checkpoint
+        self.folder, self.config = checkpoint.folder, checkpoint.config
         self.target = target
         self.device = device
         self.dtype = dtype
         self._stored = {name: name for name in checkpoint.tensor_names if not name.endswith(_NEVER_READ)}
         self._left = set(self._stored)
         self._digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
-
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self.checkpoint.config
 
     # --- tensors, each read once ----------------------------------------------------------
 

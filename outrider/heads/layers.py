@@ -141,18 +141,13 @@ class DecoderLayer:
     def _by(self, norm: Tensor | None, rows: Tensor) -> Tensor:
         return rows if norm is None else rms_norm(rows, norm, self._shape.epsilon)
 
-    def pack(self, packing: DecoderPacking, name: str) -> None:
-        """For the kernels, by the names of DecoderWeights: `name` is "0" of the first layer."""
-        packing.add(f"{name}.input_norm", as_float32(self._input_norm))
-        packing.add(f"{name}.post_attention_norm", as_float32(self._norm))
-        packing.add(f"{name}.query_norm", as_float32(self._query_norm))
-        packing.add(f"{name}.key_norm", as_float32(self._key_norm))
-        packing.add_matrix(f"{name}.qkv", [self._projections])
-        packing.add_matrix(f"{name}.output", [self._output])
-        packing.add_matrix(f"{name}.gate_up", self._gate_and_up.halves(), interleave=True)
-        packing.add_matrix(f"{name}.down", [self._down])
-
-
-def as_float32(norm: Tensor | None) -> Tensor | None:
-    """A norm's weight as the kernels read it."""
-    return None if norm is None else norm.float()
+    def pack(self, packing: DecoderPacking) -> None:
+        """For the kernels."""
+        packing.add_layer(
+            self._index,
+            [self._input_norm, self._norm, self._query_norm, self._key_norm],
+            qkv=[self._projections],
+            output=self._output,
+            gate_up=self._gate_and_up.halves(),
+            down=self._down,
+        )

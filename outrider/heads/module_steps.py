@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.arrays import Array
+from outrider.engine.arrays import Array, ids_beside
 from outrider.engine.attention import AttentionOptions, make_attention_backend
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.attention.native import NativeAttention
@@ -16,7 +16,6 @@ from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
 from outrider.engine.module_steps import PagedStep
-from outrider.engine.transfer import upload_ids
 from outrider.heads.base import HeadModel, HeadRows
 
 
@@ -67,7 +66,7 @@ class ModuleHeadSteps:
             assert step is not None, "a head without layers asks for attention"
             return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
 
-        of_rows = upload_ids(depths, self._device)
+        of_rows = ids_beside(depths, features)
         hidden = self._model.forward(HeadRows(fed.token_ids, features, of_rows, fed.positions), attend)
         hidden = hidden.index_select(0, fed.logits_rows)
         if not batch.num_logits:

@@ -7,7 +7,6 @@ finds none makes of the checkpoint (see outrider.model_hub.open).
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -17,23 +16,34 @@ from outrider.errors import ModelError
 from outrider.heads.locate import head_folder
 from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
+from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.packed_weights import Packed, open_packed
 
 
-def reduction_of(config: ModelConfig) -> ReductionOf:
-    """Of the head that `model.head` names. Raises: ConfigError for a missing folder; for what is in it, when called."""
-    folder = head_folder(config)
-    return no_features if folder is None else partial(_reduction, folder)
+class HeadOfTarget:
+    """The head that `model.head` names. Where it is packed, it is opened once, for its reduction and for its drafts."""
 
+    def __init__(self, config: ModelConfig) -> None:
+        """Raises: ConfigError for a missing folder; what is in it is looked at later."""
+        self.folder = head_folder(config)
+        self._packed: PackedHead | None = None
 
-def _reduction(folder: Path, model: LoadedModel) -> FeatureSpec:
-    if (packed := open_packed_head(folder, model)) is not None:
-        return packed.reduction
-    from outrider.heads.checkpoint import Target
-    from outrider.heads.open import read_reduction  # imports torch
+    def packed(self, model: LoadedModel) -> PackedHead | None:
+        """As `open_packed_head`, of one model whenever it is called; None without a head, too."""
+        if self._packed is None and self.folder is not None:
+            self._packed = open_packed_head(self.folder, model)
+        return self._packed
 
-    return read_reduction(folder, Target.open(model.directory))
+    def reduction(self, model: LoadedModel) -> FeatureSpec | None:
+        """Of this head; None without one. Raises: as `open_packed_head`."""
+        if self.folder is None:
+            return None
+        if (packed := self.packed(model)) is not None:
+            return packed.reduction
+        from outrider.heads.checkpoint import Target
+        from outrider.heads.open import read_reduction  # imports torch
+
+        return read_reduction(self.folder, Target.open(model.directory))
 
 
 def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:

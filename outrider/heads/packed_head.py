@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.decoder import Logits, NativeDecoder, NativeStep
-from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.reduction import PackedReduction
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import WORDS, Words
@@ -19,8 +18,6 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.errors import InternalError
 from outrider.heads.spec import HeadSpec
 from outrider.model_hub.packed_weights import Packed
-
-_OF_REDUCTION = "reduction."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,29 +34,19 @@ class PackedHead:
         blob = self.weights.blobs.get("target_ids")
         return None if blob is None else blob.view(np.int64)
 
-    def parallel_tokens(self, _token_id: int) -> tuple[int, ...]:
-        """As HeadModel's: kernels know no parallel rows."""
-        return ()
-
     def as_packed(self) -> Packed:
         """For a file."""
         reduction = {field.name: getattr(self.reduction, field.name) for field in fields(FeatureSpec)}
-        about = {"spec": asdict(self.spec), "shape": self.weights.shape.as_json(), "reduction": reduction}
-        own = {f"{_OF_REDUCTION}{name}": blob for name, blob in self.reduction.blobs.items()}
-        return Packed(about, {**self.weights.blobs, **own})
+        about = {"spec": asdict(self.spec), "shape": asdict(self.weights.shape), "reduction": reduction}
+        return Packed(about, {**self.weights.blobs, **self.reduction.blobs})
 
     @classmethod
     def of_packed(cls, packed: Packed) -> PackedHead:
         about, shape = packed.about, DecoderShape.of_json(packed.about["shape"])
-        own = {
-            name.removeprefix(_OF_REDUCTION): blob
-            for name, blob in packed.blobs.items()
-            if name.startswith(_OF_REDUCTION)
-        }
         reduction = {**about["reduction"], "taps": tuple(about["reduction"]["taps"])}
         return cls(
             HeadSpec(**about["spec"]),
-            PackedReduction(**reduction, element_type=shape.element_type, blobs=own),
+            PackedReduction(**reduction, element_type=shape.element_type, blobs=packed.blobs),
             DecoderWeights(shape, packed.blobs),
         )
 

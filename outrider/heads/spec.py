@@ -23,7 +23,14 @@ class HeadSpec:
     dtype: str
     max_depth: int | None = None  # tokens that it can draft after the last true feature; None: any number
     num_parallel: int = 1  # tokens decided in one forward; more than 1: after true features only, see `parallel_tokens`
-    attends_both_ways: bool = False  # parallel rows attend to all of them, not only to those before
+    num_masks: int = 0  # parallel rows of a mask token
+    mask_token_id: int = 0
+    attends_both_ways: bool = False  # parallel rows, of which the newest token is the first, attend to all of them
+
+    def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
+        """The token ids of the parallel rows after the newest token, `token_id`; empty where there are none."""
+        newest = (token_id,) if self.attends_both_ways else ()
+        return (*newest, *(self.mask_token_id,) * self.num_masks)
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.engine.kv_cache.base import KVCache, Slots
+from outrider.engine.kv_cache.base import Slots
+from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.kv_transfer.base import Region
 
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.device import device_type
 from outrider.engine.graph_shapes import GraphShapes
@@ -19,12 +18,12 @@ from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
-from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
+from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.base import KVCache
+    from outrider.engine.ranks.sharded_cache import KVCache
 
 PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
 """Prompt tokens of one forward pass, by device. A CPU is as fast with 256 rows as with more, and other nodes on its
@@ -79,7 +78,7 @@ def open_compute(
     max_rows_per_step: int | None = None,
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
-    features: ReductionOf = no_features,
+    features: ReductionOf | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> Compute:
@@ -106,18 +105,14 @@ def open_compute(
         )
         return Compute(*parts, num_rows)
     model = open_model(config, progress=progress)
-    reduction = features(model)
+    reduction = None if features is None else features(model)
     model = model.with_features(reduction)
-    attention = None
-    if model.model is not None:
-        attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
-    graphs = graphs if config.cuda_graphs else None
     cache, runner = open_runner(
         model,
-        attention,
+        attention_of(config, model.device),
         kv_cache,
         num_rows=num_rows,
-        graphs=graphs,
+        graphs=graphs if config.cuda_graphs else None,
         main_memory_bytes=main_memory_bytes,
         features=reduction,
     )

@@ -73,7 +73,8 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
             cache_directory.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(cache_directory, progress):
                 if not directory.is_dir():  # another process may have made it meanwhile
-                    _remove_leftovers(cache_directory)
+                    for work in _work_directories(cache_directory):  # of processes that were killed
+                        shutil.rmtree(work, ignore_errors=True)
                     _check_room(cache_directory)
                     _fetch_and_convert(cache_directory, directory, progress)
     except OSError as error:
@@ -103,12 +104,6 @@ def _one_at_a_time(cache_directory: Path, progress: Progress) -> Iterator[None]:
 
 def _work_directories(cache_directory: Path) -> list[Path]:
     return list(cache_directory.glob(f"{WORK_PREFIX}*"))
-
-
-def _remove_leftovers(cache_directory: Path) -> None:
-    """What was begun by processes that were killed. Call it with the lock held: nobody works there."""
-    for work in _work_directories(cache_directory):
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _check_room(cache_directory: Path) -> None:

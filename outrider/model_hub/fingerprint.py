@@ -1,4 +1,7 @@
-"""Which model this is, as one number: nodes that answer for each other must agree on it. Torch-free."""
+"""A model's weight files: which model they are, as one number, and whether they are whole. Torch-free.
+
+Nodes that answer for each other must agree on the number.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Any
 
 from outrider.errors import ModelError
 from outrider.model_hub.vocabulary import TOKENIZER_FILE, read_json
-from outrider.model_hub.weight_files import weight_files
 
+LENGTH_BYTES = 8
 SAMPLE_BYTES = 64 * 1024
 SAMPLES_PER_FILE = 256
 SMALL_TENSOR_BYTES = 1 << 20
@@ -61,13 +64,13 @@ def sample_file(path: Path) -> bytes:
     stride = max(SAMPLE_BYTES, -(-size // SAMPLES_PER_FILE))
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(8), "little")
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if length > size:
                 raise ModelError(f"{path} is not a safetensors file: its header claims {length:,} of {size:,} bytes")
             header = file.read(length)
             digest.update(header)
             for start, end in _small_tensors(header):
-                file.seek(8 + length + start)
+                file.seek(LENGTH_BYTES + length + start)
                 digest.update(file.read(end - start))
         for offset in (*range(0, size, stride), max(0, size - SAMPLE_BYTES)):
             file.seek(offset)
@@ -78,10 +81,52 @@ def sample_file(path: Path) -> bytes:
 def _small_tensors(header: bytes) -> list[tuple[int, int]]:
     """[start, end) behind the header, in the order of the file. None of a damaged file: see `check_weight_files`."""
     try:
-        tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
-        return sorted((int(start), int(end)) for start, end in tensors if 0 <= end - start < SMALL_TENSOR_BYTES)
+        return sorted((start, end) for start, end in _offsets(header) if 0 <= end - start < SMALL_TENSOR_BYTES)
     except (ValueError, TypeError, KeyError, AttributeError):
         return []
+
+
+def _offsets(header: bytes) -> list[tuple[int, int]]:
+    """[start, end) of all tensors of a safetensors file. Raises what a header that is none makes of it."""
+    tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+    return [(int(start), int(end)) for start, end in tensors]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The weight files that transformers loads from `directory`, by name. Raises ModelError when there are none."""
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        files = sorted(path for path in directory.glob(pattern) if path.is_file())
+        if files:
+            return files
+    raise ModelError(f"{directory} has no weights: expected *.safetensors or pytorch_model*.bin")
+
+
+def check_weight_files(directory: Path) -> None:
+    """Raises ModelError naming the file that is missing, cut short or no safetensors, and the fix.
+
+    A loader tells of a damaged file without saying which of a model's many it is.
+    """
+    for path in weight_files(directory):
+        if path.suffix == ".safetensors":
+            why = _what_is_wrong(path)
+            if why:
+                raise ModelError(f"{path} is damaged: {why}; copy or download it again")
+
+
+def _what_is_wrong(path: Path) -> str:
+    """Empty for a file whose header fits its size."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES or length > size - LENGTH_BYTES:
+            return f"its header claims {length:,} of {size:,} bytes"
+        header = file.read(length)
+    try:
+        num_bytes = max((end for _, end in _offsets(header)), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        return f"its header is no safetensors header ({type(error).__name__})"
+    whole = LENGTH_BYTES + length + num_bytes
+    return "" if size == whole else f"it has {size:,} of {whole:,} bytes"
 
 
 def file_sha256(path: Path) -> str:

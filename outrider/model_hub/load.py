@@ -19,14 +19,15 @@ from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.modules import NativeLayers, why_no_native_layers
+from outrider.engine.cpu_kernels.modules import NativeLayers
+from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
-from outrider.engine.linear import replace_linear_layers
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.fingerprint import check_weight_files
 from outrider.model_hub.kernels import (
     attention_of,
     check_deterministic,
@@ -47,7 +48,6 @@ from outrider.model_hub.support import (
     refuse_by_config,
 )
 from outrider.model_hub.tensor_parallel import check_split, own_rank, rank_device
-from outrider.model_hub.weight_files import check_weight_files
 
 
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
@@ -74,7 +74,8 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     spec, layers = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
     if num_ranks > 1:
         check_split(spec, hf_config, num_ranks)
-    if kernels.library is not None and (reason := why_no_native_layers(spec)):
+    if kernels.library is not None and spec.head_dim % HEAD_DIM_STEP:
+        reason = f"its heads have {spec.head_dim} dimensions, not a multiple of {HEAD_DIM_STEP}"
         kernels = torch_instead(config, reason)
         dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
@@ -132,9 +133,7 @@ def _make_native(
     if not why_not_native(model, spec, layers):
         return NativeDecoder(kernels, pack_decoder(kernels, model, spec, layers, quantise=quantise))
     native = NativeLayers(kernels, quantise=quantise)
-    replace_linear_layers(model, native.make_linear)
-    native.replace_norms(model)
-    native.replace_activations(model)
+    native.replace_in(model)
     torch.set_num_threads(1)  # what torch still computes is light, and rounds differently at the seams between threads
     return native
 

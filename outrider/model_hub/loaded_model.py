@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import ConstraintCompiler
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import device_type
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import native_numerics, torch_numerics
+from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.sampler import Sampler
-from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.locate import ModelLocation
@@ -45,18 +44,14 @@ INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
+class LoadedModel(RunnableModel):
     """Made by outrider.model_hub.load or, from packed weights, by outrider.model_hub.open."""
 
-    model: PreTrainedModel | None  # in eval mode, its attention is ours; None where `native` computes all of it
-    native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
     kernels: KernelChoice
-    device: str  # as torch names it
-    spec: ModelSpec
     info: ModelInfo
     tokenizer_files: dict[str, bytes]  # by file name
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]: ids that the tokenizer has
-    constraints: ConstraintCompiler  # for its vocabulary
+    constraints: GrammarCompiler  # for its vocabulary
     directory: Path
     weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
     packed_key: PackedKey | None = None  # of its packed weights, where they are kept: a head's are kept beside them
@@ -81,7 +76,7 @@ class LoadedModel:
             kernels=self.cpu_kernels,
             constraints=self.constraints,
         )
-        warm_up_sampler(sampler, self.device)
+        sampler.warm_up()
         return sampler
 
     @property
@@ -93,18 +88,9 @@ class LoadedModel:
 
         return torch.get_num_threads()
 
-    @property
-    def cpu_kernels(self) -> CpuKernels | None:
-        """Library and threads that compute the model, for what else computes beside it; None without them."""
-        return None if self.native is None else self.native.kernels
-
 
 ReductionOf = Callable[[LoadedModel], "FeatureSpec | None"]
 """The reduction of a model's head, which may have been packed for the kernels that compute the model."""
-
-
-def no_features(_model: LoadedModel) -> None:
-    """Of a model without a head."""
 
 
 def describe_model(

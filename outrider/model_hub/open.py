@@ -45,7 +45,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         native = loaded[0].native
         if not isinstance(native, NativeDecoder):
             return None
-        return Packed({"spec": asdict(loaded[0].spec), "shape": native.weights.shape.as_json()}, native.weights.blobs)
+        return Packed({"spec": asdict(loaded[0].spec), "shape": asdict(native.weights.shape)}, native.weights.blobs)
 
     packed, problem = open_packed(key, pack, progress=progress)
     if packed is None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.errors import ConfigError, ModelError
-from outrider.model_hub.shard import START_SECONDS, Allocate, Loaded, Ready, Start, open_shard
+from outrider.model_hub.shard import START_SECONDS, Start, open_shard
 from outrider.parent_death import die_with_parent
 
 
@@ -44,13 +44,13 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
         return  # the node cannot start
     import outrider.model_hub.load  # noqa: F401 takes seconds, for which nobody should wait in a collective
 
-    hello.send(Ready())
+    hello.send(None)
     shard = open_shard(start)
-    hello.send(Loaded(shard.free_bytes))
-    allocate: Allocate | Stop = hello.receive(begins_within_seconds=None)
-    if isinstance(allocate, Stop):
+    hello.send(shard.free_bytes)
+    num_blocks: int | Stop = hello.receive(begins_within_seconds=None)
+    if isinstance(num_blocks, Stop):
         return
-    cache = shard.make_cache(allocate.num_blocks)
+    cache = shard.make_cache(num_blocks)
     RankWorker(
         runner=ModelRunner(shard.model, cache, shard.attention),
         kv_cache=cache,

@@ -24,11 +24,11 @@ from outrider.engine.ranks.leading_runner import LeadingRunner
 from outrider.engine.ranks.sharded_cache import ShardedKVCache
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import read_config
-from outrider.model_hub.loaded_model import LoadedModel, ReductionOf, no_features
+from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.model_hub.shard import START_SECONDS, Allocate, Loaded, Ready, Shard, Start, open_shard
-from outrider.model_hub.tensor_parallel import check_tensor_parallel, whole_spec
+from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
+from outrider.model_hub.tensor_parallel import check_tensor_parallel
 from outrider.parent_death import PARENT_VARIABLE
 
 TIMEOUT_SECONDS = 60.0
@@ -40,7 +40,7 @@ def open_ranks(
     kv_cache: KVCacheConfig,
     *,
     max_rows_per_step: int,
-    features: ReductionOf = no_features,
+    features: ReductionOf | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -75,15 +75,15 @@ def open_ranks(
         members = ranks.members
         for member in members:
             member.commands.send(replace(start, rank=member.rank))
-        _receive(members, Ready)
+        _receive(members)
         release.callback(_leave)
         shard = open_shard(start, progress=progress)
-        reduction = features(shard.model)
+        reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
-        frees = [shard.free_bytes, *(loaded.free_bytes for loaded in _receive(members, Loaded))]
+        frees = [shard.free_bytes, *_receive(members)]
         num_blocks = _num_blocks(shard, kv_cache, frees)
         for member in members:
-            member.commands.send(Allocate(num_blocks))
+            member.commands.send(num_blocks)
         cache = ShardedKVCache(shard.make_cache(num_blocks), ranks)
         runner = LeadingRunner(shard.model, cache, shard.attention, ranks, reduction)
         runner.warm_up()
@@ -103,7 +103,7 @@ def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> 
     On GPUs rank 0, which has its heads and all features, needs most.
     """
     device, own = device_type(shard.model.device), shard.model.spec
-    whole = whole_spec(own, len(frees))
+    whole = replace(own, num_heads=own.num_heads * len(frees), num_kv_heads=own.num_kv_heads * len(frees))
     return PagedKVCache.num_blocks_for(
         whole,
         kv_cache,
@@ -133,11 +133,9 @@ def _spawn(rank: int, *, timeout_seconds: float) -> Member:
     return Member(rank, process, commands, kv)
 
 
-def _receive(members: Sequence[Member], kind: type[Any]) -> list[Any]:
-    """One message of that kind from each."""
-    messages = [member.commands.receive(begins_within_seconds=START_SECONDS) for member in members]
-    assert all(isinstance(message, kind) for message in messages)
-    return messages
+def _receive(members: Sequence[Member]) -> list[Any]:
+    """One message from each: see `Start`."""
+    return [member.commands.receive(begins_within_seconds=START_SECONDS) for member in members]
 
 
 def _leave() -> None:

@@ -20,7 +20,10 @@ START_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first message to a rank."""
+    """The first message to a rank, which answers None once it has imported what it needs, and joins.
+
+    When it has loaded its shard it says how many bytes are free for KV, and is told how many blocks to allocate.
+    """
 
     config: ModelConfig
     rank: int
@@ -28,25 +31,6 @@ class Start:
     block_size: int
     max_rows_per_step: int
     timeout_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A rank has imported what it needs, and joins."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A rank has its shard."""
-
-    free_bytes: int  # for KV
-
-
-@dataclass(frozen=True, slots=True)
-class Allocate:
-    """What rank 0 answers when all have loaded."""
-
-    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

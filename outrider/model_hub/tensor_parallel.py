@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,8 +107,3 @@ def check_split(spec: ModelSpec, config: PretrainedConfig, num_ranks: int) -> No
             f"{spec.architecture}: transformers' tensor-parallel plan leaves {spec.num_kv_heads} of {whole} KV heads "
             f"on each of {num_ranks} ranks: set model.tensor_parallel_size to 1"
         )
-
-
-def whole_spec(shard: ModelSpec, num_ranks: int) -> ModelSpec:
-    """Of the model that the ranks share."""
-    return replace(shard, num_heads=shard.num_heads * num_ranks, num_kv_heads=shard.num_kv_heads * num_ranks)

@@ -17,7 +17,6 @@ from outrider.engine.cpu_kernels.library import KernelLibrary, Team
 from outrider.engine.pending import read
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
-from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.speculation.token_distribution import TokenDistribution
 from outrider.speculation.verify.base import DraftRows
@@ -26,7 +25,7 @@ from outrider.speculation.verify.by_request import RequestVerifier
 library = KernelLibrary(sys.argv[1])
 known = np.arange(300) != 7
 sampler = Sampler(vocab_size=300, known_token_ids=known, kernels=CpuKernels(library, Team(library, 1)))
-warm_up_sampler(sampler, "cpu")
+sampler.warm_up()
 settings = {"top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1, "min_tokens": 9, "logit_bias": ((3, 1.0),)}
 drafts = []
 for method in VerificationMethod:

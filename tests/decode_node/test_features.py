@@ -9,7 +9,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.model_runner import ModelRunner
-from outrider.heads.of_target import reduction_of
+from outrider.heads.of_target import HeadOfTarget
 from outrider.kv_transfer.reserved_blocks import slots_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -31,7 +31,7 @@ def config(tmp_path_factory):
 
 def features_of_one_pass(config, token_ids):
     model = load_model(config)
-    reduction = reduction_of(config)(model)
+    reduction = HeadOfTarget(config).reduction(model)
     model = model.with_features(reduction)
     if not model.info.numerics.startswith("exact ("):
         pytest.skip("rows have other bits in other batches")

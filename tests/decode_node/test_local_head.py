@@ -8,6 +8,8 @@ import torch
 import outrider.heads.open
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
+from outrider.heads.of_target import open_packed_head
+from outrider.speculation.proposers.head_proposer import load_head
 from outrider.speculation.step_cost import StepCostModel
 from tests.decode_node.tiny_node import PROMPT, TinyNode, generate
 from tests.heads.golden_heads import rewrite_config
@@ -175,12 +177,33 @@ def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeyp
 
 
 def test_a_head_that_is_replaced_between_the_two_looks_of_a_start_is_refused(tmp_path, monkeypatch):
+    """One that torch computes: a packed one is opened once."""
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
 
-    def replaced(*_, **__):
+    def replaced(*given):
         rewrite_config(head, eagle_aux_hidden_state_layer_ids=[0, 2, 3])
+        return load_head(*given)
 
-    monkeypatch.setattr("decode_node.drafting.local_head.open_packed_head", replaced)
+    monkeypatch.setattr("decode_node.drafting.local_head.load_head", replaced)
+    monkeypatch.setattr("outrider.heads.of_target.open_packed_head", lambda *_: None)
     with pytest.raises(ConfigError, match="was replaced while the node started"):
         TinyNode(model, head=str(head))
+
+
+def test_a_packed_head_is_opened_once(tmp_path, monkeypatch):
+    model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    opened = []
+
+    def noting(*given):
+        opened.append(open_packed_head(*given))
+        return opened[-1]
+
+    monkeypatch.setattr("outrider.heads.of_target.open_packed_head", noting)
+    node = TinyNode(model, head=str(head))
+    assert node.parts.model.proposer == "eagle3:head"
+    node.parts.ingest.stop()
+    if opened[0] is None:
+        pytest.skip("torch computes the head here")
+    assert len(opened) == 1

@@ -6,7 +6,6 @@ import functools
 import itertools
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -233,7 +232,7 @@ def test_captured_steps_write_features_too(loaded):
 
     def capture(run):
         run()
-        return SimpleNamespace(replay=lambda: (replayed.append(1), run()))
+        return lambda: (replayed.append(1), run())
 
     node.runner._steps._graphs = graphs = StepGraphs(
         node.runner._steps._modules,
@@ -257,7 +256,7 @@ def test_a_runner_that_is_opened_has_room_for_them(bfloat16):
     assert model.spec.features == reduction.plane("bfloat16")
     assert model.spec.bytes_per_token == bfloat16.spec.bytes_per_token + 2 * reduction.width
     config = KVCacheConfig(block_size=BLOCK_SIZE, num_blocks=1000)
-    cache, runner = open_runner(model, make_attention_backend(), config, num_rows=16, features=reduction)
+    cache, runner = open_runner(model, "auto", config, num_rows=16, features=reduction)
     runner.forward(build_input_batch([SequenceRows(PROMPT[:4], 0, [0], 1)], BLOCK_SIZE))
     assert cache.layers(reduction.plane_name)[0][0].any()
 

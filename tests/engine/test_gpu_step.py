@@ -32,7 +32,6 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.engine.step_graphs import StepGraphs
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.speculation.proposers.draft_forward import PathRows
@@ -218,7 +217,7 @@ def test_no_request_compiles_a_sampling_kernel_or_waits_twice(node, reads):
     filters = [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {"temperature": 0.0}, {"frequency_penalty": 0.3}]
     logprobs = [None, *(LogprobsRequest(num_top=3, mode=mode) for mode in LogprobsMode)]
     Kernel.compiled.clear()
-    warm_up_sampler(node.sampler, GPU)
+    node.sampler.warm_up()
     warm = set(Kernel.compiled)
     kernels = {"edit_rows", "filter_limits", "best_scores", "pick"}
     is_compiled = node.attention.name != "torch_sdpa"
@@ -291,7 +290,7 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
     kept = []
 
     class Graph:
-        def replay(self):
+        def __call__(self):
             return
 
     def capture(run):
@@ -337,7 +336,7 @@ def test_a_captured_step_copies_its_batch_and_allocates_nothing(gpu):
         device=GPU,
         scratch_block=24,
         block_size=16,
-        capture=lambda run: run() or SimpleNamespace(replay=lambda: None),
+        capture=lambda run: run() or (lambda: None),
     )
     graphs.capture_all()
     with OneDevice(), Operations() as operations:

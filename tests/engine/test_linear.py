@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.engine.linear import replace_linear_layers
+from outrider.engine.linear import SharedProjection, replace_linear_layers
 
 
 class Linear(nn.Module):
@@ -43,7 +43,8 @@ def test_replaced_layers_compute_the_same(bias, shape):
     module = attention(bias=bias)
     rows = torch.randn(shape)
     expected = module(rows)
-    assert replace_linear_layers(module, Linear) == 4
+    replace_linear_layers(module, Linear)
+    assert [type(child) for child in module.children()] == [SharedProjection] * 3 + [Linear]
     assert not any(type(child) is nn.Linear for child in module.modules())
     torch.testing.assert_close(module(rows), expected, rtol=1e-5, atol=1e-5)
 

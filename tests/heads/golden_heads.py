@@ -52,7 +52,7 @@ def block_logits_of(golden, *, known_before=0):
 def block_logits(head, token_ids, features, *, known_before=0):
     """True rows, the first `known_before` of them in a forward of their own, and a block: its logits."""
     num_true = len(features)
-    tokens = head.parallel_tokens(int(token_ids[num_true]))
+    tokens = head.spec.parallel_tokens(int(token_ids[num_true]))
     attend = golden_files.DenseAttention()
     if known_before:
         head.forward(golden_files.true_rows(token_ids, features, 0, known_before), attend)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.constraints.base import NoConstraints
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -156,7 +155,7 @@ def test_a_head_keeps_its_targets_dtype_where_kernels_compute_it(
         device="cpu",
         dtype="bfloat16",
         known_token_ids=KNOWN,
-        constraints=NoConstraints(),
+        constraints=None,
         vocabulary_fingerprint="",
         kernels=kernels if has_kernels else None,
     )

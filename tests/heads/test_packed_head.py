@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.cpu_kernels.reduction_packing import pack_reduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.errors import InternalError, ModelError
@@ -25,7 +25,7 @@ from outrider.heads import of_target
 from outrider.heads import open as open_module
 from outrider.heads.checkpoint import Target
 from outrider.heads.module_steps import ModuleHeadSteps
-from outrider.heads.of_target import open_packed_head, reduction_of
+from outrider.heads.of_target import HeadOfTarget, open_packed_head
 from outrider.heads.open import open_head, read_reduction
 from outrider.heads.packed_head import NativeHeadSteps
 from outrider.model_hub.config import ModelConfig
@@ -113,9 +113,10 @@ def test_a_mapped_head_is_that_of_the_checkpoint_to_the_last_bit(open_target, pa
     first, second = (open_packed_head(head_path, model) for _ in range(2))
     assert packs == [head_path]
     reduction = read_reduction(head_path, Target.open(model.directory))
-    assert reduction_of(ModelConfig(head=str(head_path)))(model).format(dtype) == reduction.format(dtype)
+    assert HeadOfTarget(ModelConfig(head=str(head_path))).reduction(model).format(dtype) == reduction.format(dtype)
     packed = pack_reduction(model.cpu_kernels, reduction, expected.reduction.element_type)
-    assert set(packed.blobs) == {"projection.packed", *(("norm", "tap_norms") if flags else ())}
+    parts = {"projection.packed", *(("norm", "tap_norms") if flags else ())}
+    assert set(packed.blobs) == {f"reduction.{part}" for part in parts}
     for head in (first, second):
         assert head.spec == expected.spec
         assert head.weights.shape == expected.weights.shape
@@ -260,7 +261,7 @@ def test_what_torch_computes_is_not_packed(open_target, head_path, cache, tmp_pa
     ):
         assert open_packed_head(path, model) is None
         reduction = read_reduction(path, Target.open(model.directory))
-        assert reduction_of(ModelConfig(head=str(path)))(model).fingerprint == reduction.fingerprint
+        assert HeadOfTarget(ModelConfig(head=str(path))).reduction(model).fingerprint == reduction.fingerprint
     assert folders(cache) == before
 
 

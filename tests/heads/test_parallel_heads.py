@@ -74,7 +74,7 @@ def test_the_reduction_that_the_targets_nodes_read_is_the_heads_own(golden):
 def test_a_block_is_masks_and_where_rows_see_each_other_the_newest_token_before_them(tmp_path):
     heads = {name: opened(golden_files.unpack(name, tmp_path / name)) for name in NAMES}
     assert {
-        name: (head.parallel_tokens(5), head.spec.num_parallel, head.spec.attends_both_ways)
+        name: (head.spec.parallel_tokens(5), head.spec.num_parallel, head.spec.attends_both_ways)
         for name, head in heads.items()
     } == {
         "peagle": ((MASK, MASK), 3, False),

@@ -70,5 +70,5 @@ def test_norms_of_every_dtype_are_replaced(dtype):
     model = nn.Sequential(LlamaRMSNorm(96), nn.LayerNorm(96)).to(dtype)
     with torch.no_grad():
         model[0].weight.normal_(generator=torch.Generator().manual_seed(1))
-    assert replace_norms(model, Norm) == 1
+    replace_norms(model, Norm)
     assert [type(module) for module in model] == [Norm, nn.LayerNorm]

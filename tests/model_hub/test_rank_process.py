@@ -14,7 +14,7 @@ from outrider.engine.ranks.commands import Stop
 from outrider.errors import ModelError
 from outrider.model_hub import rank_process
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.shard import Loaded, Ready, Start
+from outrider.model_hub.shard import Start
 
 PATIENCE_SECONDS = 30.0
 START = Start(
@@ -39,7 +39,7 @@ def test_a_rank_that_is_told_to_stop_while_the_node_starts_just_ends(monkeypatch
         rank_process._work(commands, kv)
         answers = [rank_0.receive(begins_within_seconds=PATIENCE_SECONDS) for _ in range(2 * len(told))]
     rank_0.close()
-    assert answers == [Ready(), Loaded(7)][: 2 * len(told)]
+    assert answers == [None, 7][: 2 * len(told)]
 
 
 def test_a_model_that_a_rank_cannot_load_is_one_line(monkeypatch, capsys):

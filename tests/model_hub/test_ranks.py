@@ -28,7 +28,6 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
 from outrider.model_hub import ranks
 from outrider.model_hub.compute import Compute, open_compute
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.loaded_model import no_features
 from outrider.model_hub.ranks import open_ranks
 from prefill_node.push import KvPush
 from tests.support.in_memory_connector import InMemoryConnector
@@ -46,12 +45,12 @@ KV_CACHE = KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
 SETTINGS = {"num_threads": 1, "max_model_len": 128}
 
 
-def open_one(path, *, features=no_features, **settings):
+def open_one(path, *, features=None, **settings):
     config = ModelConfig(id=str(path), kernels="torch", **SETTINGS, **settings)
     return open_compute(config, KV_CACHE, max_rows_per_step=64, features=features, on_rank_lost=print)
 
 
-def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, features=no_features, **settings):
+def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, features=None, **settings):
     config = ModelConfig(id=str(path), tensor_parallel_size=num_ranks, **SETTINGS, **settings)
     parts = open_ranks(
         config,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import ConstraintCompiler
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision
@@ -31,9 +31,7 @@ MASS_ONE = 2**44
 class OracleSampler(Sampler):
     """As a Sampler, for the same states."""
 
-    def __init__(
-        self, *, vocab_size: int, known_token_ids: Bools, constraints: ConstraintCompiler | None = None
-    ) -> None:
+    def __init__(self, *, vocab_size: int, known_token_ids: Bools, constraints: GrammarCompiler | None = None) -> None:
         super().__init__(vocab_size=vocab_size, known_token_ids=known_token_ids, constraints=constraints)
         self._known = known_token_ids
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.constraints.base import ALL_ALLOWED, NoConstraints
+from outrider.constraints.compiler import ALL_ALLOWED
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.sampler import Sampler
 from tests.statistical.chi_square import Floats
@@ -19,8 +19,8 @@ def sampler_of(logits: Floats, kernels: CpuKernels | None) -> Sampler:
     )
 
 
-class ChosenIds(NoConstraints):
-    """The options of a constraint are the ids that it allows, wherever these stand."""
+class ChosenIds:
+    """As a GrammarCompiler: the options of a constraint are the ids that it allows, wherever these stand."""
 
     def __init__(self, vocab_size):
         self._vocab_size = vocab_size

@@ -9,17 +9,18 @@ rolled back shows up as a wrong token, or as an InternalError at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.constraints.base import NoConstraints
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.pending import Pending
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
+from outrider.errors import NotSupportedError
 from outrider.profile import Part
-from outrider.request import LogprobsRequest, SamplingParams
+from outrider.request import Constraint, LogprobsRequest, SamplingParams
 from tests.support.fake_kv_cache import FEATURES, ScriptedKVCache
 
 _MASK = (1 << 64) - 1
@@ -142,6 +143,15 @@ class ScriptedSampledRows:
 
     token_ids: list[int]  # [num_rows]
     logprobs: list[None]  # [num_rows]
+
+
+class NoConstraints:
+    """As a GrammarCompiler, for a tokenizer whose tokens are not known as bytes."""
+
+    def prepare(self, constraint: Constraint) -> Future[Any]:
+        refusal: Future[Any] = Future()
+        refusal.set_exception(NotSupportedError("no constraints", field=f"sampling.{constraint.kind}"))
+        return refusal
 
 
 class ScriptedSampler:

@@ -1,4 +1,4 @@
-"""A `ConstraintCompiler` whose constraints allow tokens at random: by what they say and what was generated."""
+"""As a GrammarCompiler, whose constraints allow tokens at random: by what they say and what was generated."""
 
 from __future__ import annotations
 

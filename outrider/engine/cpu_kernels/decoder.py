@@ -13,10 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights
+from outrider.engine.cpu_kernels.decoder_weights import LAYER_MATRICES, LAYER_NORMS, DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import BatchStruct, DecoderStruct, LayerStruct, Workspace
-from outrider.engine.cpu_kernels.reduction import PackedReduction
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
@@ -36,45 +35,27 @@ class NativeDecoder:
         shape = weights.shape
         self._layers = (LayerStruct * shape.num_layers)(*(_layer(weights, index) for index in range(shape.num_layers)))
         head = weights.matrix("head")
+        blobs = {
+            name: weights.address(name) for name in ("cosines", "sines", "embedding", "final_norm", "feature_norm")
+        }
         self.struct = DecoderStruct(
-            shape.num_layers,
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            head.out_features,
-            shape.scaling,
-            shape.epsilon,
-            shape.element_type,
-            weights.address("cosines"),
-            weights.address("sines"),
-            weights.address("embedding"),
-            weights.address("final_norm"),
-            head,
-            self._layers,
-            weights.address("feature_norm"),
-            shape.begins_normalised,
-            shape.keeps_normalised,
+            vocab_size=head.out_features,
+            type=shape.element_type,
+            head=head,
+            layers=self._layers,
+            **blobs,
+            **{name: getattr(shape, name) for name, _ in DecoderStruct._fields_ if hasattr(shape, name)},
         )
 
 
 def _layer(weights: DecoderWeights, index: int) -> LayerStruct:
-    return LayerStruct(
-        weights.address(f"{index}.input_norm"),
-        weights.address(f"{index}.post_attention_norm"),
-        weights.address(f"{index}.query_norm"),
-        weights.address(f"{index}.key_norm"),
-        weights.matrix(f"{index}.qkv"),
-        weights.matrix(f"{index}.output"),
-        weights.matrix(f"{index}.gate_up"),
-        weights.matrix(f"{index}.down"),
-        weights.shape.sliding_windows[index],
-    )
+    norms = {name: weights.address(f"{index}.{name}") for name in LAYER_NORMS}
+    matrices = {name: weights.matrix(f"{index}.{name}") for name in LAYER_MATRICES}
+    return LayerStruct(**norms, **matrices, sliding_window=weights.shape.sliding_windows[index])
 
 
 class NativeStep:
-    """Forwards of one runner, its `Steps`: its workspace, and where its cache lies. Not thread-safe."""
+    """Forwards of one runner: its workspace, and where its cache lies. Not thread-safe."""
 
     attention_name = "native"
     padded_rows: tuple[int, ...] = ()
@@ -95,7 +76,7 @@ class NativeStep:
         self._features = self._reduction = None
         if features is not None:
             if not isinstance(features, PackedReduction):
-                from outrider.engine.cpu_kernels.reduction_packing import pack_reduction  # imports torch
+                from outrider.engine.cpu_kernels.decoder_packing import pack_reduction  # imports torch
 
                 features = pack_reduction(decoder.kernels, features, decoder.weights.shape.element_type)
             self._reduction = features  # keeps what is pointed to
@@ -113,9 +94,6 @@ class NativeStep:
         logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._write_logits(batch, logits)
         return logits
-
-    def warm_up(self) -> None:
-        """Nothing is left to do."""
 
     def draft(
         self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int

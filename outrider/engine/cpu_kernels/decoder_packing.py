@@ -1,8 +1,10 @@
-"""From a loaded transformers model to the weights of a native decoder."""
+"""From a loaded transformers model, or from a head, to the weights of a native decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.cpu_kernels.decoder_weights import BIAS, MODEL_TYPES, PACKED, SCALES, DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.decoder_weights import (
+    BIAS,
+    LAYER_NORMS,
+    MODEL_TYPES,
+    PACKED,
+    SCALES,
+    DecoderShape,
+    DecoderWeights,
+    PackedReduction,
+)
 from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES, PackedMatrix, WeightArena
+from outrider.engine.feature_spec import FeatureSpec
+from outrider.engine.features import FeatureReduction
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.rotation import cosines_and_sines, inverse_frequencies
 from outrider.errors import ModelError
@@ -82,13 +96,24 @@ def pack_decoder(
     is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
     dtype = head.weight.dtype
     for index, layer in enumerate(base.layers):
-        packing.add_layer(str(index), layer)
+        attention, mlp = layer.self_attn, layer.mlp
+        by_head = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        norms = (layer.input_layernorm, layer.post_attention_layernorm, *by_head)
+        packing.add_layer(
+            index,
+            [None if norm is None else norm.weight for norm in norms],
+            qkv=[attention.q_proj, attention.k_proj, attention.v_proj],
+            output=attention.o_proj,
+            gate_up=[mlp.gate_proj, mlp.up_proj],
+            down=mlp.down_proj,
+        )
+        _drop_weights(layer)
     for name, table in zip(("cosines", "sines"), _rotation_tables(base.rotary_emb, spec.max_model_len), strict=True):
         packing.add(name, table)
     packing.add_matrix("head", [head])
     if not is_tied:
         packing.add("embedding", base.embed_tokens.weight.detach().clone())
-    packing.add("final_norm", base.norm.weight.detach().float())
+    packing.add_norm("final_norm", base.norm.weight)
     for module in (head, base.embed_tokens, base.norm):
         _drop_weights(module)
     shape = DecoderShape(
@@ -121,6 +146,10 @@ class DecoderPacking:
         if tensor is not None:
             self.blobs[name] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
+    def add_norm(self, name: str, weight: Tensor | None) -> None:
+        """In float32."""
+        self.add(name, None if weight is None else weight.float())
+
     def add_matrix(self, name: str, linears: Sequence[Any], *, interleave: bool = False) -> None:
         matrix = PackedMatrix(
             self._kernels,
@@ -134,21 +163,37 @@ class DecoderPacking:
         for part, tensor in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
             self.add(f"{name}.{part}", tensor)
 
-    def add_layer(self, name: str, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = {
-            "input_norm": layer.input_layernorm,
-            "post_attention_norm": layer.post_attention_layernorm,
-            "query_norm": getattr(attention, "q_norm", None),
-            "key_norm": getattr(attention, "k_norm", None),
-        }
-        for part, norm in norms.items():
-            self.add(f"{name}.{part}", None if norm is None else norm.weight.float())
-        self.add_matrix(f"{name}.qkv", [attention.q_proj, attention.k_proj, attention.v_proj])
-        self.add_matrix(f"{name}.output", [attention.o_proj])
-        self.add_matrix(f"{name}.gate_up", [mlp.gate_proj, mlp.up_proj], interleave=True)
-        self.add_matrix(f"{name}.down", [mlp.down_proj])
-        _drop_weights(layer)
+    def add_layer(
+        self,
+        index: int,
+        norms: Sequence[Tensor | None],
+        *,
+        qkv: Sequence[Any],
+        output: Any,
+        gate_up: Sequence[Any],
+        down: Any,
+    ) -> None:
+        """`norms`: by LAYER_NORMS. The others have a weight and a bias each."""
+        for name, norm in zip(LAYER_NORMS, norms, strict=True):
+            self.add_norm(f"{index}.{name}", norm)
+        self.add_matrix(f"{index}.qkv", qkv)
+        self.add_matrix(f"{index}.output", [output])
+        self.add_matrix(f"{index}.gate_up", gate_up, interleave=True)
+        self.add_matrix(f"{index}.down", [down])
+
+
+def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: ElementType) -> PackedReduction:
+    """Of a FeatureReduction. `element_type`: of the model, to which taps and projection are rounded."""
+    assert isinstance(reduction, FeatureReduction)
+    packing = DecoderPacking(kernels)
+    packing.add_norm("reduction.tap_norms", reduction.tap_norms)
+    packing.add_norm("reduction.norm", reduction.norm)
+    if reduction.projection is not None:
+        (dtype,) = (dtype for dtype, element in ELEMENT_TYPES.items() if element is element_type)
+        projection = SimpleNamespace(weight=reduction.projection.to(dtype), bias=reduction.bias)
+        packing.add_matrix("reduction.projection", [projection])
+    spec = {field.name: getattr(reduction, field.name) for field in fields(FeatureSpec)}
+    return PackedReduction(**spec, element_type=element_type, blobs=packing.blobs)
 
 
 def _rotation_tables(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:

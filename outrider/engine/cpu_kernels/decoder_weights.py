@@ -1,17 +1,21 @@
-"""The weights of a whole decoder as the kernels read them: its sizes, and bytes by name. Torch-free."""
+"""Weights of a decoder, and of a head's reduction, as the kernels read them: sizes, and bytes by name. Torch-free."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from outrider.engine.cpu_kernels.library import ElementType, MatrixStruct
+from outrider.engine.cpu_kernels.library import ElementType, FeaturesStruct, MatrixStruct
+from outrider.engine.feature_spec import FeatureSpec
 
 PACKED, BIAS, SCALES = "packed", "bias", "scales"
 """The last part of a blob's name, after that of its matrix."""
+LAYER_NORMS = ("input_norm", "post_attention_norm", "query_norm", "key_norm")
+LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Of config.json: the architectures in the shape of Llama."""
@@ -35,12 +39,9 @@ class DecoderShape:
     begins_normalised: bool = False  # of a drafter head, as what follows: see OutriderDecoder
     keeps_normalised: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     @classmethod
     def of_json(cls, shape: Mapping[str, Any]) -> DecoderShape:
-        """What `as_json` gave, from a file."""
+        """What `asdict` gave, from a file."""
         sizes = {name: tuple(sizes) for name, sizes in shape["matrix_sizes"].items()}
         types = {"element_type": ElementType(shape["element_type"]), "sliding_windows": tuple(shape["sliding_windows"])}
         return cls(**{**shape, **types, "matrix_sizes": sizes})
@@ -67,8 +68,7 @@ class DecoderWeights:
 
     def address(self, name: str) -> int | None:
         """Of a blob; None where the model has none of that name."""
-        blob = self.blobs.get(name)
-        return None if blob is None else int(blob.ctypes.data)
+        return _address(self.blobs, name)
 
     def matrix(self, name: str) -> MatrixStruct:
         """Points to blobs, which it does not keep alive."""
@@ -80,3 +80,41 @@ class DecoderWeights:
             *self.shape.matrix_sizes[name],
             self.shape.element_type if scales is None else ElementType.INT8,
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedReduction(FeatureSpec):
+    """What `pack_reduction` makes of a head's reduction of hidden states to features. Its blobs may be among others.
+
+    Names: "reduction.tap_norms" and "reduction.norm" in float32, "reduction.projection.packed",
+    "reduction.projection.bias". What it has not is not there.
+    """
+
+    element_type: ElementType  # of hidden states, features and projection
+    blobs: Mapping[str, np.ndarray]  # as DecoderWeights'
+
+    @property
+    def projection(self) -> MatrixStruct:
+        """Points to blobs, which it does not keep alive; empty without one."""
+        packed, bias = (_address(self.blobs, f"reduction.projection.{part}") for part in (PACKED, BIAS))
+        if packed is None:
+            return MatrixStruct()
+        return MatrixStruct(packed, bias, None, self.width, len(self.taps) * self.hidden_size, self.element_type)
+
+    def struct(self, plane: np.ndarray) -> FeaturesStruct:
+        """For decoder steps that write to `plane` [num_blocks, block_size, 1, width]; keeps nothing alive."""
+        return FeaturesStruct(
+            len(self.taps),
+            (ctypes.c_int64 * len(self.taps))(*self.taps),
+            self.takes_final_norm,
+            self.epsilon,
+            _address(self.blobs, "reduction.tap_norms"),
+            _address(self.blobs, "reduction.norm"),
+            self.projection,
+            plane.ctypes.data,
+        )
+
+
+def _address(blobs: Mapping[str, np.ndarray], name: str) -> int | None:
+    blob = blobs.get(name)
+    return None if blob is None else int(blob.ctypes.data)

@@ -1,6 +1,4 @@
-"""The C interface of the kernels (source/api.h) for Python: structures, signatures, nothing else. Torch-free.
-
-The structures of the sampler (source/sampler_api.h) are in sampler_structs.py.
+"""The C interface of the kernels (source/api.h, source/sampler_api.h) for Python: structures, signatures. Torch-free.
 
 One library for each instruction path has been built; a process loads one of them (paths.py
 chooses). Calls release Python's lock unless they are told to hold it. Objects that hold pointers do not keep the memory
@@ -11,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -132,6 +130,44 @@ class FeaturesStruct(ctypes.Structure):
         ("norm", c_void_p),
         ("projection", MatrixStruct),
         ("plane", c_void_p),
+    )
+
+
+class SamplingStruct(ctypes.Structure):
+    _fields_ = (
+        ("seed", c_uint64),
+        ("top_p", c_double),
+        ("top_k", c_int64),
+        ("num_generated", c_int64),
+        ("min_tokens", c_int64),
+        ("stop_ids", c_void_p),
+        ("num_stop_ids", c_int64),
+        ("bias_ids", c_void_p),
+        ("biases", c_void_p),
+        ("num_biases", c_int64),
+        ("counted_ids", c_void_p),
+        ("counts", c_void_p),
+        ("num_counted", c_int64),
+        ("sample", c_uint32),
+        ("temperature", c_float),
+        ("log_min_p", c_float),
+        ("repetition_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("has_penalties", c_int32),
+        ("is_greedy", c_int32),
+    )
+
+
+class SampleRowsStruct(ctypes.Structure):
+    _fields_ = (
+        ("sampling", c_void_p),
+        ("masks", c_void_p),
+        ("num_mask_words", c_int64),
+        ("assumed_start", c_int64),
+        ("num_assumed", c_int64),
+        ("num_rows", c_int64),
+        ("position", c_int64),
     )
 
 

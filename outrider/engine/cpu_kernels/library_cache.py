@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from outrider.cache_directory import user_cache_directory
 from outrider.engine.cpu_kernels.compiler import (
@@ -113,25 +112,21 @@ def compiled_libraries(
 @contextlib.contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
     """The folder for this process alone. The system releases the lock of a process that dies."""
+    import fcntl  # not on Windows, where clients are installed and nothing is compiled
+
     deadline = time.monotonic() + LOCK_SECONDS
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("ab") as lock:
-        while not _try_lock(lock):
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress(0, 0)
             if time.monotonic() > deadline:
                 raise CompileError(f"another process has been compiling kernels into {folder} for an hour")
-            progress(0, 0)
             time.sleep(LOCK_POLL_SECONDS)
         yield
-
-
-def _try_lock(file: BinaryIO) -> bool:
-    import fcntl  # not on Windows, where clients are installed and nothing is compiled
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:

@@ -6,6 +6,7 @@ their class, norms by what they compute (`plain_norms`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,19 +15,12 @@ from torch import Tensor, nn
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
-from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP, linear, rms_norm
-from outrider.engine.model_spec import ModelSpec
+from outrider.engine.cpu_kernels.operators import linear, rms_norm
+from outrider.engine.linear import replace_linear_layers
 from outrider.engine.plain_norms import replace_norms
 
 _LARGEST_VECTOR = 64
 """Elements that torch takes at once: two AVX-512 registers of bfloat16."""
-
-
-def why_no_native_layers(spec: ModelSpec) -> str:
-    """What keeps native layers out of a model; empty when nothing does."""
-    if spec.head_dim % HEAD_DIM_STEP:
-        return f"its heads have {spec.head_dim} dimensions, not a multiple of {HEAD_DIM_STEP}"
-    return ""
 
 
 class NativeLinear(nn.Module):
@@ -98,23 +92,15 @@ class NativeLayers:
         self.workspace = Workspace(kernels.library)
         self.arena = WeightArena()
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        return NativeLinear(self, weight, bias)
-
-    def replace_norms(self, model: nn.Module) -> int:
-        """Replaces the norms of `model` that are found to be plain ones; returns how many."""
-        return replace_norms(model, lambda weight, epsilon: NativeRMSNorm(self, weight, epsilon))
-
-    def replace_activations(self, model: nn.Module) -> int:
-        """Makes what torch still computes in `model` independent of the batch; returns how many there were."""
+    def replace_in(self, model: nn.Module) -> None:
+        """Linear layers and plain norms; what torch still computes of activations no longer depends on the batch."""
         from transformers.activations import ACT2CLS  # takes seconds, which a node with packed weights does not have
 
+        replace_linear_layers(model, partial(NativeLinear, self))
+        replace_norms(model, partial(NativeRMSNorm, self))
         kinds: tuple[Any, ...] = tuple(ACT2CLS.values())
         activations = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in kinds)
-        replaced = 0
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, activations) and not isinstance(module, WholeVectorActivation):
                     setattr(module, name, WholeVectorActivation(child))
-                    replaced += 1
-        return replaced

@@ -1,4 +1,4 @@
-"""The interface of a KV cache, in one process or shared among ranks."""
+"""The interface of one plane of a KV cache, and of what makes them."""
 
 from __future__ import annotations
 
@@ -39,45 +39,3 @@ class PlaneMaker(Protocol):
 
     def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> CachePlane:
         """Of zeros, whose pages take no main memory before they are written."""
-
-
-class KVCache(Protocol):
-    """A PagedKVCache, or one whose heads are shared among ranks (ShardedKVCache). Their docstrings count."""
-
-    @property
-    def planes(self) -> tuple[PlaneSpec, ...]:
-        """Of the whole model."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    def head_ranges(self, plane: str) -> tuple[range, ...]:
-        """The ranges of a plane's heads that are held together, in order; frames are cut at them."""
-
-    def layers(self, plane: str) -> Any:
-        """Only of planes whose heads are not shared among ranks, as those of features are."""
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-
-    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-
-    def fence(self) -> Any:
-        """Marks the work that is queued by now, where a device does it later: for `read` and `write`."""
-
-    def read(
-        self, plane: str, layers: range, slots: Slots, after: Any = None, *, heads: range | None = None
-    ) -> Bytes: ...
-
-    def write(
-        self,
-        plane: str,
-        layers: range,
-        slots: Slots,
-        payload: bytes | bytearray | memoryview,
-        after: Any = None,
-        *,
-        heads: range | None = None,
-    ) -> None: ...

@@ -28,14 +28,9 @@ class KVCacheConfig:
         _parse(self.memory)
 
     @property
-    def memory_bytes(self) -> int | None:
-        """None where `memory` is a share, or not set."""
-        return _parse(self.memory)[0]
-
-    @property
-    def memory_fraction(self) -> float | None:
-        """None where `memory` is a size, or not set."""
-        return _parse(self.memory)[1]
+    def size(self) -> tuple[int | None, float | None]:
+        """`memory` in bytes, or as a fraction of free memory; both None where it is not set."""
+        return _parse(self.memory)
 
 
 def _parse(memory: str) -> tuple[int | None, float | None]:

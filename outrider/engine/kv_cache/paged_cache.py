@@ -105,13 +105,13 @@ class PagedKVCache:
         block_size = config.block_size
         block_bytes = spec.bytes_per_token * block_size
         window_blocks = -(-spec.max_model_len // block_size)
+        num_bytes, fraction = config.size
         if config.num_blocks is not None:
             num_blocks, source = config.num_blocks, "num_blocks"
-        elif config.memory_bytes is not None:
-            num_blocks, source = config.memory_bytes // block_bytes, "memory"
+        elif num_bytes is not None:
+            num_blocks, source = num_bytes // block_bytes, "memory"
         else:
-            fraction = config.memory_fraction or default_fraction
-            num_blocks = max(int(free_bytes * fraction) // block_bytes, 2 * window_blocks)
+            num_blocks = max(int(free_bytes * (fraction or default_fraction)) // block_bytes, 2 * window_blocks)
             source = "memory"
             if num_blocks * block_bytes > free_bytes:
                 raise ConfigError(

@@ -12,7 +12,7 @@ from outrider.engine.kv_cache.array_plane import ArrayPlane, Words
 from outrider.engine.kv_cache.base import Bytes, CachePlane, Slots
 from outrider.engine.kv_cache.copy_stream import CopyStream, Fence
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.engine.transfer import upload_ids
+from outrider.engine.transfer import upload
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,15 +65,13 @@ class TensorPlane:
         return self._tensor.unbind(0)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        sources = upload_ids([source for source, _ in pairs], self._tensor.device)
-        destinations = upload_ids([destination for _, destination in pairs], self._tensor.device)
+        sources, destinations = self._upload(pairs)
         self._tensor.index_copy_(1, destinations, self._tensor.index_select(1, sources))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
+        sources, destinations = self._upload(pairs)
         rows = self._tensor.flatten(1, 2).flatten(2)  # [layers, slots, heads * dim]
-        moved = rows.index_select(1, upload_ids(sources, rows.device))
-        rows.index_copy_(1, upload_ids(destinations, rows.device), moved)
+        rows.index_copy_(1, destinations, rows.index_select(1, sources))
 
     def read(self, layers: range, slots: Slots, heads: range, after: Fence | None) -> Bytes:
         taken = self._copies.gather(self.rows(layers, heads), slots, after or self._copies.fence())
@@ -82,6 +80,10 @@ class TensorPlane:
 
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: Fence | None) -> None:
         self._copies.scatter(self.rows(layers, heads), slots, rows, after or self._copies.fence())
+
+    def _upload(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        sources, destinations = upload(np.asarray(pairs, dtype=np.int64).T, self._tensor.device)
+        return sources, destinations
 
     def rows(self, layers: range, heads: range) -> Tensor:
         """Some layers and heads of all slots: [layers, slots, heads * dim], a view."""

@@ -44,29 +44,15 @@ Command = Step | CopyBlocks | MoveSlots | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadKv:
-    """Answered by bytes, [num_layers, num_tokens, num_heads, head_dim]."""
-
-    plane: str
-    layers: range
-    slots: npt.NDArray[np.int64]  # [num_tokens]
-    heads: range  # of the rank's own
-    after: Mark  # not before the rank is there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteKv:
-    """Answered by None when the bytes are in the cache."""
+class KvRequest:
+    """A read, answered by bytes [num_layers, num_tokens, num_heads, head_dim]; or a write of such bytes."""
 
     plane: str
     layers: range
     slots: npt.NDArray[np.int64]  # [num_tokens]
     heads: range  # of the rank's own
     after: Mark  # not before the rank is there: an earlier command may still use the slots
-    payload: bytes
-
-
-KvRequest = ReadKv | WriteKv
+    payload: bytes | None = None  # of a write, which is answered by None when they are in the cache
 
 
 @dataclass(frozen=True, slots=True)

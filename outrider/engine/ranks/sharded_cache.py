@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from outrider.engine.kv_cache.base import Bytes, Slots
-from outrider.engine.kv_cache.copy_stream import Fence
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import find_plane
-from outrider.engine.ranks.commands import CopyBlocks, Mark, MoveSlots, ReadKv, WriteKv
+from outrider.engine.ranks.commands import CopyBlocks, KvRequest, Mark, MoveSlots
 from outrider.engine.ranks.group import RankGroup
-from outrider.engine.ranks.heads import HeadShare, shares_of, split_heads
 from outrider.errors import InternalError
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.copy_stream import Fence
+
+
+def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:
+    """Of each rank, in order and of equal length: as transformers splits the rows of a projection.
+
+    Raises ValueError where they do not divide.
+    """
+    if num_heads % num_ranks:
+        raise ValueError(f"{num_heads} heads among {num_ranks} ranks")
+    size = num_heads // num_ranks
+    return tuple(range(first, first + size) for first in range(0, num_heads, size))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """What one rank holds of a range of heads."""
+
+    rank: int
+    local: range  # as indices of the rank's own heads
+    place: range  # within the range that was asked for
+
+
+def shares_of(heads: range, ranges: Sequence[range]) -> Iterator[HeadShare]:
+    """The parts of `heads` that each rank holds, in the order of heads; `ranges` are those of all ranks."""
+    for rank, held in enumerate(ranges):
+        start, end = max(heads.start, held.start), min(heads.stop, held.stop)
+        if start < end:
+            yield HeadShare(
+                rank,
+                local=range(start - held.start, end - held.start),
+                place=range(start - heads.start, end - heads.start),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +60,7 @@ class RankFence:
 
 
 class ShardedKVCache:
-    """A `KVCache`. Each rank has blocks of the same numbers, with its own heads in them; rank 0 has all features.
+    """Each rank has blocks of the same numbers, with its own heads in them; rank 0 has all features.
 
     All ranks copy blocks and move slots, in the order of steps. Reads and writes of another rank's heads wait until it
     is as far as rank 0 was: a rank may lag by the end of a step and by copies.
@@ -76,16 +109,13 @@ class ShardedKVCache:
         fence = after or self.fence()
         parts = []
         for share in shares_of(heads, self.head_ranges(plane)):
-            part = self._read_share(share, plane, layers, slots, fence)
+            if share.rank == 0:
+                part = self.local.read(plane, layers, slots, fence.local, heads=share.local)
+            else:
+                request = KvRequest(plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark)
+                part = np.frombuffer(self._ranks.ask(share.rank, request), dtype=np.uint8)
             parts.append(part.reshape(len(layers), slots.size, -1))
         return parts[0].reshape(-1) if len(parts) == 1 else np.concatenate(parts, axis=2).reshape(-1)
-
-    def _read_share(self, share: HeadShare, plane: str, layers: range, slots: Slots, fence: RankFence) -> Bytes:
-        if share.rank == 0:
-            return self.local.read(plane, layers, slots, fence.local, heads=share.local)
-        request = ReadKv(plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark)
-        answer: bytes = self._ranks.ask(share.rank, request)
-        return np.frombuffer(answer, dtype=np.uint8)
 
     def write(
         self,
@@ -113,7 +143,11 @@ class ShardedKVCache:
             if share.rank == 0:
                 self.local.write(plane, layers, slots, part, fence.local, heads=share.local)
             else:
-                request = WriteKv(
+                request = KvRequest(
                     plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark, payload=part
                 )
                 self._ranks.ask(share.rank, request)
+
+
+KVCache: TypeAlias = PagedKVCache | ShardedKVCache
+"""Of a model in one process, or of one whose heads are shared among ranks."""

@@ -16,7 +16,6 @@ from outrider.engine.ranks.commands import (
     KvRequest,
     Mark,
     MoveSlots,
-    ReadKv,
     Step,
     Stop,
 )
@@ -100,7 +99,7 @@ class RankWorker:
             return KvRefused(f"{request.after} was not reached in {self._timeout_seconds:g} s")
         cache, slots = self._kv_cache, request.slots
         try:
-            if isinstance(request, ReadKv):
+            if request.payload is None:
                 # On a GPU: behind everything that has been queued by now, which the mark's layers are.
                 return cache.read(request.plane, request.layers, slots, heads=request.heads).tobytes()
             cache.write(request.plane, request.layers, slots, request.payload, heads=request.heads)

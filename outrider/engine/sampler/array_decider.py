@@ -14,9 +14,7 @@ from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.order import first_of_largest
-from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
-from outrider.request import SamplingParams
 
 _MOST_VALUES = 1 << 22
 """Logits that are drawn from together: bounds the memory that a draw needs."""
@@ -27,9 +25,6 @@ class ArrayDecider:
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor
-
-    def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> None:
-        """Nothing: rows bring what is needed."""
 
     def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
         decisions = [decision for part in rows for decision in part.decisions()]

@@ -10,11 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.arrays import Array, beside, ids_beside, namespace, without_warnings
-from outrider.engine.sampler.decider import Vocabulary
 from outrider.engine.sampler.sequence_sampling import Decision
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Which ids can be drawn: those below `num_ids` but for the holes. What lies behind is padding."""
+
+    size: int  # width of the logits
+    num_ids: int  # 1 to size
+    holes: Ints  # [n] int64, rising, below num_ids
+
+    @classmethod
+    def of(cls, known: npt.NDArray[np.bool_]) -> Vocabulary:
+        """Of a mask [size] bool with at least one known id."""
+        assert known.any(), "no known token"
+        num_ids = int(np.flatnonzero(known)[-1]) + 1
+        return cls(len(known), num_ids, np.flatnonzero(~known[:num_ids]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,44 +12,37 @@ that merges lines would fuse a product with a sum, and change bits.
 from __future__ import annotations
 
 import math
-import struct
+
+import numpy as np
 
 from outrider.engine.arrays import Array, namespace, without_warnings
 
 
-def _float32(value: float) -> float:
-    """The nearest float32, so that a device has nothing left to round."""
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
+def _float32(*values: float) -> tuple[float, ...]:
+    """The nearest float32 of each, so that a device has nothing left to round."""
+    return tuple(np.asarray(values, dtype=np.float32).tolist())
 
 
-LOG_POLYNOMIAL = tuple(
-    _float32(coefficient)
-    for coefficient in (
-        7.0376836292e-2,
-        -1.1514610310e-1,
-        1.1676998740e-1,
-        -1.2420140846e-1,
-        1.4249322787e-1,
-        -1.6668057665e-1,
-        2.0000714765e-1,
-        -2.4999993993e-1,
-        3.3333331174e-1,
-    )
+LOG_POLYNOMIAL = _float32(
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
 )
-EXP_POLYNOMIAL = tuple(
-    _float32(coefficient)
-    for coefficient in (
-        1.9875691500e-4,
-        1.3981999507e-3,
-        8.3334519073e-3,
-        4.1665795894e-2,
-        1.6666665459e-1,
-        5.0000001201e-1,
-    )
+EXP_POLYNOMIAL = _float32(
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
 )
-LOG2_HIGH, LOG2_LOW = 0.693359375, _float32(-2.12194440e-4)  # their sum is log 2
-LOG2_E = _float32(1.44269504088896)
+LOG2_HIGH, LOG2_LOW, LOG2_E = _float32(0.693359375, -2.12194440e-4, 1.44269504088896)  # the first two add up to log 2
 SQRT_HALF_BITS = 0x3F3504F3
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import Masks
+from outrider.constraints.compiler import Masks
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct, SamplingStruct
-from outrider.engine.sampler.decider import Vocabulary
+from outrider.engine.cpu_kernels.library import SampleRowsStruct, SamplingStruct
+from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampleRows
@@ -87,6 +87,7 @@ class NativeDecider:
         self._rows = (SampleRowsStruct * 1)()  # grown to the largest step so far
 
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> _Prepared:
+        """What is kept for one sample; it comes back as `state.prepared` of its rows."""
         return _Prepared(params, sample, penalties)
 
     def decide(self, logits: npt.NDArray[np.float32], rows: Sequence[SampleRows]) -> npt.NDArray[np.int64]:

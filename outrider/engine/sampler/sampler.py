@@ -9,26 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import ConstraintCompiler, NoConstraints
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.arrays import Array, Arrays
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.pending import Pending, read
 from outrider.engine.sampler.array_decider import ArrayDecider
-from outrider.engine.sampler.decider import Decider, Vocabulary
 from outrider.engine.sampler.distribution import drawn_from
-from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel, apply_to_array
+from outrider.engine.sampler.edits import LogitEditor, Vocabulary, apply_by_kernel, apply_to_array
 from outrider.engine.sampler.logprobs import pending_logprobs
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
 from outrider.errors import InternalError
-from outrider.request import LogprobsRequest, SamplingParams
+from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.engine.sampler.triton_decider import TritonDecider
+
+_WARM_UP_STEPS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"min_p": 0.1},
+    {"top_k": 2},
+    {"top_p": 0.9},
+    {"top_k": 2, "top_p": 0.9},
+    {"logit_bias": ((0, 1.0),), "min_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1},
+)
+"""Parameters of one step each: kernels are compiled for what any row of a step asks for."""
 
 
 class Sampler:
@@ -48,25 +61,26 @@ class Sampler:
         known_token_ids: npt.NDArray[np.bool_],
         device: str = "cpu",
         kernels: CpuKernels | None = None,
-        constraints: ConstraintCompiler | None = None,
+        constraints: GrammarCompiler | None = None,
     ) -> None:
         """Args:
         vocab_size: width of the logits.
         known_token_ids: [vocab_size] bool, ids that the tokenizer has; at least one.
         device: where the logits will be.
         kernels: of logits on the CPU. None: numpy or torch decides, to the same ids.
-        constraints: compiles those of requests for the same vocabulary. None: there are none.
+        constraints: compiles those of requests for the same vocabulary. None: no request has any.
         """
         self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # starts with the first constraint
         self._masks_in_making: Future[Any] | None = None
         shape = tuple(known_token_ids.shape)
         assert shape == (vocab_size,), f"known_token_ids {shape} does not fit vocab_size {vocab_size}"
         self.vocab_size = vocab_size
-        self.constraints = NoConstraints() if constraints is None else constraints
+        self._device = device
+        self.constraints = constraints
         vocabulary = Vocabulary.of(np.asarray(known_token_ids))
         has_triton = kernels is None and not why_no_triton(device)
         self._editor = LogitEditor(vocabulary, apply_by_kernel if has_triton else apply_to_array)
-        self._decider: Decider
+        self._decider: NativeDecider | TritonDecider | ArrayDecider
         if kernels is not None:
             self._decider = NativeDecider(kernels, vocabulary)
         elif has_triton:
@@ -75,6 +89,29 @@ class Sampler:
             self._decider = TritonDecider(self._editor)
         else:
             self._decider = ArrayDecider(self._editor)
+
+    def warm_up(self) -> None:
+        """Decides rows in each of the ways that are compiled: seconds that no request should wait for.
+
+        On a CPU nothing is. Constraints read their tokenizer.
+        """
+        if self.constraints is not None:
+            self.constraints.warm_up()
+        if str(self._device).startswith("cpu"):
+            return
+        import torch
+
+        logits = torch.zeros((2, self.vocab_size), device=self._device)
+        for step in _WARM_UP_STEPS:
+            for mode in (None, *LogprobsMode):
+                state = self.start(
+                    SamplingParams(seed=0, max_tokens=3, **step),
+                    sample=0,
+                    prompt_token_ids=(0,),
+                    stop_token_ids=(0,),
+                    logprobs=None if mode is None else LogprobsRequest(num_top=1, mode=mode),
+                )
+                self.sample(logits, [SampleRows(state, 1, (0,))])  # of which the second follows a draft token
 
     def start(
         self,
@@ -97,7 +134,7 @@ class Sampler:
                 end-of-text ids included unless the request ignores them.
             logprobs: None for none.
 
-        Raises: what `ConstraintCompiler.start` raises.
+        Raises: what `GrammarCompiler.start` raises.
         """
         penalties = PenaltyState(
             params,
@@ -106,9 +143,11 @@ class Sampler:
             stop_token_ids=stop_token_ids,
             vocab_size=self.vocab_size,
         )
-        prepared = self._decider.prepare(params, sample=sample, penalties=penalties)
-        constraint = None
+        prepared = constraint = None
+        if isinstance(self._decider, NativeDecider):
+            prepared = self._decider.prepare(params, sample=sample, penalties=penalties)
         if params.constraint is not None:
+            assert self.constraints is not None
             constraint = self.constraints.start(params.constraint, generated_token_ids)
         return SequenceSampling(
             params=params,
@@ -155,7 +194,11 @@ class Sampler:
         return self.with_logprobs(logits, rows, self.decide(logits, rows))
 
     def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
-        """A token for each row: [num_rows] int64, where the logits are. At least one row."""
+        """A token for each row: [num_rows] int64, where the logits are. At least one row. Does not wait for a GPU.
+
+        Deciders decide alike, to the last id: they are made of the same float32 operations in the same order. A row
+        with NaN is decided for the first of them, one where nothing is left for id 0.
+        """
         return self._decider.decide(self._checked(logits, rows), rows)
 
     def with_logprobs(self, logits: Array, rows: Sequence[SampleRows], token_ids: Array) -> Pending[SampledRows]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.constraints.base import Masks, SequenceConstraint
+from outrider.constraints.compiler import GrammarState, Masks
 from outrider.engine.sampler.arrivals import RaceKey
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.request import LogprobsRequest, SamplingParams, TokenLogprobs
@@ -24,8 +24,8 @@ class SequenceSampling:
     sample: int  # which of the n samples: its own word of the arrivals' counter
     logprobs: LogprobsRequest | None
     penalties: PenaltyState
-    prepared: object = None  # what the sampler's Decider keeps for it
-    constraint: SequenceConstraint | None = None  # None: the output is free
+    prepared: object = None  # what a NativeDecider keeps for it
+    constraint: GrammarState | None = None  # None: the output is free
     failure: str = ""  # why the constraint ends the request
 
 

@@ -13,11 +13,9 @@ from torch import Tensor
 from outrider.engine.gpu_kernels.filters import limits_of
 from outrider.engine.gpu_kernels.race import winners_of
 from outrider.engine.sampler.edits import LogitEditor
-from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.philox import WORD, split_seed
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import upload
-from outrider.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,6 @@ class TritonDecider:
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor
-
-    def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> None:
-        """Nothing: rows bring what is needed."""
 
     @torch.inference_mode()
     def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:

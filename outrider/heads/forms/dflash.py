@@ -55,9 +55,9 @@ class DFlash(HeadModel):
         for name in ("block_size", "mask_token_id"):
             if self._options.get(name) is None:
                 raise files.refusal(name, None, "a number")
-        self._block_size, self._mask_token_id = int(self._options["block_size"]), int(self._options["mask_token_id"])
-        num_parallel = self._block_size - (not self._options.get("sample_from_anchor"))
-        check_parallel(files, num_parallel, self._mask_token_id)
+        block_size, mask_token_id = int(self._options["block_size"]), int(self._options["mask_token_id"])
+        num_parallel = block_size - (not self._options.get("sample_from_anchor"))
+        check_parallel(files, num_parallel, mask_token_id)
         self.parallel_feature = torch.zeros(hidden, device=files.device, dtype=files.dtype)  # of no consequence
         self.target_ids = files.target_ids(self._layout.draft_vocab_size)
         self._epsilon = shape.epsilon
@@ -67,10 +67,14 @@ class DFlash(HeadModel):
         self._norm = files.take("norm.weight", hidden)
         self._output = files.output_layer(hidden, self.target_ids)
         self._rotation = self._layout.rotation(files)
-        self.spec = self._layout.spec(files, self.form, num_parallel=num_parallel, attends_both_ways=True)
-
-    def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
-        return (token_id, *(self._mask_token_id,) * (self._block_size - 1))
+        self.spec = self._layout.spec(
+            files,
+            self.form,
+            num_parallel=num_parallel,
+            num_masks=block_size - 1,
+            mask_token_id=mask_token_id,
+            attends_both_ways=True,
+        )
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions, rows.features.dtype)

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.cpu_kernels.decoder_packing import WIDTH_STEP, DecoderPacking
+from outrider.engine.cpu_kernels.decoder_packing import WIDTH_STEP, DecoderPacking, pack_reduction
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
-from outrider.engine.cpu_kernels.reduction_packing import pack_reduction
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
-from outrider.heads.layers import DecoderLayer, as_float32
+from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
 from outrider.heads.packed_head import PackedHead
 
@@ -104,14 +103,14 @@ class Eagle3(HeadModel):
         shape, element_type = self._shape, ELEMENT_TYPES[self._embedding.dtype]
         # A draft token takes as long as reading the weights. Rounding them changes few drafts, and no answer.
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
-        for index, layer in enumerate(self._layers):
-            layer.pack(packing, str(index))
+        for layer in self._layers:
+            layer.pack(packing)
         positions = torch.arange(self.spec.max_model_len)
         for name, table in zip(("cosines", "sines"), self._rotation.at(positions, torch.float32), strict=True):
             packing.add(name, table)
         packing.add("embedding", self._embedding)
-        packing.add("feature_norm", as_float32(self._hidden_norm))
-        packing.add("final_norm", as_float32(self._norm))
+        packing.add_norm("feature_norm", self._hidden_norm)
+        packing.add_norm("final_norm", self._norm)
         packing.add_matrix("head", [self._output])
         packing.add("target_ids", self.target_ids)
         del self._layers, self._output

@@ -37,15 +37,14 @@ class PEagle(Eagle3):
         mask_token_id, num_parallel = files.config.get("mask_token_id"), _num_tokens(files.config)
         if mask_token_id is None:
             raise files.refusal("mask_token_id", None, "an id of the target's vocabulary")
-        self._mask_token_id = int(mask_token_id)
-        check_parallel(files, num_parallel, self._mask_token_id)
+        mask_token_id = int(mask_token_id)
+        check_parallel(files, num_parallel, mask_token_id)
         taps = files.take("mask_hidden", 1, 1, len(self.reduction.taps) * self.reduction.hidden_size)
         self.parallel_feature = self.reduction.to(files.device, files.dtype)(taps[0])[0]
         super().load(files)
-        self.spec = replace(self.spec, num_parallel=num_parallel)
-
-    def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
-        return (self._mask_token_id,) * (self.spec.num_parallel - 1)
+        self.spec = replace(
+            self.spec, num_parallel=num_parallel, num_masks=num_parallel - 1, mask_token_id=mask_token_id
+        )
 
 
 def _num_tokens(options: Mapping[str, Any]) -> int:

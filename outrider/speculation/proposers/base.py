@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from outrider.constraints.base import SequenceConstraint
 from outrider.node import FeatureFormat
 from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.features import Features
+
+if TYPE_CHECKING:
+    from outrider.constraints.compiler import GrammarState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class ProposalRequest:
     looks_ahead: bool = False  # the update is answered; branches ahead of the next one are wanted
     owner: int = 0  # the decode node; owners share the look-ahead equally
     features: Features | None = None  # for a head; None where no target computes any
-    constraint: SequenceConstraint | None = None  # that has followed token_ids; None: there is none, or not here
+    constraint: GrammarState | None = None  # that has followed token_ids; None: there is none, or not here
     min_reach: float = 0.0  # the draft ends with a token that the text goes through with less probability than this
 
 

@@ -59,6 +59,7 @@ class DraftForward(Protocol):
         constraint = start.options.sampling.constraint
         if constraint is None:
             return True
+        assert self.sampler.constraints is not None
         compiled = self.sampler.constraints.prepare(constraint)
         return compiled.done() and compiled.exception() is None
 

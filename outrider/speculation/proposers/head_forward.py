@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import ConstraintCompiler
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.arrays import Array, beside, namespace, without_warnings
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
@@ -18,7 +18,6 @@ from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.sampler import Sampler, SequenceSampling
-from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
@@ -60,7 +59,7 @@ class HeadForward(DraftForward):
         *,
         num_cached_tokens: int,
         known_token_ids: npt.NDArray[np.bool_],
-        constraints: ConstraintCompiler | None = None,
+        constraints: GrammarCompiler | None = None,
         device: str = "cpu",
         kernels: CpuKernels | None = None,
     ) -> HeadForward:
@@ -88,12 +87,12 @@ class HeadForward(DraftForward):
             kernels=kernels,
             constraints=constraints,
         )
-        warm_up_sampler(sampler, device)
+        sampler.warm_up()
         max_own_rows = None if spec.max_depth is None else spec.max_depth - 1
         rules = HeadRules(
             keeps_kv=bool(spec.planes),
             max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
-            num_parallel_rows=len(model.parallel_tokens(0)),
+            num_parallel_rows=len(spec.parallel_tokens(0)),
         )
         if kernels is not None and not isinstance(model, PackedHead) and model.suits_kernels:
             model = model.pack(kernels)
@@ -129,8 +128,8 @@ class HeadForward(DraftForward):
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if self.kv_cache is not None:
             self.kv_cache.copy_blocks(block_copies)
-        num_parallel = self.model.spec.num_parallel
-        fed_rows = [(row, self.model.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
+        spec, num_parallel = self.model.spec, self.model.spec.num_parallel
+        fed_rows = [(row, spec.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
         batch = build_input_batch(
             [
                 SequenceRows(
@@ -148,7 +147,7 @@ class HeadForward(DraftForward):
         features = parts[0] if len(parts) == 1 else xp.concat(parts)
         depths = [depth for row, parallel in fed_rows for depth in _depths(row, len(row.token_ids) + len(parallel))]
         attended = batch
-        if self.model.spec.attends_both_ways:
+        if spec.attends_both_ways:
             attended = attend_both_ways(batch, [len(parallel) for _, parallel in fed_rows])
         hidden, logits = self.steps.forward(batch, features, depths, attended)
         if not batch.num_logits:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.base import ConstraintCompiler
+from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.paged_cache import free_memory_bytes
@@ -49,7 +49,7 @@ class HeadTarget:
     device: str  # as torch names it
     dtype: str  # of its features
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]
-    constraints: ConstraintCompiler  # for the same vocabulary
+    constraints: GrammarCompiler  # for the same vocabulary
     vocabulary_fingerprint: str
     kernels: CpuKernels | None  # on a CPU: what computes the sampler and attention; None: torch
     num_threads: int = 0  # of a head that torch computes; 0: as many as torch has, such as those of a target by torch

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -56,12 +55,9 @@ class ModelForward(DraftForward):
 
         `features`: of every row; the model's specification has their plane.
         """
-        backend = None
-        if model.model is not None:
-            backend = make_attention_backend(attention, model.device, model.spec.dtype)
         cache, runner = open_runner(
             model,
-            backend,
+            attention,
             kv_cache,
             num_rows=MAX_FORWARD_ROWS,
             num_logits=MAX_FORWARD_LOGITS,

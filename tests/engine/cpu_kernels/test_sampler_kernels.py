@@ -7,9 +7,9 @@ import ctypes
 import numpy as np
 import pytest
 
-from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct
+from outrider.engine.cpu_kernels.library import SampleRowsStruct
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.sampler.decider import Vocabulary
+from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.request import SamplingParams
 from tests.engine.cpu_kernels.libraries import with_few_for_tests

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.ranks.heads import shares_of, split_heads
+from outrider.engine.ranks.sharded_cache import shares_of, split_heads
 
 
 def test_heads_are_split_in_order_and_evenly():

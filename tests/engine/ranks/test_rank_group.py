@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.ranks.channel import Channel, RankLostError
-from outrider.engine.ranks.commands import CopyBlocks, Mark, ReadKv, Stop
+from outrider.engine.ranks.commands import CopyBlocks, KvRequest, Mark, Stop
 from outrider.engine.ranks.group import Member, RankGroup
 from outrider.engine.ranks.worker import RankProgress
 
@@ -97,7 +97,9 @@ def test_a_rank_that_leaves_a_request_for_kv_unanswered_is_lost(rig):
     with rig.group:
         rig.far_kv.close()
         with pytest.raises(RankLostError, match="rank 1"):
-            rig.group.ask(1, ReadKv(plane="k", layers=range(1), slots=np.zeros(1, int), heads=range(1), after=Mark(0)))
+            rig.group.ask(
+                1, KvRequest(plane="k", layers=range(1), slots=np.zeros(1, int), heads=range(1), after=Mark(0))
+            )
         assert "status -9" in str(rig.lost.get(timeout=PATIENCE_SECONDS))
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.sampler import SampleRows
-from outrider.engine.sampler.decider import Vocabulary
-from outrider.engine.sampler.edits import LogitEditor
+from outrider.engine.sampler.edits import LogitEditor, Vocabulary
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision, SequenceSampling
 from tests.engine.sampler.reference import params_of
