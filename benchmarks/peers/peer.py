@@ -21,6 +21,7 @@ class Setup:
     dtype: str  # "auto", "float32", "bfloat16", "int8"
     speculation: bool
     max_tokens: int  # of every answer
+    most_prompt_tokens: int  # of a prompt
     num_threads: int
     log: Path
     start_seconds: float  # how long a start may take

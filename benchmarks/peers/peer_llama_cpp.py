@@ -58,7 +58,8 @@ class LlamaCpp:
         port = free_port()
         command = [str(self._server), "-m", str(self._gguf(setup.model, GGUF_TYPES[setup.dtype]))]
         command += ["--host", "127.0.0.1", "--port", str(port), "-t", str(setup.num_threads)]
-        command += ["-np", str(MOST_CLIENTS), "-c", str(MOST_CLIENTS * TOKENS_PER_CLIENT), "--cache-ram", "0"]
+        tokens = max(TOKENS_PER_CLIENT, setup.most_prompt_tokens + setup.max_tokens)
+        command += ["-np", str(MOST_CLIENTS), "-c", str(MOST_CLIENTS * tokens), "--cache-ram", "0"]
         if setup.speculation:
             command += LOOKUP
         with ServerProcess(command, environment={}, log=setup.log) as process:

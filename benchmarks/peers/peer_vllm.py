@@ -23,7 +23,7 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2
 TCMALLOC = "libtcmalloc_minimal.so.4"
 TCMALLOC_PACKAGE = "libtcmalloc-minimal4"
 KV_CACHE_GIB = 2
-MAX_MODEL_LEN = 2048
+LEAST_MODEL_LEN = 2048
 
 
 class Vllm:
@@ -50,7 +50,8 @@ class Vllm:
         port = free_port()
         command = [str(self._environment.python), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(setup.model), "--served-model-name", "model", "--dtype", setup.dtype]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN)]
+        max_model_len = max(LEAST_MODEL_LEN, setup.most_prompt_tokens + setup.max_tokens)
+        command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
         command += ["--no-enable-prefix-caching", "--generation-config", "vllm"]
         if setup.speculation:
             command += ["--speculative-config", json.dumps(LOOKUP)]

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def main() -> int:
     prompts = load_prompts(DEFAULT_PROMPTS)
     token_ids = encode(model, prompts)
     prompts = tuple(replace(one, content=tuple(ids)) for one, ids in zip(prompts, token_ids, strict=True))
+    if arguments.prompt_tokens:
+        prompts, arguments.levels = long_prompts(prompts, arguments.prompt_tokens), (1,)
     contestants, sessions = install(arguments.peers.split(","), model, tell=tell)
     facts = machine_facts()
     print(f"{facts['processor']}, {facts['num_cores']} cores, {' '.join(facts['cpu_flags'])}, commit {facts['commit']}")
@@ -59,8 +62,17 @@ def main() -> int:
             save(arguments.json, machine=facts, floors=floors, sessions=sessions, command=sys.argv)
         best = max(floors, key=lambda floor: floor["bandwidth_bytes_per_second"])
         print(f"floor: {best['bfloat16']:.0f} tokens/s in bfloat16, {best['float32']:.0f} in float32\n")
-    print(as_text(sessions) if sessions else "installed")
+    print(as_text(sessions, arguments.prompt_tokens) if sessions else "installed")
     return 1 if any(session.error for session in sessions) else 0
+
+
+def long_prompts(prompts: Sequence[BenchPrompt], lengths: Sequence[int]) -> tuple[BenchPrompt, ...]:
+    """One of each length, by which its kind is named: each begins elsewhere in the texts, one after the other."""
+    ids = [token_id for prompt in prompts for token_id in prompt.content]
+    return tuple(
+        replace(prompts[0], kind=str(length), content=tuple(islice(cycle(ids), 97 * place, 97 * place + length)))
+        for place, length in enumerate(lengths)
+    )
 
 
 def run_round(
@@ -86,6 +98,7 @@ def run_round(
                 dtype=contestant.dtype,
                 speculation=speculation,
                 max_tokens=arguments.max_tokens,
+                most_prompt_tokens=max(len(prompt.content) for prompt in prompts),
                 num_threads=arguments.threads,
                 log=logs / f"{peer.name}-{contestant.dtype}-{mode}-{number}.log",
                 start_seconds=arguments.start_timeout,
@@ -129,6 +142,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--levels", default="1,4,8,16", type=_numbers, help="clients at a time (default: %(default)s)")
     parser.add_argument("--prompts", type=int, help="only the first N (default: all)")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_numbers,
+        metavar="N,N",
+        help="instead of them, prompts of these lengths, one after the other, and a table of their times",
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens for each prompt (default: 128)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: all cores)")
     parser.add_argument("--model", default=ModelConfig().id, help="as for `outrider up` (default: %(default)s)")

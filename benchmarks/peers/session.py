@@ -33,6 +33,7 @@ class LevelResult:
     stream_tokens_per_second: float  # median over answers, after the first token
     stream_by_kind: dict[str, float]  # the same for each kind of prompt
     ttft_p50_milliseconds: float
+    ttft_by_kind: dict[str, float]  # ms, median over answers, for each kind of prompt
     others_cpu_share: float  # of all cores, by whatever is neither the peer nor the client
 
 
@@ -118,8 +119,10 @@ async def _pass(
 def _figures(done: Pass, num_clients: int, others_share: float) -> LevelResult:
     figures = figures_of(Level(is_open_loop=False, value=num_clients), [done], speculation=False)
     rates: dict[str, list[float]] = {}
+    waits: dict[str, list[float]] = {}
     for record in done.records:
         rates.setdefault(record.kind, []).append(stream_rate(record) or 0.0)
+        waits.setdefault(record.kind, []).append(1000 * (record.token_times[0][0] - record.sent_at))
     assert figures.ttft_seconds is not None
     return LevelResult(
         num_clients=num_clients,
@@ -128,5 +131,6 @@ def _figures(done: Pass, num_clients: int, others_share: float) -> LevelResult:
         stream_tokens_per_second=figures.stream_tokens_per_second,
         stream_by_kind={kind: median(values) for kind, values in rates.items()},
         ttft_p50_milliseconds=1000 * figures.ttft_seconds.p50,
+        ttft_by_kind={kind: median(values) for kind, values in waits.items()},
         others_cpu_share=others_share,
     )

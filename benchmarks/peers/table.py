@@ -41,10 +41,24 @@ class Row:
             f"{max((level.others_cpu_share for s in good for level in s.levels.values()), default=0.0):.0%}",
         ]
 
+    def cells_of_lengths(self, lengths: Sequence[int]) -> list[str]:
+        """Of each length milliseconds to the first token and, in brackets, tokens a second after it; plain."""
+        sessions = [*self.plain, *self.lookup]
+        times = [
+            f"{_of(self.plain, 1, lambda level, kind=str(length): level.ttft_by_kind.get(kind))} "
+            f"({_of(self.plain, 1, lambda level, kind=str(length): level.stream_by_kind.get(kind))})"
+            for length in lengths
+        ]
+        return [sessions[0].peer, sessions[0].dtype, *times]
 
-def as_text(sessions: Sequence[SessionResult]) -> str:
-    """Markdown. Failures follow, one line each."""
-    rows = [HEADINGS, ["---"] * len(HEADINGS), *(row.cells() for row in _rows(sessions))]
+
+def as_text(sessions: Sequence[SessionResult], prompt_tokens: Sequence[int] | None = None) -> str:
+    """Markdown. Failures follow, one line each. `prompt_tokens`: lengths, by which kinds of prompts are named."""
+    headings: Sequence[str] = HEADINGS
+    if prompt_tokens:
+        headings = ("peer", "dtype", *(f"{number} tokens" for number in prompt_tokens))
+    cells_of_rows = [row.cells_of_lengths(prompt_tokens) if prompt_tokens else row.cells() for row in _rows(sessions)]
+    rows = [headings, ["---"] * len(headings), *cells_of_rows]
     lines = ["| " + " | ".join(cells) + " |" for cells in rows]
     failures = [
         f"failed: {session.peer} {session.dtype} {'lookup' if session.speculation else 'plain'}, "
