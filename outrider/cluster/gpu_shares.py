@@ -20,7 +20,8 @@ def memory_shares(config: ClusterConfig, settings: ResolvedConfig) -> dict[str, 
     """
     kv_cache, device = settings.sections["kv_cache"], settings.sections["model"].device
     if "kv_cache.memory" in settings.imported:
-        percent = 100 * (kv_cache.memory_fraction or 0.0)
+        _, fraction = kv_cache.size
+        percent = 100 * (fraction or 0.0)
     elif not kv_cache.memory and (device.startswith("cuda") or (device == "auto" and GPU_DRIVER.exists())):
         percent = PREFILL_PERCENT + DECODE_PERCENT  # alone, one would take most of it
     else:

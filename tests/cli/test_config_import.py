@@ -123,7 +123,7 @@ def settings_of(cluster):
 def memory_of(cluster):
     found = settings_of(cluster)
     return {
-        name: each["kv_cache"].memory_fraction for name, each in found.items() if name[:7] in ("prefill", "decode-")
+        name: each["kv_cache"].size[1] for name, each in found.items() if name[:7] in ("prefill", "decode-")
     }
 
 

@@ -203,7 +203,7 @@ def test_a_packed_head_is_opened_once(tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.heads.of_target.open_packed_head", noting)
     node = TinyNode(model, head=str(head))
     assert node.parts.model.proposer == "eagle3:head"
-    node.parts.ingest.stop()
+    node.parts.ingest.receiver.stop()
     if opened[0] is None:
         pytest.skip("torch computes the head here")
     assert len(opened) == 1

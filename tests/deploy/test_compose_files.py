@@ -75,7 +75,7 @@ def test_nodes_that_share_a_gpu_share_its_memory():
     for role in ("prefill_node", "decode_node"):
         environ = {"OUTRIDER_KV_CACHE__MEMORY": gpu[role]["environment"]["OUTRIDER_KV_CACHE__MEMORY"]}
         settings = load_config(sections_of(None), file=SETTINGS, environ=environ)
-        shares.append(settings.sections["kv_cache"].memory_fraction)
+        shares.append(settings.sections["kv_cache"].size[1])
     assert all(shares)
     assert sum(shares) <= DEFAULT_FRACTIONS["cuda"]
 
