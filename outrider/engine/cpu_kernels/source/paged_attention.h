@@ -306,16 +306,11 @@ struct PagedAttention {
       store(to, weight);
       return weight;
     } else {
-#if defined(__AVX512BF16__)  // whose instruction rounds alike: no weight is subnormal
-      const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(reinterpret_cast<__m512>(weight));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
-      return reinterpret_cast<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
-#else
       const Words bits = reinterpret_cast<Words>(weight);
       const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
-      store(to, reinterpret_cast<Floats>(rounded));
+      if constexpr (sizeof *to == 2) store_upper_halves(to, rounded);
+      else store(to, reinterpret_cast<Floats>(rounded));
       return reinterpret_cast<Floats>(rounded);
-#endif
     }
   }
 };
