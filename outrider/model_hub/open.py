@@ -1,8 +1,8 @@
 """READ FIRST: how a node gets its model. From packed weights where there are any, else from the checkpoint.
 
 Packed weights are mapped: no torch, no transformers, no packing, no check, and nodes of one machine
-share them. A node that finds none loads the checkpoint as outrider.model_hub.load does,
-and leaves them for the next.
+share them. A node that finds none has them made by a process that ends (`pack_apart`). If that fails,
+it loads the checkpoint as outrider.model_hub.load does, and leaves packed weights for the next.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
 from outrider.model_hub.loaded_model import LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
+from outrider.model_hub.pack_apart import pack_apart
 from outrider.model_hub.packed_weights import Packed, PackedKey, open_packed
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.vocabulary import read_json
@@ -38,6 +39,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         key = PackedKey.of(config, location.directory, kernels)
     except (ModelError, OSError):
         return _load(config, progress)  # which says what is wrong with the checkpoint
+    if not key.folder.exists():
+        pack_apart(config, progress)
     loaded: list[LoadedModel] = []  # none where there were packed weights
 
     def pack() -> Packed | None:

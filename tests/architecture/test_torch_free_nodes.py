@@ -1,4 +1,4 @@
-"""Prefill and decode nodes with a drafter head import no torch, where kernels compute it and the model is packed."""
+"""Prefill and decode nodes with a drafter head import no torch, where kernels compute it, not even to pack."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_nodes(tmp_path_factory):
 
 def test_nodes_with_a_packed_head_draft_and_verify_without_torch(run_nodes):
     *expected, has_torch = run_nodes()
-    assert has_torch, "the first process packs"
+    assert not has_torch, "another process packs"
     *found, has_torch = run_nodes()
     assert not has_torch
     assert found == expected
@@ -73,3 +73,22 @@ def test_nodes_with_a_packed_head_draft_and_verify_without_torch(run_nodes):
     assert proposer == "eagle3:head"
     assert num_drafted > len(tokens) == 40
     assert run_nodes("import torch")[-1], "the test would notice it"
+
+
+def test_what_cannot_be_packed_is_told_by_the_process_that_asked(tmp_path):
+    model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    program = f"""
+from outrider.errors import ModelError
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.open import open_model
+try:
+    open_model(ModelConfig(id={str(model)!r}, cache_dir={str(tmp_path / "cache")!r}))
+except ModelError as error:
+    print("refused:", error)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.startswith("refused: "), done.stderr
+    assert str(model) in done.stdout

@@ -1,0 +1,37 @@
+"""`python -m outrider.heads.packer`: packs a model and its head, as `outrider.model_hub.pack_apart` asks for.
+
+The configuration comes from standard input, pickled; a line for each step of progress goes to standard output.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+
+from outrider.errors import OutriderError
+from outrider.model_hub.config import ModelConfig
+from outrider.parent_death import die_with_parent
+
+
+def main() -> int:
+    """1 when something cannot be packed: who asked finds out why."""
+    die_with_parent()
+    config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
+    steps = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is none
+    import torch  # noqa: F401 whoever has it packs
+
+    from outrider.heads.of_target import HeadOfTarget
+    from outrider.model_hub.open import open_model
+
+    try:
+        model = open_model(config, progress=lambda *step: print(*step, file=steps))
+        HeadOfTarget(config).packed(model)
+    except OutriderError:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # torch takes a second to take itself apart

@@ -1,0 +1,37 @@
+"""Packing in a process of its own, whose memory for torch goes with it: nodes on native kernels run without torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.progress import Progress
+from outrider.parent_death import PARENT_VARIABLE
+
+PACKER = "outrider.heads.packer"
+"""What it runs: packs a model and its head, whose code this package does not import."""
+
+
+def pack_apart(config: ModelConfig, progress: Progress) -> None:
+    """Lets another process pack what `config` names; returns when it has ended.
+
+    A process that has torch anyway packs by itself. So it does what the other one could not, and says why it cannot.
+    """
+    if "torch" in sys.modules:
+        return
+    with subprocess.Popen(
+        [sys.executable, "-m", PACKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+    ) as packer:
+        assert packer.stdin is not None
+        assert packer.stdout is not None
+        packer.stdin.write(pickle.dumps(config))
+        packer.stdin.close()
+        for line in packer.stdout:
+            stage, done, total = line.split()
+            progress(stage.decode(), int(done), int(total))
