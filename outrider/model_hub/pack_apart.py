@@ -22,7 +22,7 @@ def pack_apart(config: ModelConfig, progress: Progress) -> None:
     """
     if "torch" in sys.modules:
         return
-    with subprocess.Popen(
+    with subprocess.Popen(  # noqa: S603 our own interpreter
         [sys.executable, "-m", PACKER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

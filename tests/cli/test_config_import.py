@@ -122,9 +122,7 @@ def settings_of(cluster):
 
 def memory_of(cluster):
     found = settings_of(cluster)
-    return {
-        name: each["kv_cache"].size[1] for name, each in found.items() if name[:7] in ("prefill", "decode-")
-    }
+    return {name: each["kv_cache"].size[1] for name, each in found.items() if name[:7] in ("prefill", "decode-")}
 
 
 def test_each_process_of_a_cluster_reads_the_file(file, capsys):
