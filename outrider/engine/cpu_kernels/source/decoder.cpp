@@ -165,7 +165,7 @@ class DecoderStep final : public Job {
       if (num_layers == decoder_.num_layers && features_.takes_final_norm) {
         rms_norm_row<Type>(from, width, decoder_.final_norm, decoder_.epsilon, to);
       } else {
-        for (int64_t d = 0; d < width; d += kWidth) store_rounded(to + d, rounded_to(load(from + d), type));
+        for (int64_t d = 0; d < width; d += kWidth) store_exact(to + d, rounded_to(load(from + d), type));
       }
     }
   }
@@ -185,7 +185,7 @@ class DecoderStep final : public Job {
         if (features_.norm != nullptr) rms_norm_row<Type>(taps, width, features_.norm, features_.epsilon, taps);
         if (is_projected) return;
         for (int64_t d = 0; d < width; d += kWidth)
-          store_rounded(plane + batch_.slots[row] * width + d, load_wide(taps + d));
+          store_exact(plane + batch_.slots[row] * width + d, load_wide(taps + d));
       });
     });
     if (!is_projected) return;
@@ -309,7 +309,7 @@ class DecoderStep final : public Job {
       const Type* type = nullptr;
       Row* to = attended_ + (rows.index_of(row) * decoder_.num_heads + head) * head_dim;
       for (int64_t d = 0; d < head_dim; d += kWidth)
-        store_rounded(to + d, rounded_to(finished_values(from + d, factor), type));
+        store_exact(to + d, rounded_to(finished_values(from + d, factor), type));
     };
     const auto run_task = [&](int64_t task) {
       auto* memory = workspace_.own[member.index].attention.template get<char>();

@@ -156,7 +156,7 @@ struct SiluMultiplyTo {
       const Floats up = rounded_to(load(tile.values + kPanel + c), type);
       const Floats value = rounded_to(gate * sigmoid(gate) * up, type);
       if (c + kWidth <= left) {
-        store_rounded(to + c, value);
+        store_exact(to + c, value);
       } else {
         for (int i = 0; c + i < left; i++) store_one(to + c + i, value[i]);
       }

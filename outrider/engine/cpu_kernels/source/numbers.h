@@ -158,6 +158,10 @@ static inline void store_rounded(BFloat16* to, Floats value) {
   store_upper_halves(to, reinterpret_cast<Words>(rounded_to_bfloat16(value)));
 }
 
+// Of values that have been rounded to the type.
+static inline void store_exact(float* to, Floats value) { store(to, value); }
+static inline void store_exact(BFloat16* to, Floats value) { store_upper_halves(to, reinterpret_cast<Words>(value)); }
+
 // The value as it would be after storing and loading it in T, without the memory.
 static inline Floats rounded_to(Floats value, const float*) { return value; }
 static inline Floats rounded_to(Floats value, const BFloat16*) { return rounded_to_bfloat16(value); }

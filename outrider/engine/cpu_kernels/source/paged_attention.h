@@ -167,7 +167,7 @@ struct PagedAttention {
       const int64_t first = (head * group() + r % group()) * options.head_dim;
       const KV* from = query + (tile.row + r / group()) * query_stride + first;
       Activation<KV>* to = scratch.query + r * depth;
-      for (int64_t d = 0; d < options.head_dim; d += kWidth) store_rounded(to + d, load_wide(from + d));
+      for (int64_t d = 0; d < options.head_dim; d += kWidth) store_exact(to + d, load_wide(from + d));
       for (int64_t d = options.head_dim; d < depth; d++) to[d] = Activation<KV>{};
     }
   }

@@ -24,7 +24,7 @@ static inline void rms_norm_row(const From* x, int64_t width, const float* weigh
   for (i = 0; i + kWidth <= width; i += kWidth) {
     const Floats value = rounded_to(load_wide(x + i) * factor, type);
     const Floats scaled = rounded_to(value * load(weight + i), type);
-    store_rounded(to + i, scaled);
+    store_exact(to + i, scaled);
   }
   for (; i < width; i++) {
     const Floats value = rounded_to(broadcast(widen(x[i]) * factor), type);

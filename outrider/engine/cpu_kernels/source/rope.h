@@ -15,8 +15,8 @@ static inline void rotate_head(const From* from, int64_t head_dim, const float* 
   for (; i + kWidth <= half; i += kWidth) {
     const Floats low = load_wide(from + i), high = load_wide(from + half + i);
     const Floats cosine = load(cosines + i), sine = load(sines + i);
-    store_rounded(to + i, rounded_to(low * cosine - high * sine, type));
-    store_rounded(to + half + i, rounded_to(high * cosine + low * sine, type));
+    store_exact(to + i, rounded_to(low * cosine - high * sine, type));
+    store_exact(to + half + i, rounded_to(high * cosine + low * sine, type));
   }
   for (; i < half; i++) {  // half a vector is left when head_dim is not a multiple of 2 * kWidth
     const float low = widen(from[i]), high = widen(from[half + i]);
