@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from decode_node.config import SECTIONS, DecodeNodeConfig
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.engine.processor import prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PeerSecurity

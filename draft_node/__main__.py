@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from draft_node.config import SECTIONS, DraftNodeConfig
 from draft_node.held_sequences import max_held_bytes
 from draft_node.node import DraftNode
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.engine.processor import prepare_environment
 from outrider.service.announce import announce_progress
 from outrider.service.security import make_security

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.service.security import make_security
 from outrider.service.server import run_service

@@ -28,7 +28,7 @@ import uvloop
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from outrider import __version__
-from outrider.config import environment_name
+from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
 from outrider.parent_death import die_with_parent
 from outrider.rpc.channels import server_options

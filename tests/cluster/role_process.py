@@ -13,7 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.config import parse_role_arguments, setting
+from outrider.config.arguments import parse_role_arguments
+from outrider.config.settings import setting
 from outrider.errors import CapacityError, InvalidRequestError, ModelError
 from outrider.service.announce import announce_progress
 from outrider.service.config import ServerConfig, TelemetryConfig

@@ -11,7 +11,7 @@ import pytest
 from valkey.asyncio import Valkey
 from valkey.crc import key_slot
 
-from outrider.config import load_config
+from outrider.config.resolve import load_config
 from outrider.errors import ConfigError, StoreError
 from router.config import RouterConfig
 from router.store.base import StoredRequest, TokenSpan
