@@ -69,12 +69,11 @@ def make_build(
         from outrider.engine.graph_shapes import GraphShapes
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
+        from outrider.engine_node import end_process, event_loop_clock
         from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.receiver import KvReceiver
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
-        from outrider.service.engine_failure import end_process
-        from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
         from outrider.speculation.draft_controller import DraftController
         from outrider.speculation.draft_stream import DraftHello

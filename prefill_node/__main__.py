@@ -55,12 +55,11 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.engine import PromptEngine
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
+        from outrider.engine_node import end_process, event_loop_clock
         from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.connectors import Connector
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
-        from outrider.service.engine_failure import end_process
-        from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from outrider.engine_node import TargetNode, TargetParts
+from outrider.engine_node import EXIT_ENGINE_FAILED, TargetNode, TargetParts
 from outrider.errors import InternalError, PeerLostError
 from outrider.kv_transfer.connectors import Connector
 from outrider.node import NodeLoad, NodeRole, NodeState
 from outrider.prefill import PrefillFigures
-from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger

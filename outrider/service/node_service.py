@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -25,11 +24,6 @@ DEFAULT_INTERVAL_SECONDS = 0.2
 LEAST_INTERVAL_SECONDS = 0.05
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def make_incarnation() -> bytes:
-    """16 random bytes that name one run of one process."""
-    return os.urandom(16)
 
 
 def default_node_name(role: str, address: str, *, configured: str = "") -> str:
