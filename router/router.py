@@ -34,8 +34,8 @@ from router.receipts.keeper import ReceiptKeeper, make_sink
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
+from router.store.address import MEMORY, store_address
 from router.store.base import AnswerStore
-from router.store.factory import make_store
 from router.timeline import Timeline, Timelines
 from router.trace_spans import spans_of
 from router.transport import RouterIdentity
@@ -89,9 +89,12 @@ class Router:
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
-        if store is None:
-            store = make_store(  # connects on first use
-                config.store,
+        if store is None and config.store != MEMORY:
+            address = store_address(config.store)
+            from router.store.valkey import ValkeyAnswerStore
+
+            store = ValkeyAnswerStore(  # connects on first use
+                address,
                 owner=identity.incarnation,
                 timeout_seconds=config.store_timeout_seconds,
                 lease_seconds=config.store_lease_seconds,
