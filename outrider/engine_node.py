@@ -38,7 +38,7 @@ def end_process(error: Exception) -> None:
 
 
 def event_loop_clock() -> Callable[[], int]:
-    """A clock of the main thread's processor time in nanoseconds: `run_service` runs the event loop there.
+    """A clock of the main thread's processor time in nanoseconds: `ServiceProcess` runs the event loop there.
 
     Readable from any thread. Always 0 on systems that do not tell one thread's time to another.
     """

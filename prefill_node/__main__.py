@@ -13,7 +13,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.config import ServerConfig
 from outrider.service.security import make_security
-from outrider.service.server import run_service
+from outrider.service.server import ServiceProcess
 from outrider.service.telemetry.tracer_factory import make_role_tracer
 from prefill_node.config import SECTIONS, PrefillNodeConfig
 
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         allows_profiles=sections["telemetry"].profiling,
         tracer=tracer,
     )
-    return run_service(
-        node, server=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
-    )
+    return ServiceProcess(
+        node, config=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
+    ).run()
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
