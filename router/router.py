@@ -181,7 +181,8 @@ class Router:
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
-        await self.requests.keeper.stop()
+        if self.requests.keeper is not None:
+            await self.requests.keeper.stop()
         self.requests.close_all()
         await self.nodes.stop()
         if self.services is not None and self.services.receipts is not None:
