@@ -86,7 +86,8 @@ class PrefillNode(TargetNode[PrefillParts]):
         parts = await self._build(address)
         self._metrics = PrefillMetrics(model_name=parts.model.name)
         tokens = parts.loop.prompt_tokens
-        self._metrics.follow(num_outstanding=lambda: tokens.num_outstanding, saturation=tokens.saturation)
+        self._metrics.follow_outstanding(lambda: tokens.num_outstanding)
+        self._metrics.follow_saturation(tokens.saturation)
         self._thread.run()
         pool = parts.engine.pool
         max_tokens = min(parts.model.max_model_len, pool.num_blocks * pool.block_size)

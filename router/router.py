@@ -124,12 +124,10 @@ class Router:
         )
         placement.on_room = queue.pump
         metrics = RouterMetrics(model_name=served.info.name, registry=self._registry)
-        metrics.follow(
-            num_running=lambda: placement.num_placed,
-            num_waiting=lambda: queue.num_waiting,
-            num_waiting_tokens=lambda: queue.num_waiting_tokens,
-            oldest_wait=queue.oldest_wait_seconds,
-        )
+        metrics.follow_running(lambda: placement.num_placed)
+        metrics.follow_waiting(lambda: queue.num_waiting)
+        metrics.follow_waiting_tokens(lambda: queue.num_waiting_tokens)
+        metrics.follow_oldest_wait(queue.oldest_wait_seconds)
         receipts = None
         if self._receipts is not None:
             receipts = ReceiptKeeper(self._receipts, router=self._name, on_lost=metrics.add_lost_receipts)
