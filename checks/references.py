@@ -23,7 +23,9 @@ from prometheus_client import CollectorRegistry
 
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.main import COMMANDS, make_parser
-from outrider.config import describe_settings, format_value, parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
+from outrider.config.settings import describe_settings
+from outrider.config.values import format_value
 from outrider.service.telemetry.metrics import EngineMetrics, PrefillMetrics, RouterMetrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from decode_node.config import SECTIONS, DecodeNodeConfig
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.engine.processor import prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.config import ServerConfig
 from outrider.service.security import make_security
-from outrider.service.server import run_service
+from outrider.service.server import ServiceProcess
 from outrider.service.telemetry.tracer_factory import make_role_tracer
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
         allows_profiles=sections["telemetry"].profiling,
         tracer=tracer,
     )
-    return run_service(
-        node, server=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
-    )
+    return ServiceProcess(
+        node, config=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
+    ).run()
 
 
 def make_build(
@@ -69,12 +69,11 @@ def make_build(
         from outrider.engine.graph_shapes import GraphShapes
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
+        from outrider.engine_node import end_process, event_loop_clock
         from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.receiver import KvReceiver
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
-        from outrider.service.engine_failure import end_process
-        from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
         from outrider.speculation.draft_controller import DraftController
         from outrider.speculation.draft_stream import DraftHello

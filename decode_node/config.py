@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import fixed, setting
+from outrider.config.settings import fixed, setting
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig

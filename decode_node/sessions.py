@@ -8,9 +8,6 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
-
-import grpc.aio
 
 from decode_node.commands import Command, EventsBySession, RouterCommand, SessionEnded
 from decode_node.group_traces import GroupTraces
@@ -18,7 +15,7 @@ from outrider.errors import CapacityError, InvalidRequestError, MismatchError, P
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.protocol_versions import ProtocolVersions, negotiate
-from outrider.service.rpc_errors import rpc_errors
+from outrider.service.rpc_errors import Context, rpc_errors
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.session import (
@@ -121,7 +118,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
     async def Session(  # noqa: N802 named by the proto
         self,
         request_iterator: AsyncIterator[session_pb2.SessionCommand],
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: Context,
     ) -> None:
         async with rpc_errors(context):
             if not self.is_open:

@@ -11,11 +11,11 @@ from prometheus_client import REGISTRY
 from draft_node.config import SECTIONS, DraftNodeConfig
 from draft_node.held_sequences import max_held_bytes
 from draft_node.node import DraftNode
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.engine.processor import prepare_environment
 from outrider.service.announce import announce_progress
 from outrider.service.security import make_security
-from outrider.service.server import run_service
+from outrider.service.server import ServiceProcess
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracer_factory import make_role_tracer
 from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         registry=REGISTRY,
         tracer=tracer,
     )
-    return run_service(
+    return ServiceProcess(
         service,
-        server=sections["server"],
+        config=sections["server"],
         telemetry=sections["telemetry"],
         security=make_security(sections["security"]),
         tracer=tracer,
         role="draft_node",
-    )
+    ).run()
 
 
 def _log_reload(folder: Path, error: Exception | None) -> None:

@@ -15,10 +15,9 @@ from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLoop, DraftStepStats
 from draft_node.held_sequences import max_held_bytes
 from draft_node.servicer import DraftServicer
-from outrider.engine_node import EngineNode
+from outrider.engine_node import EngineNode, end_process
 from outrider.errors import PeerLostError
 from outrider.node import ModelInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.service.engine_failure import end_process
 from outrider.service.node_service import NodeServicer
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,12 +16,37 @@ from outrider.engine.engine import PromptEngine
 from outrider.engine.engine_thread import EngineThread
 from outrider.engine.step_progress import StepProgress
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.service.engine_failure import end_process
-from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
+from outrider.service.node_service import NodeServicer, default_node_name
 from outrider.service.profiling import ProfileDesk
+from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 
+EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE
+
 Built = TypeVar("Built")
+
+_log = get_logger("engine")
+
+
+def end_process(error: Exception) -> None:
+    """A bug of ours, or a lost rank: whatever the state is now, it must not be served from.
+
+    The process's supervisor starts another one.
+    """
+    _log.error("the engine failed; the process ends", error=str(error), exc_info=error)
+    os._exit(EXIT_ENGINE_FAILED)
+
+
+def event_loop_clock() -> Callable[[], int]:
+    """A clock of the main thread's processor time in nanoseconds: `ServiceProcess` runs the event loop there.
+
+    Readable from any thread. Always 0 on systems that do not tell one thread's time to another.
+    """
+    main_thread = threading.main_thread().ident
+    if main_thread is None or not hasattr(time, "pthread_getcpuclockid"):
+        return lambda: 0
+    clock = time.pthread_getcpuclockid(main_thread)
+    return lambda: time.clock_gettime_ns(clock)
 
 
 class EngineNode(Generic[Built]):
@@ -38,7 +66,7 @@ class EngineNode(Generic[Built]):
         self._role = role
         self._configured_name = configured_name
         self._tracer = tracer
-        self._incarnation = make_incarnation()
+        self._incarnation = os.urandom(16)
         self._name = configured_name or role.name.lower()
         self._state = NodeState.STARTING
         self._thread = EngineThread(f"{role.name.lower()}-loop", build=build, run=run, on_failure=on_failure)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.engine.processor import prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.config import ServerConfig
 from outrider.service.security import make_security
-from outrider.service.server import run_service
+from outrider.service.server import ServiceProcess
 from outrider.service.telemetry.tracer_factory import make_role_tracer
 from prefill_node.config import SECTIONS, PrefillNodeConfig
 
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         allows_profiles=sections["telemetry"].profiling,
         tracer=tracer,
     )
-    return run_service(
-        node, server=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
-    )
+    return ServiceProcess(
+        node, config=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
+    ).run()
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
@@ -55,12 +55,11 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.engine import PromptEngine
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
+        from outrider.engine_node import end_process, event_loop_clock
         from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.connectors import Connector
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
-        from outrider.service.engine_failure import end_process
-        from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop

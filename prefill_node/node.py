@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from outrider.engine_node import TargetNode, TargetParts
+from outrider.engine_node import EXIT_ENGINE_FAILED, TargetNode, TargetParts
 from outrider.errors import InternalError, PeerLostError
 from outrider.kv_transfer.connectors import Connector
 from outrider.node import NodeLoad, NodeRole, NodeState
 from outrider.prefill import PrefillFigures
-from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger
@@ -87,7 +86,8 @@ class PrefillNode(TargetNode[PrefillParts]):
         parts = await self._build(address)
         self._metrics = PrefillMetrics(model_name=parts.model.name)
         tokens = parts.loop.prompt_tokens
-        self._metrics.follow(num_outstanding=lambda: tokens.num_outstanding, saturation=tokens.saturation)
+        self._metrics.follow_outstanding(lambda: tokens.num_outstanding)
+        self._metrics.follow_saturation(tokens.saturation)
         self._thread.run()
         pool = parts.engine.pool
         max_tokens = min(parts.model.max_model_len, pool.num_blocks * pool.block_size)

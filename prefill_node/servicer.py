@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import grpc.aio
 
 from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.faults import fault_point
@@ -14,7 +11,7 @@ from outrider.node import ModelInfo
 from outrider.prefill import PrefillCall
 from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS
 from outrider.service.open_calls import OpenCalls
-from outrider.service.rpc_errors import rpc_errors
+from outrider.service.rpc_errors import Context, rpc_errors
 from outrider.service.telemetry.tracing import NO_TRACER, TraceContext, Tracer
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from outrider.wire.prefill import CALL, figures_to_proto
@@ -44,7 +41,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._jobs, self._served = jobs, served
 
     async def Prefill(  # noqa: N802 named by the proto
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> prefill_pb2.PrefillResponse:
         self.calls.enter(context)
         async with rpc_errors(context):

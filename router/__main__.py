@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.service.security import make_security
-from outrider.service.server import run_service
+from outrider.service.server import ServiceProcess
 from outrider.service.telemetry.tracer_factory import make_role_tracer
 from router.clients import TokenFile
 from router.config import SECTIONS, RouterConfig
@@ -36,16 +36,16 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"router: {error}\n")
         return 2
-    return run_service(
+    return ServiceProcess(
         router,
-        server=sections["server"],
+        config=sections["server"],
         telemetry=sections["telemetry"],
         security=security,
         client_tls=config.tls,
         authenticate=None if clients is None else clients.authenticate,
         tracer=tracer,
         role="router",
-    )
+    ).run()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from outrider.request import FinishReason, Request, TokenLogprobs
 from outrider.session import SampleDone, SampleStart, SampleTokens
 from outrider.wire.answer import PackedLogprobs, pack_logprobs
 from router.answer_reader import AnswerReader, DeliveryBatcher
-from router.detokenizer import NoText
+from router.detokenizer import ByteDetokenizer
 from router.sample_answer import SampleAnswer
 from router.stop_strings import StopStringMatcher
 from router.text import AnswerText
@@ -62,7 +62,7 @@ class Answer:
         self.failure: OutriderError | None = None
         self.may_be_behind = False  # taken over from another router: its client may know more, and the same tokens
         logprobs = request.options.logprobs
-        self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top
+        self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # itself, and its logprobs
         self._reader: AnswerReader[Any] | None = None
 
     @property
@@ -192,7 +192,7 @@ def make_answer(request: Request, *, tokenizer: Tokenizer, started: Started, bat
         detokenizer = (
             tokenizer.detokenizer(skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids)
             if needs_text
-            else NoText()
+            else ByteDetokenizer(())  # nobody looks at it
         )
         matcher = StopStringMatcher(stop.strings, include_match=stop.include_match)
         return AnswerText(detokenizer, matcher, min_tokens=request.options.sampling.min_tokens)

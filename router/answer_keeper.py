@@ -38,28 +38,6 @@ Restore = Callable[[StoredAnswer], Awaitable[LiveRequest]]
 """Begins a claimed request here."""
 
 
-class NoKeeper:
-    """Without a shared store an answer lives and dies with its router."""
-
-    async def keep(self, running: LiveRequest, stored: StoredRequest) -> bool:
-        return True
-
-    async def resume(self, request_id: str, *, fingerprint: str) -> LiveRequest:
-        raise NotFoundError(f"no request {request_id!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
-
-    def is_claiming(self, request_id: str) -> bool:
-        return False
-
-    async def read(self, request_id: str) -> StoredAnswer | None:
-        return None
-
-    async def abort(self, request_id: str) -> bool:
-        return False
-
-    async def stop(self) -> None:
-        """Nothing to stop."""
-
-
 @dataclass(slots=True)
 class _Kept:
     """One request of ours in the store."""
@@ -305,9 +283,6 @@ class AnswerKeeper:
         elif error is None and self._is_lost:
             _log.info("the store answers again", store=self._store.name)
         self._is_lost = error is not None
-
-
-Keeper = AnswerKeeper | NoKeeper
 
 
 def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.config import fixed, setting
+from outrider.config.settings import fixed, setting
 from outrider.request import VerificationMethod
 from outrider.rpc.credentials import TlsConfig
 from outrider.service.config import SERVICE_SECTIONS

@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For byte-level tokenizers: each token is its bytes, so one token costs one table look-up.
 
-    `token_bytes[id]` is what the token adds; ids beyond the table add nothing.
+    `token_bytes[id]` is what the token adds; ids beyond the table add nothing: without a table there is no text.
     """
 
     __slots__ = ("_decoder", "_token_bytes", "is_mid_character")
@@ -92,15 +92,3 @@ class WindowDetokenizer:
         self._emitted_text = self._decode(self._token_ids)
         self.is_mid_character = False
         return added
-
-
-class NoText:
-    """For answers whose text nobody looks at."""
-
-    is_mid_character = False
-
-    def append(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""

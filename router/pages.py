@@ -9,7 +9,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
@@ -24,8 +24,7 @@ from outrider.wire.cluster import LOAD_FIGURES
 from router.front import Front
 from router.node_directory import NodeDirectory
 from router.node_link import NodeLink
-from router.timeline import Timelines
-from router.timeline_json import TokenText, move_json, span_json, step_json, summary_json
+from router.timeline import Move, Span, Step, Timeline, Timelines
 
 LOOP_SECONDS = 2.0
 """How long the event loop may take for a copy."""
@@ -37,6 +36,10 @@ CONTENT_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+TIMELINE_FIGURES = (
+    *("serial", "request_id", "state", "nodes", "error"),
+    *("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_samples"),
+)
 NOTHING_HERE = Page.message(
     HTTPStatus.NOT_FOUND,
     "nothing is here: / is the page, /metrics is for Prometheus, /api/cluster, /api/requests and /api/requests/N "
@@ -44,6 +47,8 @@ NOTHING_HERE = Page.message(
 )
 
 T = TypeVar("T")
+TokenText = Callable[[int], str]
+"""A token's text, alone."""
 
 
 class RouterPages:
@@ -122,7 +127,7 @@ class RouterPages:
 
     def _requests(self) -> list[dict[str, Any]]:
         now = time.monotonic()
-        return [summary_json(timeline, now) for timeline in self._timelines]
+        return [_summary_json(timeline, now) for timeline in self._timelines]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
         """(single values, lists): what takes long is done by whoever iterates."""
@@ -130,13 +135,13 @@ class RouterPages:
         if timeline is None:
             return None
         arrived_at, nodes = timeline.arrived_at, tuple(timeline.attempts)
-        to_json = partial(step_json, nodes=nodes, arrived_at=arrived_at, text=self._token_text())
+        to_json = partial(_step_json, nodes=nodes, arrived_at=arrived_at, text=self._token_text())
         lists: dict[str, Iterable[Any]] = {
-            "spans": [span_json(span, arrived_at) for span in timeline.spans],
+            "spans": [_span_json(span, arrived_at) for span in timeline.spans],
             "steps": map(to_json, tuple(timeline.steps)),
-            "moves": [move_json(move, arrived_at) for move in timeline.moves],
+            "moves": [_move_json(move, arrived_at) for move in timeline.moves],
         }
-        return summary_json(timeline, time.monotonic()) | {"num_dropped_steps": timeline.num_dropped_steps}, lists
+        return _summary_json(timeline, time.monotonic()) | {"num_dropped_steps": timeline.num_dropped_steps}, lists
 
     def _token_text(self) -> TokenText | None:
         served = self._nodes.served
@@ -177,3 +182,47 @@ def _object(fields: Mapping[str, Any], **lists: Iterable[Any]) -> bytes:
     parts = [json.dumps(fields)[1:-1]] if fields else []
     parts += [f'"{name}": [{", ".join(map(json.dumps, entries))}]' for name, entries in lists.items()]
     return f"{{{', '.join(parts)}}}".encode()
+
+
+# ------------------------------------------------------------ seconds since a request's arrival; null: not known
+
+
+def _summary_json(timeline: Timeline, now: float) -> dict[str, Any]:
+    """`now`: monotonic seconds."""
+
+    def since_arrival(at: float | None) -> float | None:
+        return None if at is None else round(at - timeline.arrived_at, 6)
+
+    return {
+        **{name: getattr(timeline, name) for name in TIMELINE_FIGURES},
+        "age_seconds": since_arrival(now),
+        "queue_seconds": since_arrival(timeline.admitted_at),
+        "ttft_seconds": since_arrival(timeline.first_token_at),
+        "e2e_seconds": since_arrival(timeline.ended_at),
+        "attempts": 1 + timeline.num_moves,
+        "mean_acceptance_length": round(timeline.speculation.metrics().mean_acceptance_length, 3),
+    }
+
+
+def _span_json(span: Span, arrived_at: float) -> dict[str, Any]:
+    return {
+        "kind": span.kind,
+        "attempt": span.attempt,
+        "node": span.node,
+        "start": round(span.start - arrived_at, 6),
+        "end": None if span.end is None else round(span.end - arrived_at, 6),
+        "num_tokens": span.num_tokens,
+        "bytes": span.num_bytes,
+        "detail": span.detail,
+    }
+
+
+def _step_json(step: Step, nodes: Sequence[str], arrived_at: float, text: TokenText | None) -> dict[str, Any]:
+    """`nodes`: by attempt. `text`: None where text is not to be shown."""
+    values = step._asdict() | {"node": nodes[step.attempt], "at": round(step.at - arrived_at, 6)}
+    shown = {"tokens": values.pop("token_ids"), "rejected": values.pop("rejected_token_ids")}
+    return values if text is None else values | {name: list(map(text, ids)) for name, ids in shown.items()}
+
+
+def _move_json(move: Move, arrived_at: float) -> dict[str, Any]:
+    return move._asdict() | {"at": round(move.at - arrived_at, 6)}

@@ -20,7 +20,7 @@ from outrider.errors import (
 from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
 from router.answer import make_answer
-from router.answer_keeper import Keeper, NoKeeper, take_known_tokens
+from router.answer_keeper import AnswerKeeper, take_known_tokens
 from router.answer_reader import DeliveryBatcher
 from router.clients import Caller, Clients, split_key
 from router.live_request import LiveRequest
@@ -50,7 +50,7 @@ class RequestRegistry:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._batcher = DeliveryBatcher()
-        self.keeper: Keeper = NoKeeper()
+        self.keeper: AnswerKeeper | None = None  # None: no shared store, an answer lives and dies with this router
         self.is_leaving = False  # new requests are taken still, and gateways told to send them elsewhere
         self.is_draining = False
 
@@ -72,7 +72,7 @@ class RequestRegistry:
         request_id = proto.request_id or str(uuid.uuid4())
         key, window = caller.key_of(request_id), resume_window_seconds(proto)
         live = await self._begin(services, key, request_id, proto, caller, window=window)
-        if window is None:
+        if window is None or self.keeper is None:
             return live
         try:  # while the prompt is being computed; nobody has been told of the request yet
             stored = StoredRequest(
@@ -97,10 +97,10 @@ class RequestRegistry:
         Raises: OutriderError.
         """
         key = caller.key_of(request_id)
-        if key in self._beginning and not self.keeper.is_claiming(key):
+        if key in self._beginning and not self._is_claiming(key):
             raise NotFoundError(f"request {request_id!r} is being encoded", reason="NOT_RESUMABLE")
         live = self._by_key.get(key)
-        if live is not None and not self.keeper.is_claiming(key):
+        if live is not None and not self._is_claiming(key):
             if live.window_seconds is None:
                 raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
             if await self._is_ours(key):
@@ -110,14 +110,22 @@ class RequestRegistry:
             live.fail(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
             live.close()
         self._check_serving()  # a router that drains cannot tell whether another one has it
-        if not self.keeper.is_claiming(key):
+        if self.keeper is not None and not self.keeper.is_claiming(key):
             self._check_known(request_id, await self.keeper.read(key), next_positions)
             if key in self._by_key:
                 return await self.find(request_id, next_positions, caller)
-        return await self.keeper.resume(key, fingerprint=self._nodes.model().info.fingerprint)
+        fingerprint = self._nodes.model().info.fingerprint
+        if self.keeper is None:
+            raise NotFoundError(f"no request {key!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
+        return await self.keeper.resume(key, fingerprint=fingerprint)
+
+    def _is_claiming(self, key: str) -> bool:
+        return self.keeper is not None and self.keeper.is_claiming(key)
 
     async def _is_ours(self, key: str) -> bool:
         """Whether no other router has taken the request over: its tokens there may be newer, and differ."""
+        if self.keeper is None:
+            return True
         try:
             stored = await self.keeper.read(key)
         except StoreError:
@@ -154,6 +162,8 @@ class RequestRegistry:
         was_running = live is not None and live.abort()
         if not was_running:
             self._clients.charge(caller)
+        if self.keeper is None:
+            return was_running
         if live is None:
             return await self.keeper.abort(key)
         with suppress(StoreError):  # which another router may have taken over meanwhile

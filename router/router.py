@@ -34,8 +34,8 @@ from router.receipts.keeper import ReceiptKeeper, make_sink
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
+from router.store.address import MEMORY, store_address
 from router.store.base import AnswerStore
-from router.store.factory import make_store
 from router.timeline import Timeline, Timelines
 from router.trace_spans import spans_of
 from router.transport import RouterIdentity
@@ -89,9 +89,12 @@ class Router:
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
-        if store is None:
-            store = make_store(  # connects on first use
-                config.store,
+        if store is None and config.store != MEMORY:
+            address = store_address(config.store)
+            from router.store.valkey import ValkeyAnswerStore
+
+            store = ValkeyAnswerStore(  # connects on first use
+                address,
                 owner=identity.incarnation,
                 timeout_seconds=config.store_timeout_seconds,
                 lease_seconds=config.store_lease_seconds,
@@ -121,12 +124,10 @@ class Router:
         )
         placement.on_room = queue.pump
         metrics = RouterMetrics(model_name=served.info.name, registry=self._registry)
-        metrics.follow(
-            num_running=lambda: placement.num_placed,
-            num_waiting=lambda: queue.num_waiting,
-            num_waiting_tokens=lambda: queue.num_waiting_tokens,
-            oldest_wait=queue.oldest_wait_seconds,
-        )
+        metrics.follow_running(lambda: placement.num_placed)
+        metrics.follow_waiting(lambda: queue.num_waiting)
+        metrics.follow_waiting_tokens(lambda: queue.num_waiting_tokens)
+        metrics.follow_oldest_wait(queue.oldest_wait_seconds)
         receipts = None
         if self._receipts is not None:
             receipts = ReceiptKeeper(self._receipts, router=self._name, on_lost=metrics.add_lost_receipts)
@@ -178,7 +179,8 @@ class Router:
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
-        await self.requests.keeper.stop()
+        if self.requests.keeper is not None:
+            await self.requests.keeper.stop()
         self.requests.close_all()
         await self.nodes.stop()
         if self.services is not None and self.services.receipts is not None:

@@ -6,16 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
-
-import grpc
-import grpc.aio
 
 from outrider.answer import AnswerEvent
 from outrider.errors import CapacityError, InvalidRequestError, PeerLostError
 from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.service.open_calls import OpenCalls
-from outrider.service.rpc_errors import rpc_errors
+from outrider.service.rpc_errors import Context, rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import CompleteResponseBuilder, event_to_proto
 from outrider.wire.cluster import CLUSTER, MODEL
@@ -32,8 +28,6 @@ MAX_WATCHES = 128
 """WatchCluster calls at a time: each costs a message for every node, ten times a second."""
 MAX_WATCHES_OF_ONE = 32
 """Those of one client, by the name of its token, else by its address."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):

@@ -14,17 +14,12 @@ class StopStringMatcher:
 
     def __init__(self, strings: Sequence[str] = (), *, include_match: bool = False) -> None:
         assert all(strings), "an empty stop string would match everywhere"
-        self._strings = tuple(strings)
+        self.strings = tuple(strings)  # without any, it releases everything at once
         self._include_match = include_match
         self._held = ""  # not released: an end that could begin a stop string
         self._num_seen = 0  # characters before the end of `_held`
         self._floor = 0  # no match begins before this character
         self.matched: str | None = None
-
-    @property
-    def has_strings(self) -> bool:
-        """False: it releases everything at once."""
-        return bool(self._strings)
 
     def append(self, text: str) -> str:
         """Takes the text of one token; gives what may be sent. Sets `matched`."""
@@ -52,7 +47,7 @@ class StopStringMatcher:
     def _find(self, text: str, start: int) -> tuple[int, str | None]:
         """(where it begins, the string) of the match that wins."""
         found_at, found = len(text), None
-        for string in self._strings:
+        for string in self.strings:
             at = text.find(string, start)
             if 0 <= at < found_at:
                 found_at, found = at, string
@@ -61,7 +56,7 @@ class StopStringMatcher:
     def _hold_from(self, text: str, start: int) -> int:
         """Where the longest end that is a proper beginning of a stop string starts."""
         cut = len(text)
-        for string in self._strings:
+        for string in self.strings:
             at = text.find(string[0], max(start, len(text) - len(string) + 1), cut)
             while at >= 0:
                 if string.startswith(text[at:]):

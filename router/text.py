@@ -17,7 +17,7 @@ class AnswerText:
     def __init__(self, detokenizer: Detokenizer, matcher: StopStringMatcher, *, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
-        self._has_stop_strings = matcher.has_strings
+        self._has_stop_strings = bool(matcher.strings)
         self._num_unstoppable = min_tokens  # tokens still to come in whose text no stop string begins
         self.matched_stop_string: str | None = None
 

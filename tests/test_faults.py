@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.faults import FAULT_POINTS, FAULTS_VARIABLE, ONCE_VARIABLE, fault_point, parse_faults
 

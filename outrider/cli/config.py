@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster import ClusterConfig, GatewayConfig
-from outrider.config import config_schema, format_value
 from outrider.config.arguments import add_settings_arguments, load_arguments, write_warnings
-from outrider.config.imports import Translated, translate
+from outrider.config.imports.translate import translate
+from outrider.config.imports.translated import Translated
 from outrider.config.resolve import ROLES, parse_reference
 from outrider.config.resolve import SECTIONS as ALL_SECTIONS
-from outrider.config.values import to_plain
+from outrider.config.schema import config_schema
+from outrider.config.values import format_value, to_plain
 from outrider.config.yaml_files import read_entries
 from outrider.errors import ConfigError
 

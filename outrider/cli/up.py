@@ -21,7 +21,6 @@ from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_arguments import require_gateway
 from outrider.cluster.gpu_shares import memory_shares
 from outrider.cluster.plan import DECODE, LOOPBACK, ROUTER
-from outrider.config import ResolvedConfig
 from outrider.config.arguments import (
     add_setting_flags,
     add_settings_arguments,
@@ -29,8 +28,8 @@ from outrider.config.arguments import (
     load_arguments,
     write_warnings,
 )
-from outrider.config.imports import add_vllm_flags
-from outrider.config.resolve import parse_reference
+from outrider.config.imports.vllm_arguments import add_vllm_flags
+from outrider.config.resolve import ResolvedConfig, parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
 from outrider.model_hub.config import ModelConfig

@@ -148,7 +148,7 @@ class Continuation:
                 error.add_note("the samples had begun to arrive, and only an answer of one sample can be sent again")
                 raise error
             request.generated_token_ids.extend(record.token_ids())
-            record.mark_sent_again()
+            record.is_sent_again = True
         return Step(self.step.target, request)
 
     # ------------------------------------------------------------ without

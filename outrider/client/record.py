@@ -40,7 +40,7 @@ class StreamRecord:
         """The request's id on its router, for `abort` and for logs."""
         self.num_events = 0
         self._num_brought_tokens = 0 if wanted.request is None else len(wanted.request.generated_token_ids)
-        self._is_sent_again = False
+        self.is_sent_again = False  # the call at hand was sent the tokens that had arrived
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
@@ -66,7 +66,7 @@ class StreamRecord:
             case Finished():
                 self.finished[value.sample] = value
             case Summary():
-                if self._is_sent_again:  # that call made only a part of them
+                if self.is_sent_again:  # that call made only a part of them
                     value = replace(value, usage=replace(value.usage, num_generated_tokens=self.num_tokens))
                 self._summary = value
         return None
@@ -100,10 +100,6 @@ class StreamRecord:
             first = self._started.num_prompt_tokens + self._num_brought_tokens
             return {0: first, **self._next_positions}
         return dict(self._next_positions)
-
-    def mark_sent_again(self) -> None:
-        """The next call sends the tokens that have arrived."""
-        self._is_sent_again = True
 
     def forget_start(self) -> None:
         """A new attempt begins, which may draw another seed."""

@@ -55,7 +55,7 @@ class Comparison:
 
 def why_not_replayable(receipt: Receipt) -> str:
     """Empty: it is. Raises: InvalidRequestError for a receipt that is damaged."""
-    method = VERIFICATION_METHODS.known_from_proto(_request_of(receipt).speculation.method)
+    method = VERIFICATION_METHODS.or_else(None).from_proto(_request_of(receipt).speculation.method)
     if method is VerificationMethod.COUPLED:
         return "" if any(sample.token_ids for sample in receipt.samples) else "it has no tokens to compare"
     label = "a method that this version does not know" if method is None else method.label

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import setting
+from outrider.config.settings import setting
 from outrider.service.config import ROUTER_PORT
 from outrider.speculation.proposers.factory import DRAFT_CHOICES, DraftChoice, parse_draft_choice
 

@@ -15,10 +15,9 @@ FEWEST_TO_DIVIDE = 6
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """Processors and threads of one process."""
+    """Processors of one process, each for one of its threads."""
 
     cpus: tuple[int, ...]
-    num_threads: int
     is_shared: bool = False  # with all others that compute
 
 
@@ -45,7 +44,7 @@ def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShar
     }
     everyone = [name for role in names.values() for name in role]
     if len(cpus) < max(FEWEST_TO_DIVIDE, 2 * len(everyone)):
-        return dict.fromkeys(everyone, CpuShare(tuple(cpus), len(cpus), is_shared=len(everyone) > 1))
+        return dict.fromkeys(everyone, CpuShare(tuple(cpus), is_shared=len(everyone) > 1))
     free = cpus[1:]
     num_draft = max(len(names["draft"]), len(cpus) // 8) if names["draft"] else 0
     num_decode = max(len(names["decode"]), (len(free) - num_draft + 1) // 2)
@@ -63,4 +62,4 @@ def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, CpuShare]:
     """Divides neighbouring processors as evenly as possible."""
     bounds = [len(cpus) * index // len(names) for index in range(len(names) + 1)] if names else []
     parts = [tuple(cpus[start:end]) for start, end in itertools.pairwise(bounds)]
-    return {name: CpuShare(part, len(part)) for name, part in zip(names, parts, strict=True)}
+    return {name: CpuShare(part) for name, part in zip(names, parts, strict=True)}

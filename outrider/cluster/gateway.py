@@ -16,7 +16,7 @@ import time
 
 from outrider.cluster.config import GatewayConfig
 from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gateway_arguments, may_trace, require_gateway
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.parent_death import die_with_parent
 from outrider.service.address import is_wildcard

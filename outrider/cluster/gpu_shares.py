@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.cluster.config import ClusterConfig
-from outrider.config import ResolvedConfig
+from outrider.config.resolve import ResolvedConfig
 
 GPU_DRIVER = Path("/dev/nvidiactl")
 PREFILL_PERCENT, DECODE_PERCENT = 25, 60

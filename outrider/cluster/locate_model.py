@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.errors import OutriderError
 from outrider.service.announce import announce_progress
 from outrider.service.config import TelemetryConfig

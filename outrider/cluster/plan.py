@@ -113,7 +113,7 @@ def _chosen(
     share = divide_cpus(config, usable_cpus()).get(spec.name)
     if share is not None:
         chosen["model.cpus"] = share.cpus
-        chosen["model.num_threads"] = share.num_threads
+        chosen["model.num_threads"] = len(share.cpus)
         if share.is_shared and role in (PREFILL, DECODE):
             chosen["model.turns_file"] = turns_file
         if role == DRAFT:

@@ -11,25 +11,3 @@ A key is a dotted path, `decode_node.max_running_sequences`; its environment var
 `OUTRIDER_DECODE_NODE__MAX_RUNNING_SEQUENCES`. All roles may share one file: a role
 ignores the sections of the others, and nothing else.
 """
-
-from __future__ import annotations
-
-from outrider.config.arguments import parse_role_arguments
-from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, environment_name, load_config
-from outrider.config.schema import config_schema
-from outrider.config.settings import SettingInfo, describe_settings, fixed, setting
-from outrider.config.values import format_value
-
-__all__ = [
-    "CONFIG_FILE_VARIABLE",
-    "ResolvedConfig",
-    "SettingInfo",
-    "config_schema",
-    "describe_settings",
-    "environment_name",
-    "fixed",
-    "format_value",
-    "load_config",
-    "parse_role_arguments",
-    "setting",
-]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports import SPECULATIVE, Imported, Translated, translate
+from outrider.config.imports.translate import translate
+from outrider.config.imports.translated import SPECULATIVE, Imported, Translated
 from outrider.config.settings import default_of, describe_settings, nested_type, setting_fields, unknown_key
 from outrider.config.values import checked, from_text, without_passwords
 from outrider.config.yaml_files import Entry, read_entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import fixed, setting
+from outrider.config.settings import fixed, setting
 from outrider.kv_transfer.base import PROGRESS_SECONDS
 from outrider.kv_transfer.frames import CONNECTORS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import fixed, setting
+from outrider.config.settings import fixed, setting
 
 DEFAULT_MODEL_ID = "smollm2-135m-instruct"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from outrider.config import setting
+from outrider.config.settings import setting
 from outrider.errors import ConfigError
 
 

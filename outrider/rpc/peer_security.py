@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from outrider.config import setting
+from outrider.config.settings import setting
 from outrider.rpc.channels import open_channel, open_sync_channel
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.tls_files import TlsFiles

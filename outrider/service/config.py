@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import setting
+from outrider.config.settings import setting
 from outrider.rpc.peer_security import SecurityConfig
 
 ROUTER_PORT = 50051

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
-
-import grpc
-import grpc.aio
 
 from outrider.errors import NotFoundError, NotSupportedError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeState
 from outrider.service.profiling import ProfileDesk
-from outrider.service.rpc_errors import abort_with, rpc_errors
+from outrider.service.rpc_errors import Context, abort_with, rpc_errors
 from outrider.v1 import node_pb2, node_pb2_grpc
 from outrider.wire.node import REPORT, info_to_proto
 from outrider.wire.profile import PROFILE, options_from_proto
@@ -23,13 +18,6 @@ TOKENIZER_CHUNK_BYTES = 1 << 20
 TRACE_CHUNK_BYTES = 1 << 20
 DEFAULT_INTERVAL_SECONDS = 0.2
 LEAST_INTERVAL_SECONDS = 0.05
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def make_incarnation() -> bytes:
-    """16 random bytes that name one run of one process."""
-    return os.urandom(16)
 
 
 def default_node_name(role: str, address: str, *, configured: str = "") -> str:

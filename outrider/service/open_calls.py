@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-import grpc.aio
+from outrider.service.rpc_errors import Context
 
 
 class OpenCalls:
@@ -17,7 +16,7 @@ class OpenCalls:
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def enter(self, context: Context) -> None:
         """From now on until gRPC has ended the call."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(ended)

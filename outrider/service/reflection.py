@@ -18,15 +18,13 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from outrider.service.rpc_errors import rpc_errors
+from outrider.service.rpc_errors import Context, rpc_errors
 
 V1ALPHA_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 REFLECTION_SERVICES = (V1_SERVICE, V1ALPHA_SERVICE)
 _V1_FILE = "grpc/reflection/v1/reflection.proto"
 _METHOD = "ServerReflectionInfo"
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:

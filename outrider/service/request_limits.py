@@ -16,7 +16,7 @@ from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.health import HEALTH_SERVICE
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE
 from outrider.service.reflection import REFLECTION_SERVICES
-from outrider.service.rpc_errors import abort_with
+from outrider.service.rpc_errors import Context, abort_with
 
 ROUTER_SERVICE = "outrider.v1.RouterService"
 ENGINE_SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -25,7 +25,6 @@ CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
 OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
 """For everybody who passes the handshake. A router asks its clients for tokens itself."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any
 """A grpc.RpcMethodHandler, which is generic in its stubs only."""
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]

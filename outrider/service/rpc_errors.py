@@ -14,10 +14,13 @@ from outrider import errors
 from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.service.telemetry.logging import get_logger
 
+Context = grpc.aio.ServicerContext[Any, Any]
+"""Of a call, whatever its messages are."""
+
 _log = get_logger("status")
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> Never:
+async def abort_with(context: Context, error: BaseException) -> Never:
     """Ends the RPC with the error's status; what becomes INTERNAL is logged with its trace.
 
     Trailers that the servicer has set stay, the details come behind them.
@@ -32,7 +35,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseExc
 
 
 @asynccontextmanager
-async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+async def rpc_errors(context: Context) -> AsyncIterator[None]:
     """Around a servicer's body: whatever it raises ends the RPC as `abort_with`.
 
     Cancellation and an abort that has already happened pass through.

@@ -1,6 +1,6 @@
 """The life of a service process: bind → start → serve → drain → stop.
 
-    run_service(DecodeService(config), server=config.server, telemetry=telemetry, role="decode_node")
+    ServiceProcess(DecodeService(config), config=server, telemetry=telemetry, role="decode_node").run()
 
 The port answers from the first moment (health NOT_SERVING, NodeService), the service
 serves when `start` has returned. SIGTERM or SIGINT drains; a second one ends at once.
@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Never, Protocol, runtime_checkable
 from wsgiref.simple_server import WSGIServer
 
@@ -28,7 +28,7 @@ import uvloop
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from outrider import __version__
-from outrider.config import environment_name
+from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
 from outrider.parent_death import die_with_parent
 from outrider.rpc.channels import server_options
@@ -96,53 +96,43 @@ class FrontService(Service, Protocol):
         """Calls `tell` now and at every change, on the event loop: whether requests can be served."""
 
 
-def run_service(
-    service: Service,
-    *,
-    server: ServerConfig,
-    telemetry: TelemetryConfig,
-    role: str,
-    security: PeerSecurity = PLAINTEXT,
-    client_tls: TlsConfig | None = None,
-    authenticate: Authenticate | None = None,
-    tracer: Tracer = NO_TRACER,
-) -> Never:
-    """Runs until a signal comes, then ends the process: status 0 after a drain, 1 when it could not start.
-
-    `security` is between services. `client_tls` is what clients are shown instead; `authenticate` asks them for tokens.
-
-    What goes wrong is one log line. Call it from the main thread. Nothing is left to do
-    after `Service.stop`, so the interpreter's own end is skipped: with torch loaded it takes
-    seconds, and a weight load in a thread, which cannot be cancelled, would be waited for.
-
-    The gRPC server is not shut down either: gRPC would end the calls that it has accepted
-    and nobody has seen yet, and all that outlived the drain, with CANCELLED, as if their
-    clients had given them up. A connection that ends with its process is UNAVAILABLE.
-    """
-    die_with_parent()
-    configure_logging(telemetry, role=role)
-    process = _ServiceProcess(service, server, role, security, client_tls or TlsConfig(), authenticate, tracer)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(process.run())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
 @dataclass(slots=True)
-class _ServiceProcess:
+class ServiceProcess:
+    """What a service needs to live: `run` is its life."""
+
     service: Service
+    _: KW_ONLY
     config: ServerConfig
+    telemetry: TelemetryConfig
     role: str
-    security: PeerSecurity
-    client_tls: TlsConfig
-    authenticate: Authenticate | None
-    tracer: Tracer
+    security: PeerSecurity = PLAINTEXT  # between services
+    client_tls: TlsConfig = field(default_factory=TlsConfig)  # shown to clients instead, where it is enabled
+    authenticate: Authenticate | None = None  # asks clients for tokens
+    tracer: Tracer = NO_TRACER
     announcer: Announcer = field(default_factory=Announcer.from_environment)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
 
-    async def run(self) -> int:
+    def run(self) -> Never:
+        """Runs until a signal comes, then ends the process: status 0 after a drain, 1 when it could not start.
+
+        What goes wrong is one log line. Call it from the main thread. Nothing is left to do
+        after `Service.stop`, so the interpreter's own end is skipped: with torch loaded it takes
+        seconds, and a weight load in a thread, which cannot be cancelled, would be waited for.
+
+        The gRPC server is not shut down either: gRPC would end the calls that it has accepted
+        and nobody has seen yet, and all that outlived the drain, with CANCELLED, as if their
+        clients had given them up. A connection that ends with its process is UNAVAILABLE.
+        """
+        die_with_parent()
+        configure_logging(self.telemetry, role=self.role)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            status = runner.run(self._run())
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    async def _run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)

@@ -36,10 +36,6 @@ class EnumTable(Generic[Member]):
         """`unknown` for a number that this version does not know, and for UNSPECIFIED."""
         return Conversion(self.to_proto, lambda number: self._by_number.get(number, unknown))
 
-    def known_from_proto(self, number: int) -> Member | None:
-        """None for a number that this version does not know, and for UNSPECIFIED."""
-        return self._by_number.get(number)
-
 
 FINISH_REASONS = EnumTable(FinishReason, router_pb2.FinishReason, "FINISH_REASON")
 LOGPROBS_MODES = EnumTable(LogprobsMode, router_pb2.LogprobsMode, "LOGPROBS_MODE")

@@ -39,7 +39,7 @@ def request_from_proto(
 ) -> Request:
     """The complete request. `seed` and `max_tokens` are the ones in force; `prompt_text` is for echo."""
     sampling = _sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
-    method = VERIFICATION_METHODS.known_from_proto(proto.speculation.method) or default_method
+    method = VERIFICATION_METHODS.or_else(default_method).from_proto(proto.speculation.method)
     eos_token_ids = () if proto.stop.ignore_eos else eos_token_ids
     options = RequestOptions(
         sampling=sampling,
@@ -132,7 +132,7 @@ def logprobs_request_from_proto(proto: router_pb2.OutputOptions | node_pb2.Reque
     """None: no logprobs. A mode that is unspecified is MODEL, the contract's default."""
     if not proto.HasField("top_logprobs"):
         return None
-    mode = LOGPROBS_MODES.known_from_proto(proto.logprobs_mode) or LogprobsMode.MODEL
+    mode = LOGPROBS_MODES.or_else(LogprobsMode.MODEL).from_proto(proto.logprobs_mode)
     return LogprobsRequest(num_top=proto.top_logprobs, mode=mode)
 
 

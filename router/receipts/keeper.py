@@ -25,7 +25,7 @@ from router.receipts.base import ReceiptLine, ReceiptSink
 from router.receipts.directory import DirectoryReceipts
 from router.request_figures import RequestFigures
 from router.request_parsing import complete_proto
-from router.store.factory import store_address
+from router.store.address import store_address
 
 MAX_WAITING = 256
 MAX_WAITING_TOKENS = 1 << 22

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
+from outrider.errors import ConfigError
+
 MEMORY = "memory"
+"""Nobody shares it."""
+PASSWORD_VARIABLE = "OUTRIDER_STORE_PASSWORD"  # noqa: S105 the name of it
 DEFAULT_PORT = 6379
 _SCHEMES = ("valkey", "valkeys")
 
@@ -48,3 +55,20 @@ class ValkeyAddress:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'valkeys' if self.is_tls else 'valkey'}://{host}:{self.port}/{self.database}"
+
+
+def store_address(url: str, environ: Mapping[str, str] = os.environ) -> ValkeyAddress:
+    """A store's; a password in the environment goes before one in the URL.
+
+    Raises: ConfigError, also without the Valkey client.
+    """
+    try:
+        address = ValkeyAddress.parse(url)
+    except ValueError as error:
+        raise ConfigError(f"router.{error}") from error
+    if find_spec("valkey") is None:
+        raise ConfigError(
+            f"router.store = {address} needs the Valkey client: in the source tree, run pip install '.[store]'"
+        )
+    password = environ.get(PASSWORD_VARIABLE)
+    return replace(address, password=password) if password else address

@@ -9,25 +9,12 @@ A server without memory refuses a script's first write only if that is one that 
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    body: str
-    sha1: str = field(init=False)  # by which a server knows a script that it has seen
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sha1", hashlib.sha1(self.body.encode(), usedforsecurity=False).hexdigest())
-
-
 OWNED, ABORTED, TAKEN, MISSING = 0, 1, 2, 3
 """What RENEW answers."""
 
 # ARGV: owner, lease, then the hash's other fields and values. A server may have evicted the hash and kept the tokens.
 # The first HSET is what a server without memory refuses.
-CREATE = Script("""
+CREATE = """
 local owner = redis.call('HGET', KEYS[1], 'owner')
 if owner and owner ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'owner', ARGV[1])
@@ -35,12 +22,12 @@ redis.call('DEL', KEYS[1], KEYS[2])
 redis.call('HSET', KEYS[1], 'owner', ARGV[1], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[1], ARGV[2] + redis.call('HGET', KEYS[1], 'window'))
 return 1
-""")
+"""
 
 # ARGV: owner, then sample, start position, end position and token ids, repeated. What is known of a span is cut off, so
 # that a router which did not get the answer may repeat it with more; spans behind a gap are passed over. A list's entry
 # is sample, start position and token ids, each a little-endian uint32. A new list expires with its request.
-APPEND = Script("""
+APPEND = """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
 for i = 2, #ARGV, 4 do
   local field = 'end:' .. ARGV[i]
@@ -54,33 +41,33 @@ for i = 2, #ARGV, 4 do
   end
 end
 return 1
-""")
+"""
 
 # ARGV: owner, lease.
-RENEW = Script(f"""
+RENEW = f"""
 local fields = redis.call('HMGET', KEYS[1], 'owner', 'window', 'aborted')
 if not fields[1] then return {MISSING} end
 if fields[1] ~= ARGV[1] then return {TAKEN} end
 redis.call('PEXPIRE', KEYS[1], ARGV[2] + fields[2])
 redis.call('PEXPIRE', KEYS[2], ARGV[2] + fields[2])
 return fields[3] and {ABORTED} or {OWNED}
-""")
+"""
 
 # ARGV: owner.
-FINISH = Script("""
+FINISH = """
 local fields = redis.call('HMGET', KEYS[1], 'owner', 'window')
 if fields[1] ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'finished', 1)
 redis.call('PEXPIRE', KEYS[1], fields[2])
 redis.call('PEXPIRE', KEYS[2], fields[2])
 return 1
-""")
+"""
 
 # ARGV: owner.
-DELETE = Script("""
+DELETE = """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1], KEYS[2])
-""")
+"""
 
 FIELDS = ("owner", "fingerprint", "window", "start", "request", "aborted", "numerics")
 _READ = f"""
@@ -89,10 +76,10 @@ if not fields[1] then return {{}} end
 """
 
 # Answers {} for no request, else {fields, spans}.
-READ = Script(_READ + "return {fields, redis.call('LRANGE', KEYS[2], 0, -1)}\n")
+READ = _READ + "return {fields, redis.call('LRANGE', KEYS[2], 0, -1)}\n"
 
 # ARGV: owner, lease, fingerprint. Answers as READ; a request of another model stays with its owner.
-CLAIM = Script(
+CLAIM = (
     _READ
     + """
 if fields[2] == ARGV[3] then
@@ -105,15 +92,15 @@ return {fields, redis.call('LRANGE', KEYS[2], 0, -1)}
 """
 )
 
-REQUEST_ABORT = Script("""
+REQUEST_ABORT = """
 local fields = redis.call('HMGET', KEYS[1], 'owner', 'finished')
 if not fields[1] or fields[2] then return 0 end
 return redis.call('HSETNX', KEYS[1], 'aborted', 1)
-""")
+"""
 
 # KEYS: the index of all receipts (ids by the server's time), this receipt. ARGV: id, receipt, lifetime, most receipts,
 # and what the keys of receipts begin with. They share a slot, as the index has to be cut and its receipts with it.
-ADD_RECEIPT = Script("""
+ADD_RECEIPT = """
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -125,4 +112,4 @@ for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1 - ARGV[4])) do
   redis.call('ZREM', KEYS[1], id)
 end
 return 1
-""")
+"""

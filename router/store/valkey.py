@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import struct
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -25,7 +26,6 @@ from router.store.base import (
     already_running,
     model_mismatch,
 )
-from router.store.scripts import Script
 
 MAX_CONNECTIONS = 16
 MAX_SPANS_PER_SCRIPT = 1000
@@ -57,15 +57,16 @@ class ValkeyServer:
         async with self._answering():
             await self._pool.disconnect()
 
-    async def _run_pipeline(self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+    async def _run_pipeline(self, script: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
         """One script for many (keys, arguments), in one round trip. Raises: StoreError."""
         if not calls:
             return []
+        digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()  # by which a server knows it
         async with self._answering():
             pipeline = self._server.pipeline(transaction=False)
-            pipeline.script_load(script.body)  # every time: the server may have been restarted
+            pipeline.script_load(script)  # every time: the server may have been restarted
             for keys, arguments in calls:
-                pipeline.evalsha(script.sha1, len(keys), *keys, *arguments)
+                pipeline.evalsha(digest, len(keys), *keys, *arguments)
             answers: list[Any] = await pipeline.execute(raise_on_error=False)
             for answer in answers:
                 if isinstance(answer, ResponseError):
@@ -174,13 +175,13 @@ class ValkeyAnswerStore(ValkeyServer):
     async def request_abort(self, request_id: str) -> bool:
         return bool(await self._run(scripts.REQUEST_ABORT, request_id))
 
-    async def _run(self, script: Script, request_id: str, *arguments: str | bytes | int) -> Any:
+    async def _run(self, script: str, request_id: str, *arguments: str | bytes | int) -> Any:
         """One script for one request. Raises: StoreError."""
         keys = _keys(request_id)
         async with self._answering():
-            return await self._server.eval(script.body, len(keys), *keys, self._owner, *arguments)
+            return await self._server.eval(script, len(keys), *keys, self._owner, *arguments)
 
-    async def _run_many(self, script: Script, calls: Sequence[tuple[str, Sequence[str | bytes | int]]]) -> list[Any]:
+    async def _run_many(self, script: str, calls: Sequence[tuple[str, Sequence[str | bytes | int]]]) -> list[Any]:
         """One script for many requests, in one round trip. Raises: StoreError."""
         return await self._run_pipeline(
             script, [(_keys(request_id), (self._owner, *arguments)) for request_id, arguments in calls]

@@ -25,7 +25,7 @@ from outrider.errors import (
 )
 from outrider.node import NodeRole
 from outrider.service.open_calls import OpenCalls
-from outrider.service.rpc_errors import rpc_errors
+from outrider.service.rpc_errors import Context, rpc_errors
 from router.front import Front
 from router.vllm_engine.answer import EngineAnswer
 from router.vllm_engine.request import request_from_engine
@@ -37,8 +37,6 @@ WATCHED_SECONDS = 10.0
 """A gateway that has asked for the router's health within this time sends it requests."""
 NO_TOKENIZER_PATH = "/dev/null"
 """On every machine, and no tokenizer: a gateway then asks GetTokenizer, and not a model hub first."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class VllmEngineServicer:

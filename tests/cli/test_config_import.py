@@ -12,7 +12,7 @@ from outrider.cli import up
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.main import main
 from outrider.cluster.plan import child_command, plan_children
-from outrider.config import parse_role_arguments
+from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.heads.locate import DEFAULT_HEAD
 

@@ -13,12 +13,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.config import parse_role_arguments, setting
+from outrider.config.arguments import parse_role_arguments
+from outrider.config.settings import setting
 from outrider.errors import CapacityError, InvalidRequestError, ModelError
 from outrider.service.announce import announce_progress
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.rpc_errors import rpc_errors
-from outrider.service.server import run_service
+from outrider.service.server import ServiceProcess
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 
@@ -111,7 +112,7 @@ def main() -> int:
     )
     config = sections[role]
     service = RoleService(role, config)
-    return run_service(service, server=sections["server"], telemetry=sections["telemetry"], role=role)
+    return ServiceProcess(service, config=sections["server"], telemetry=sections["telemetry"], role=role).run()
 
 
 if __name__ == "__main__":

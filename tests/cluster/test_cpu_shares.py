@@ -3,20 +3,20 @@ import pytest
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.cpu_shares import CpuShare, divide_cpus
 from outrider.cluster.gpu_shares import memory_shares
-from outrider.config import load_config
+from outrider.config.resolve import load_config
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 
 
 def test_few_processors_are_shared_by_all():
-    everything = CpuShare((0, 1), 2, is_shared=True)
+    everything = CpuShare((0, 1), is_shared=True)
     assert divide_cpus(ClusterConfig(), [0, 1]) == {"decode-0": everything, "prefill-0": everything}
 
 
 def test_many_are_divided_and_one_stays_free():
     shares = divide_cpus(ClusterConfig(), list(range(16)))
-    assert shares["decode-0"] == CpuShare(tuple(range(1, 9)), 8)
-    assert shares["prefill-0"] == CpuShare(tuple(range(9, 16)), 7)
+    assert shares["decode-0"] == CpuShare(tuple(range(1, 9)))
+    assert shares["prefill-0"] == CpuShare(tuple(range(9, 16)))
 
 
 @pytest.mark.parametrize("num_cpus", [1, 2, 5, 6, 7, 8, 12, 16, 64])
@@ -30,7 +30,6 @@ def test_everyone_computes_somewhere_and_nobody_elsewhere(num_cpus, draft, count
     assert len(shares) == decode + prefill + (drafts if draft.startswith("draft_model") else 0)
     for share in shares.values():
         assert share.cpus
-        assert share.num_threads == len(share.cpus)
         assert set(share.cpus) <= set(cpus)
     used = [cpu for share in shares.values() for cpu in share.cpus]
     is_shared = all(share.cpus == tuple(cpus) for share in shares.values())

@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import (
-    describe_settings,
-    format_value,
-    load_config,
-    parse_role_arguments,
-    setting,
-)
+from outrider.config.arguments import parse_role_arguments
+from outrider.config.resolve import load_config
+from outrider.config.settings import describe_settings, setting
+from outrider.config.values import format_value
 from outrider.errors import ConfigError
 from outrider.service.config import ServerConfig, TelemetryConfig
 

@@ -10,7 +10,8 @@ import yaml
 
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.main import main
-from outrider.config import config_schema, load_config
+from outrider.config.resolve import load_config
+from outrider.config.schema import config_schema
 from outrider.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

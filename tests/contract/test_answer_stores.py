@@ -9,8 +9,9 @@ import pytest
 from valkey.asyncio import Valkey
 
 from outrider.errors import AlreadyRunningError, MismatchError
+from router.store.address import store_address
 from router.store.base import StoredRequest, TokenSpan
-from router.store.factory import make_store
+from router.store.valkey import ValkeyAnswerStore
 from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 
 LEASE_SECONDS = 300.0
@@ -64,9 +65,8 @@ class ValkeyStores:
         self.opened = []
 
     def router(self, owner):
-        store = make_store(
-            self.server.url, owner=owner, timeout_seconds=PATIENCE_SECONDS, lease_seconds=LEASE_SECONDS, environ={}
-        )
+        address = store_address(self.server.url, environ={})
+        store = ValkeyAnswerStore(address, owner=owner, timeout_seconds=PATIENCE_SECONDS, lease_seconds=LEASE_SECONDS)
         self.opened.append(store)
         return store
 

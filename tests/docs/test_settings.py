@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from outrider.cli.config import sections_of
-from outrider.config import describe_settings, environment_name
+from outrider.config.resolve import environment_name
+from outrider.config.settings import describe_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {info.key for info in describe_settings(sections_of(None))}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from draft_node.config import DraftNodeConfig
-from outrider.config import load_config
+from outrider.config.resolve import load_config
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.speculation.proposers.factory import PROPOSER_NAMES, make_proposer

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from outrider.engine.step_progress import StepAtHand
+from outrider.engine_node import EXIT_ENGINE_FAILED
 from outrider.errors import InvalidRequestError, MismatchError
 from outrider.node import ModelInfo, NodeRole, NodeState
 from outrider.rpc.status import from_rpc_error
-from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.service.telemetry.tracing import NO_TRACER
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from outrider.wire.node import REPORT, info_from_proto

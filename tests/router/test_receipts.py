@@ -12,7 +12,7 @@ import threading
 import pytest
 from structlog.testing import capture_logs
 
-from outrider.config import load_config
+from outrider.config.resolve import load_config
 from outrider.errors import ConfigError
 from outrider.receipt import Receipt
 from outrider.receipt_files import find_receipt, read_receipts

@@ -11,11 +11,12 @@ import pytest
 from valkey.asyncio import Valkey
 from valkey.crc import key_slot
 
-from outrider.config import load_config
+from outrider.config.resolve import load_config
 from outrider.errors import ConfigError, StoreError
 from router.config import RouterConfig
+from router.store.address import store_address
 from router.store.base import StoredRequest, TokenSpan
-from router.store.factory import make_store
+from router.store.valkey import ValkeyAnswerStore
 from tests.support.store_server import StoreServer, tls_in_front_of
 
 PATIENCE_SECONDS = 30.0
@@ -27,9 +28,8 @@ STORED = StoredRequest(
 
 
 def open_store(url, *, lease_seconds=30.0, timeout_seconds=PATIENCE_SECONDS, environ=None, owner=b"me"):
-    return make_store(
-        url, owner=owner, timeout_seconds=timeout_seconds, lease_seconds=lease_seconds, environ=environ or {}
-    )
+    address = store_address(url, environ or {})
+    return ValkeyAnswerStore(address, owner=owner, timeout_seconds=timeout_seconds, lease_seconds=lease_seconds)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.config import load_config
+from outrider.config.resolve import load_config
 from outrider.errors import ConfigError
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD, Hello, encode_hello
 from outrider.kv_transfer.receiver import KvReceiver

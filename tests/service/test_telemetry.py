@@ -124,8 +124,7 @@ def test_engine_metrics_have_the_names_of_vllm():
 def test_router_metrics_have_the_names_of_vllm():
     registry = CollectorRegistry()
     metrics = RouterMetrics(model_name="m", registry=registry)
-    nothing = dict.fromkeys(("num_running", "num_waiting_tokens", "oldest_wait"), lambda: 0)
-    metrics.follow(num_waiting=lambda: 5, **nothing)
+    metrics.follow_waiting(lambda: 5)
     metrics.observe_admitted(queue_seconds=0.1, num_prompt_tokens=7)
     metrics.observe_first_token(0.2)
     metrics.observe_tokens(1, None)
@@ -150,15 +149,19 @@ def test_what_autoscaling_asks_for_is_read_at_each_scrape():
     label = '{model_name="m"}'
     assert exported(registry)[f"outrider:oldest_wait_seconds{label}"] == 0
     wait = iter([1.5, 2.5])
-    load = {"num_running": lambda: 2, "num_waiting": lambda: 5}
-    router.follow(**load, num_waiting_tokens=lambda: 700, oldest_wait=lambda: next(wait))
+    router.follow_running(lambda: 2)
+    router.follow_waiting(lambda: 5)
+    router.follow_waiting_tokens(lambda: 700)
+    router.follow_oldest_wait(lambda: next(wait))
     assert exported(registry)[f"outrider:oldest_wait_seconds{label}"] == 1.5
     figures = exported(registry)
     assert figures[f"outrider:oldest_wait_seconds{label}"] == 2.5
     assert figures[f"outrider:waiting_prompt_tokens{label}"] == 700
     assert (figures[f"vllm:num_requests_running{label}"], figures[f"vllm:num_requests_waiting{label}"]) == (2, 5)
     registry = CollectorRegistry()
-    PrefillMetrics(model_name="m", registry=registry).follow(num_outstanding=lambda: 90, saturation=lambda: 0.75)
+    prefill = PrefillMetrics(model_name="m", registry=registry)
+    prefill.follow_outstanding(lambda: 90)
+    prefill.follow_saturation(lambda: 0.75)
     figures = exported(registry)
     assert figures[f"outrider:prefill_outstanding_tokens{label}"] == 90
     assert figures[f"outrider:prefill_saturation{label}"] == 0.75

@@ -9,7 +9,7 @@ import pytest
 from draft_node.config import DraftNodeConfig
 from outrider.cli.up import add_cluster_arguments
 from outrider.cluster.config import ClusterConfig
-from outrider.config import load_config
+from outrider.config.resolve import load_config
 from outrider.speculation.proposers.factory import (
     DRAFT_CHOICES,
     LOOKUP_NAMES,

@@ -5,8 +5,7 @@ Events are short fixed phrases; everything variable is a field:
     log = get_logger("decode_node")
     log.info("sequence group opened", request_id=request_id, num_prompt_tokens=240)
 
-Text of prompts and answers is logged only through `text_field`, which drops it unless
-`telemetry.log_text` is on.
+Text of prompts and answers goes into the field `text`, which is dropped unless `telemetry.log_text` is on.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | No
         return event
 
     shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         add_role,

@@ -246,18 +246,14 @@ class PrefillMetrics(EngineMetrics):
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name=model_name, registry=registry)
         family = _Family(model_name, registry)
-        self._outstanding = family.gauge(
+        # What these are given is asked at each scrape, by another thread: an idle node tells nothing by itself.
+        self.follow_outstanding = family.gauge(
             "outrider:prefill_outstanding_tokens", "Prompt tokens that wait for or are in computation."
-        )
-        self._saturation = family.gauge(
+        ).set_function
+        self.follow_saturation = family.gauge(
             "outrider:prefill_saturation",
             "Share of the last ten seconds in which prompt tokens waited for or were in computation, 0 to 1.",
-        )
-
-    def follow(self, *, num_outstanding: Callable[[], float], saturation: Callable[[], float]) -> None:
-        """They are asked at each scrape, by another thread: an idle node tells nothing by itself."""
-        self._outstanding.set_function(num_outstanding)
-        self._saturation.set_function(saturation)
+        ).set_function
 
 
 class RouterMetrics:
@@ -268,15 +264,16 @@ class RouterMetrics:
         registry.register(self._token_times)
         self.observe_tokens = self._token_times.add
         family = _Family(model_name, registry)
-        self._running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.")
-        self._waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.")
-        self._waiting_tokens = family.gauge(
+        # What these are given is asked at each scrape, by another thread: a wait grows while nothing happens.
+        self.follow_running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.").set_function
+        self.follow_waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.").set_function
+        self.follow_waiting_tokens = family.gauge(
             "outrider:waiting_prompt_tokens", "Prompt tokens of the requests in the router's queue."
-        )
-        self._oldest_wait = family.gauge(
+        ).set_function
+        self.follow_oldest_wait = family.gauge(
             "outrider:oldest_wait_seconds",
             "How long the request that has waited longest has been in the router's queue; 0: none waits.",
-        )
+        ).set_function
         self._prompt_tokens = family.counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
         self.observe_first_token = family.histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
@@ -316,20 +313,6 @@ class RouterMetrics:
         for role in NodeRole:
             self.add_lost_nodes(role.name.lower(), 0)
         self.num_moves = 0
-
-    def follow(
-        self,
-        *,
-        num_running: Callable[[], float],
-        num_waiting: Callable[[], float],
-        num_waiting_tokens: Callable[[], float],
-        oldest_wait: Callable[[], float],
-    ) -> None:
-        """They are asked at each scrape, by another thread: a wait grows while nothing happens."""
-        self._running.set_function(num_running)
-        self._waiting.set_function(num_waiting)
-        self._waiting_tokens.set_function(num_waiting_tokens)
-        self._oldest_wait.set_function(oldest_wait)
 
     def observe_admitted(self, *, queue_seconds: float, num_prompt_tokens: int) -> None:
         self._queue.observe(queue_seconds)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.cli.config import sections_of
-from outrider.config import load_config
 from outrider.config.imports import vllm_settings
+from outrider.config.resolve import load_config
 from outrider.errors import ConfigError
 from outrider.heads.locate import DEFAULT_HEAD
 
