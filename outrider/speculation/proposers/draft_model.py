@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.speculation.catch_up_budget import CatchUpBudget
 from outrider.speculation.draft_stream import most_tokens_offered
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
@@ -32,7 +31,7 @@ from outrider.speculation.proposers.base import (
     nothing,
 )
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
-from outrider.speculation.row_budget import MAX_ROWS, RowBudget
+from outrider.speculation.row_budget import MAX_ROWS, CatchUpBudget, RowBudget
 
 NUM_EXTRA_TOKENS = 2
 """Few, as each costs a draft forward and serves a later step only."""
