@@ -130,7 +130,7 @@ class DecodeLoop:
                 self.step()
         finally:
             self._cpu_turns.give()  # a step has done so already, if it came so far
-        if not (self._engine.is_asynchronous and self._engine.scheduler.has_work):
+        if not (self._engine.runner.is_asynchronous and self._engine.scheduler.has_work):
             self._report()  # else while the device computes the next step
         self.progress.end()
 
@@ -225,7 +225,7 @@ class DecodeLoop:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
         pending = self._verifier.queue(logits, draft_rows)
-        if self._engine.is_asynchronous:
+        if self._engine.runner.is_asynchronous:
             self._time.mark(Part.SAMPLING)
             self._process_commands_while_computing()
         verified, *scores = read(pending, *scored)  # the one place that waits for the device
