@@ -100,7 +100,7 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
             transfer_id = os.urandom(16)
             ids = {"transfer_id": transfer_id, "incarnation": INCARNATION}
             spec = TransferSpec(**ids, start_token=held, end_token=150, planes=model.spec.planes)
-            receiver.open(spec, ReservedBlocks(decode_cache, blocks))
+            receiver.inbox.open(spec, ReservedBlocks(decode_cache, blocks))
             where = {"transfer_id": transfer_id, "address": f"127.0.0.1:{port}", "incarnation": INCARNATION}
             loop.submit(job_of(attempt, tokens, held=held, may_read_held=num_read > 0, **where))
             result = ended.get(timeout=PATIENCE_SECONDS)
