@@ -14,6 +14,7 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.engine import PromptEngine
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
@@ -24,7 +25,7 @@ from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.receiver import KvReceiver
-from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.prefill import PrefillFigures

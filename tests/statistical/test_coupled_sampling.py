@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.sampler import SampleRows
-from outrider.engine.sampler import arrivals
+from outrider.engine.sampler import SampleRows, arrivals
 from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.request import SamplingParams
 from tests.statistical.chi_square import (
