@@ -102,11 +102,7 @@ class DraftModelProposer:
         self._clock = clock
         self._budget = RowBudget()  # by forwards of one row a path
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
-        self._num_wasted_tokens = 0  # of sequences that are gone
-
-    @property
-    def num_wasted_tokens(self) -> int:
-        return self._num_wasted_tokens
+        self.num_wasted_tokens = 0
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, after at most one forward."""
@@ -171,7 +167,7 @@ class DraftModelProposer:
             tree.sampling = self._forward.start(tree.start, token_ids)
 
     def _count_waste(self, tree: PathTree) -> None:
-        self._num_wasted_tokens += tree.num_wasted_tokens
+        self.num_wasted_tokens += tree.num_wasted_tokens
         tree.num_wasted_tokens = 0
 
     def _is_drafted(self, request: ProposalRequest, tree: PathTree) -> bool:
