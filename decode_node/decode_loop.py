@@ -81,6 +81,7 @@ class DecodeLoop:
         self._cpu_turns = cpu_turns or CpuTurns()
         self._clock = clock
         self._inbox = Inbox()
+        self.has_room = self._inbox.has_room
         self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, to be handled after
         self._unreported: StepReport | None = None  # of the last step
         self._failed: list[Sample] = []  # by the last step: their requests end before the next
@@ -98,10 +99,6 @@ class DecodeLoop:
                 self._inbox.put_when_done(replace(command, compiled=compiled), compiled)
             case _:
                 self._inbox.put(command)
-
-    def has_room(self, session_id: int) -> bool:
-        """Whether one command more of this router may be submitted. From any thread."""
-        return self._inbox.has_room(session_id)
 
     def stop(self) -> None:
         """The thread ends after the step at hand; what it held is freed."""
@@ -309,7 +306,7 @@ class DecodeLoop:
             case SessionEnded():
                 self._groups.end_session(command.session_id)
             case DrainStarted():
-                self._groups.refuse_new_groups()
+                self._groups.is_draining = True
             case DrainExpired():
                 self._groups.give_up_all("the node is draining")
             case StartProfile():
