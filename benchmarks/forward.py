@@ -27,6 +27,7 @@ from reference import MemoryReader
 from outrider.bench.machine import describe_machine
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.decoder_weights import PACKED
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -217,9 +218,11 @@ def measure(
 def print_floor(variant: Variant, bandwidths: Sequence[float]) -> None:
     native = variant.loaded.native
     if isinstance(native, NativeDecoder):
-        seconds = [native.weights.num_matrix_bytes / bandwidth for bandwidth in bandwidths]
+        blobs = native.weights.blobs
+        num_bytes = sum(blob.nbytes for name, blob in blobs.items() if name.endswith(f".{PACKED}"))
+        seconds = [num_bytes / bandwidth for bandwidth in bandwidths]
         print(
-            f"floor of {variant.name}: {in_words(seconds)} ms to read {native.weights.num_matrix_bytes / 1e6:.0f} MB "
+            f"floor of {variant.name}: {in_words(seconds)} ms to read {num_bytes / 1e6:.0f} MB "
             f"at {median(bandwidths) / 1e9:.1f} ({max(bandwidths) / 1e9:.1f}) GB/s"
         )
 

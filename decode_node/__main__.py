@@ -55,11 +55,9 @@ def make_build(
         from decode_node.admission import Admission
         from decode_node.commands import TransferCompleted, TransferFailed
         from decode_node.decode_loop import DecodeLoop
-        from decode_node.drafting.client import DraftClient
-        from decode_node.drafting.feature_plane import FeaturePlane
+        from decode_node.drafting.client import DraftClient, FeaturePlane
         from decode_node.drafting.gather import DraftGatherer
-        from decode_node.drafting.local_head import open_local_head
-        from decode_node.drafting.local_proposers import open_local_proposers
+        from decode_node.drafting.local_proposers import open_local_head, open_local_proposers
         from decode_node.ingest import Ingest
         from decode_node.kept_answers import open_kept_answers
         from decode_node.node import DecodeParts

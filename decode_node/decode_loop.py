@@ -81,6 +81,7 @@ class DecodeLoop:
         self._cpu_turns = cpu_turns or CpuTurns()
         self._clock = clock
         self._inbox = Inbox()
+        self.has_room = self._inbox.has_room
         self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, to be handled after
         self._unreported: StepReport | None = None  # of the last step
         self._failed: list[Sample] = []  # by the last step: their requests end before the next
@@ -98,10 +99,6 @@ class DecodeLoop:
                 self._inbox.put_when_done(replace(command, compiled=compiled), compiled)
             case _:
                 self._inbox.put(command)
-
-    def has_room(self, session_id: int) -> bool:
-        """Whether one command more of this router may be submitted. From any thread."""
-        return self._inbox.has_room(session_id)
 
     def stop(self) -> None:
         """The thread ends after the step at hand; what it held is freed."""
@@ -130,7 +127,7 @@ class DecodeLoop:
                 self.step()
         finally:
             self._cpu_turns.give()  # a step has done so already, if it came so far
-        if not (self._engine.is_asynchronous and self._engine.scheduler.has_work):
+        if not (self._engine.runner.is_asynchronous and self._engine.scheduler.has_work):
             self._report()  # else while the device computes the next step
         self.progress.end()
 
@@ -225,7 +222,7 @@ class DecodeLoop:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
         pending = self._verifier.queue(logits, draft_rows)
-        if self._engine.is_asynchronous:
+        if self._engine.runner.is_asynchronous:
             self._time.mark(Part.SAMPLING)
             self._process_commands_while_computing()
         verified, *scores = read(pending, *scored)  # the one place that waits for the device
@@ -309,7 +306,7 @@ class DecodeLoop:
             case SessionEnded():
                 self._groups.end_session(command.session_id)
             case DrainStarted():
-                self._groups.refuse_new_groups()
+                self._groups.is_draining = True
             case DrainExpired():
                 self._groups.give_up_all("the node is draining")
             case StartProfile():

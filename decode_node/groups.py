@@ -117,7 +117,7 @@ class GroupTable:
     def __init__(self) -> None:
         self._groups: dict[tuple[int, bytes], SequenceGroup] = {}
         self._samples: dict[int, Sample] = {}  # by their key in scheduler, proposers and draft stream
-        self._sequence_ids = itertools.count(1)
+        self.next_sequence_id = itertools.count(1).__next__
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -129,9 +129,6 @@ class GroupTable:
     def num_sequences(self) -> int:
         """Running samples, and those of groups that still wait for their KV. May be read by any thread."""
         return len(self._samples) + sum(len(group.unstarted_samples) for group in self)
-
-    def next_sequence_id(self) -> int:
-        return next(self._sequence_ids)
 
     def add(self, group: SequenceGroup) -> None:
         key = (group.session_id, group.opened.sequence_group_id)
@@ -149,6 +146,7 @@ class GroupTable:
         self._samples[sample.sequence.key] = sample
 
     def samples_of(self, sequences: Iterable[EngineSequence]) -> list[Sample]:
+        """Whose they are, in order."""
         samples = self._samples
         return [samples[sequence.key] for sequence in sequences]
 

@@ -62,6 +62,7 @@ class SequenceGroupManager:
         self._fair_shares = FairShares(engine.pool, max_running_sequences=admission.max_running_sequences, clock=clock)
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._groups = GroupTable()
+        self.samples_of = self._groups.samples_of
         self._reservations = Reservations(
             ingest,
             engine.pool,
@@ -73,7 +74,7 @@ class SequenceGroupManager:
         self._num_arrived = 0
         self.prefix_lookups = PrefixLookups()  # replaced as a whole: other threads may read it
         self._led: dict[SequenceGroup, None] = {}  # whose first sample computes what all begin with
-        self.is_draining = False
+        self.is_draining = False  # new groups are refused
 
     @property
     def num_groups(self) -> int:
@@ -95,10 +96,6 @@ class SequenceGroupManager:
         if self._engine.scheduler.num_waiting:
             return 0
         return max(self._admission.max_running_sequences - self._groups.num_sequences, 0)
-
-    def samples_of(self, sequences: Iterable[EngineSequence]) -> list[Sample]:
-        """Whose they are, in order."""
-        return self._groups.samples_of(sequences)
 
     def samples_at_decode_row(self) -> list[Sample]:
         """Running samples that have all their KV but the newest token's: the ones that can use drafts."""
@@ -344,9 +341,6 @@ class SequenceGroupManager:
         for group in self._groups.of_session(session_id):
             self._free(group)
         self._events.pop(session_id, None)
-
-    def refuse_new_groups(self) -> None:
-        self.is_draining = True
 
     def fail(self, sample: Sample, why: str) -> None:
         """The request cannot go on, here or anywhere. Nothing happens where another sample has said so."""

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import add, truediv
 
+import numpy as np
+
 from draft_node.draft_peer import DraftPeer
-from draft_node.held_features import HeldFeatures
+from outrider.engine.kv_cache.array_plane import WORDS, Words
 from outrider.node import FeatureFormat
 from outrider.speculation.draft_stream import DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import HashedTokens
@@ -31,6 +33,31 @@ def max_held_bytes(*, has_head: bool) -> int:
     """Of main memory, that all sequences take at most."""
     num_bytes = MAX_TOKENS * BYTES_PER_TOKEN + MAX_SEQUENCES * BYTES_PER_SEQUENCE
     return num_bytes + MAX_FEATURE_BYTES * 9 // 8 if has_head else num_bytes  # growing, an array takes an eighth more
+
+
+class HeldFeatures:
+    """Features of a sequence's first tokens, without a gap: the `Features` of a ProposalRequest. Not thread-safe."""
+
+    __slots__ = ("_data", "_format")
+
+    def __init__(self, features: FeatureFormat) -> None:
+        self._format = features
+        self._data = bytearray()
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self._data) // self._format.bytes_per_token
+
+    def extend(self, start: int, payload: bytes) -> None:
+        """Whole features of the tokens from `start` on, which is at most `len(self)`; what is held stays as it is."""
+        assert start <= len(self), "no gap"
+        self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
+
+    def read(self, start: int, end: int) -> Words:
+        """Those of tokens [start, end): a copy, [end - start, width] of the format's dtype (see WORDS)."""
+        size = self._format.bytes_per_token
+        rows = np.frombuffer(self._data[start * size : end * size], dtype=WORDS[self._format.dtype])
+        return rows.reshape(-1, self._format.width)
 
 
 @dataclass(slots=True, eq=False)

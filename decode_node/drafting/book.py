@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from decode_node.drafting.draft_nodes import DraftNodes, DraftNodeState
-from decode_node.drafting.drafted_sequence import Assignment, DraftedSequence
-from decode_node.drafting.unacked_features import UnackedFeatures
+from decode_node.drafting.drafted_sequence import Assignment, DraftedSequence, UnackedFeatures
 from outrider.speculation.draft_stream import (
     MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftStatus,

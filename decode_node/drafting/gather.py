@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from decode_node.drafting.client import DraftClient, StepDrafts
-from decode_node.drafting.misread import MisreadWatch
 from decode_node.groups import Sample
 from outrider.engine.scheduler import EngineSequence, StepRoom
 from outrider.service.telemetry.logging import get_logger
@@ -19,6 +18,12 @@ from outrider.speculation.features import Features
 from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
+
+NUM_JUDGED = 64
+"""Verified drafts of a proposer after which it is judged, once."""
+
+LEAST_ACCEPTED = 0.05
+"""Of their first tokens. A head that is read as it was trained has 0.3 to 0.9; one of random weights has nothing."""
 
 FeaturesOf = Callable[[EngineSequence], Features]
 """What the target's forwards have left of a sequence for a head."""
@@ -116,6 +121,32 @@ class LocalProposer:
             requests = drafting
         is_behind = was_behind or not self._behind.isdisjoint(requested)
         return trees, None if is_behind or ahead else num_read
+
+
+class MisreadWatch:
+    """Says once of a draft model or head that nearly nothing it drafts is accepted: then it is probably read wrongly.
+
+    Engine thread only.
+    """
+
+    def __init__(self) -> None:
+        self._verdicts: dict[str, list[bool]] = {}  # of first tokens, by proposer
+
+    def observe(self, source: str, *, is_first_accepted: bool) -> None:
+        """One verdict. Proposers without a model, whose names have no colon, may well be wrong about a text."""
+        verdicts = self._verdicts.setdefault(source, [])
+        if len(verdicts) == NUM_JUDGED or (source != DRAFT_NODE and ":" not in source):
+            return
+        verdicts.append(is_first_accepted)
+        if len(verdicts) == NUM_JUDGED and sum(verdicts) < LEAST_ACCEPTED * NUM_JUDGED:
+            _log.warning(
+                "next to nothing of these drafts is accepted: a head or draft model is probably read wrongly, or was "
+                "made for another target; check that it names this target, its layer ids (counted from the input of a "
+                "layer or from its output), the flags of its norms, and its d2t",
+                proposer=source,
+                num_drafts=NUM_JUDGED,
+                num_first_tokens_accepted=sum(verdicts),
+            )
 
 
 class DraftGatherer:

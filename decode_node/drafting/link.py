@@ -68,16 +68,13 @@ class DraftLink:
         self._others = others
         self._open_channel = open_channel
         self._wake = asyncio.Event()
+        self.wake = self._wake.set  # there may be something to send; on the event loop
         with changed:
             self.node = book.nodes.add(rank=draft_rank(hello, address))
 
     @property
     def is_connected(self) -> bool:
         return self.node.is_connected
-
-    def wake(self) -> None:
-        """There may be something to send. On the event loop."""
-        self._wake.set()
 
     async def run(self) -> None:
         """Connects, serves, and connects again, until cancelled; then its place in the book is gone."""

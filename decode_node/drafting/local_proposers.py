@@ -1,16 +1,75 @@
-"""Proposers in the decode node that need no features: lookups, and the grammar's."""
+"""Proposers in the decode node: lookups, the grammar's, and a head, which is fed with features of the paged cache."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from decode_node.config import DecodeNodeConfig
-from decode_node.drafting.gather import log_failed_proposer
+from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
+from outrider.engine.arrays import Array, ids_beside
+from outrider.engine.ranks.sharded_cache import KVCache
+from outrider.engine.scheduler import EngineSequence
+from outrider.errors import ConfigError
+from outrider.heads.of_target import HeadOfTarget
+from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.proposers.factory import NO_PROPOSER, make_proposer
 from outrider.speculation.proposers.grammar import GrammarProposer
+from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
+
+CATCH_UP_SECONDS = 0.01
+MAX_CATCH_UP_ROWS = 256
+"""In one step: all sequences of the node wait for it."""
 
 
 def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
-    """The lookup that `decode_node.local_fallback` names, if one, and what grammars force."""
+    """Without features: the lookup that `decode_node.local_fallback` names, if one, and what grammars force."""
     name = config.local_fallback
     proposers = [*([] if name == NO_PROPOSER else [make_proposer(name)]), GrammarProposer()]
     return [IsolatedProposer(proposer, on_failure=log_failed_proposer) for proposer in proposers]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneFeatures:
+    """The `Features` of a sequence on this node: of all tokens that are computed. Engine thread only."""
+
+    rows: Array  # [num_slots, width], of the cache
+    sequence: EngineSequence
+
+    def __len__(self) -> int:
+        return self.sequence.num_computed
+
+    def read(self, start: int, end: int) -> Array:
+        kv = self.sequence.kv
+        assert kv is not None
+        slots = [kv.slot(place) for place in range(start, end)]
+        if slots == list(range(slots[0], slots[-1] + 1)):
+            # A slice keeps the interpreter's lock. A copy would hand it to the event loop, and wait while that
+            # sends the tokens of the last step; the head's kernels, which come next, run beside it.
+            return self.rows[slots[0] : slots[-1] + 1]
+        return self.rows[ids_beside(slots, self.rows)]
+
+
+def open_local_head(
+    config: DecodeNodeConfig, head: HeadOfTarget, model: LoadedModel, kv_cache: KVCache
+) -> tuple[IsolatedProposer | None, FeaturesOf | None]:
+    """With this head; nothing without one, or where draft nodes propose.
+
+    `kv_cache`: with the plane of its features. Raises: as `load_head`, ConfigError for another head than `model` has.
+    """
+    folder = head.folder
+    if folder is None or not config.local_head or not config.num_speculative_tokens:
+        return None, None
+    target = HeadTarget.of(model)
+    proposer = make_head_proposer(
+        head.packed(model) or load_head(folder, target),
+        target,
+        max_catch_up_rows=MAX_CATCH_UP_ROWS,
+        catch_up_seconds=CATCH_UP_SECONDS,
+    )
+    assert model.spec.features is not None
+    if proposer.info.features != model.info.features:
+        raise ConfigError(f"head {folder} was replaced while the node started, by one with other features: start again")
+    plane = model.spec.features
+    rows = kv_cache.layers(plane.name)[0].reshape(-1, plane.head_dim)
+    return IsolatedProposer(proposer, on_failure=log_failed_proposer), lambda sequence: PlaneFeatures(rows, sequence)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from outrider.engine.gpu_kernels.attention import Tile
 from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear, rms_norm
-from outrider.engine.linear import replace_linear_layers
-from outrider.engine.plain_norms import replace_norms
+from outrider.engine.linear import replace_linear_layers, replace_norms
 
 
 class DeterministicLinear(nn.Module):

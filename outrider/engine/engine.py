@@ -29,11 +29,6 @@ class PromptEngine:
     runner: ModelRunner
     clock: StepClock = field(default_factory=StepClock, kw_only=True)
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether `forward` returns while a device still computes."""
-        return self.runner.is_asynchronous
-
     def forward(
         self,
         block_copies: Sequence[tuple[int, int]],

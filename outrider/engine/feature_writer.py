@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
-from outrider.engine.cpu_kernels.decoder_weights import PackedReduction
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.operators import linear, rms_norm
@@ -72,26 +71,23 @@ class FeatureWriter:
         return last.register_forward_hook(after)
 
     def _reduced(self, taps: Tensor) -> Tensor:
+        """As FeatureReduction's call, by the kernels if they compute layers: [num_rows, width]."""
         if self._native_layers is None:
             return self._features(taps)
-        return _reduced_by(self._native_layers, self._packed, taps)
-
-
-def _reduced_by(layers: NativeLayers, reduction: PackedReduction, taps: Tensor) -> Tensor:
-    """As FeatureReduction's call, by the kernels: [num_rows, num_taps * hidden_size] → [num_rows, width]."""
-    kernels, taps, size = layers.kernels, taps.contiguous(), reduction.hidden_size
-    if (blob := reduction.blobs.get("reduction.tap_norms")) is not None:
-        parts = [part.contiguous() for part in taps.split(size, dim=1)]
-        for part, weight in zip(parts, torch.from_numpy(blob).view(torch.float32).view(-1, size), strict=True):
-            rms_norm(kernels, part, weight, reduction.epsilon, part)
-        taps = torch.cat(parts, dim=1)
-    if (blob := reduction.blobs.get("reduction.norm")) is not None:
-        rms_norm(kernels, taps, torch.from_numpy(blob).view(torch.float32), reduction.epsilon, taps)
-    if not reduction.projection.packed:
-        return taps
-    features = taps.new_empty((len(taps), reduction.width))
-    linear(kernels, layers.workspace, reduction.projection, taps, features)
-    return features
+        layers, reduction = self._native_layers, self._packed
+        kernels, taps, size = layers.kernels, taps.contiguous(), reduction.hidden_size
+        if (blob := reduction.blobs.get("reduction.tap_norms")) is not None:
+            parts = [part.contiguous() for part in taps.split(size, dim=1)]
+            for part, weight in zip(parts, torch.from_numpy(blob).view(torch.float32).view(-1, size), strict=True):
+                rms_norm(kernels, part, weight, reduction.epsilon, part)
+            taps = torch.cat(parts, dim=1)
+        if (blob := reduction.blobs.get("reduction.norm")) is not None:
+            rms_norm(kernels, taps, torch.from_numpy(blob).view(torch.float32), reduction.epsilon, taps)
+        if not reduction.projection.packed:
+            return taps
+        features = taps.new_empty((len(taps), reduction.width))
+        linear(kernels, layers.workspace, reduction.projection, taps, features)
+        return features
 
 
 def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engine.kv_cache.base import Slots, slots_of
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -93,14 +95,10 @@ class InputBatch:
         """Whether rows of a sequence may see keys that are not at the slots of their positions."""
         return bool(self.arrays.path_starts)
 
-    def context_slots(self, sequence: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    def context_slots(self, sequence: int, num_tokens: int) -> Slots:
         """Where a sequence's first tokens are by its block table: [num_tokens] int64."""
         table = np.frombuffer(self.arrays.block_tables, dtype=np.int32).reshape(self.num_seqs, -1)[sequence]
-        positions = np.arange(num_tokens)
-        slots: npt.NDArray[np.int64] = (
-            table[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
-        )
-        return slots
+        return slots_of(table, num_tokens, self.block_size)
 
     def on(self, device: torch.device | str) -> BatchFields[Tensor]:
         """As tensors on `device`: on a CPU views of the arrays, elsewhere a copy that is made once."""

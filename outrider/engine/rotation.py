@@ -1,7 +1,8 @@
 """Cosines and sines of rotary position embeddings, whose every step is one operation that IEEE 754 rounds.
 
 Libraries choose their cosine by processor, and differ in its last bit. Plus, minus and times
-of float64 do not: with them, nodes of equal numerics rotate by equal bits on every machine.
+of float64 (numpy's polyval is Horner's scheme) do not: with them, nodes of equal numerics rotate
+by equal bits on every machine.
 The reduction is Cody and Waite's, the polynomials are those of fdlibm (Sun, 1993): good to
 one unit in the last place of float64, before the result is rounded to float32.
 """
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
 
 MAX_ANGLE = float(1 << 20)
 """Beyond, the reduction would lose bits: 2/pi of it times the first part of pi/2 (33 bits) is exact up to here."""
@@ -55,8 +55,8 @@ def cosines_and_sines(angles: Floats) -> tuple[Floats, Floats]:
     for part in _HALF_PI:
         x -= quarters * part  # now within pi/4 of 0
     squares = x * x
-    sines = x + x * squares * _evaluate(_SINE, squares)
-    cosines = 1.0 - squares * 0.5 + squares * squares * _evaluate(_COSINE, squares)
+    sines = x + x * squares * np.polyval(_SINE, squares)
+    cosines = 1.0 - squares * 0.5 + squares * squares * np.polyval(_COSINE, squares)
     turns = quarters.astype(np.int64) & 3
     is_odd = (turns & 1).astype(bool)
     signs_of_cosine = np.where((turns == 1) | (turns == 2), -1.0, 1.0)
@@ -65,12 +65,3 @@ def cosines_and_sines(angles: Floats) -> tuple[Floats, Floats]:
         (np.where(is_odd, sines, cosines) * signs_of_cosine).astype(np.float32),
         (np.where(is_odd, cosines, sines) * signs_of_sine).astype(np.float32),
     )
-
-
-def _evaluate(coefficients: tuple[float, ...], x: Doubles) -> Doubles:
-    """The polynomial with these coefficients, that of the highest power first."""
-    value = np.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
-        value *= x
-        value += coefficient
-    return value

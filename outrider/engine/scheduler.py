@@ -279,7 +279,7 @@ class Scheduler:
 
     def _victim(self) -> EngineSequence | None:
         """The running sequence to preempt next; the oldest one always stays, so that something always ends."""
-        oldest = min(self._running, key=_age)
+        oldest = min(self._running, key=lambda sequence: (sequence.arrival, sequence.key))
         return next((sequence for sequence in reversed(self._running) if sequence is not oldest), None)
 
     def _preempt(self, sequence: EngineSequence, room: StepRoom) -> None:
@@ -378,10 +378,6 @@ class Scheduler:
             copies = sequence.kv.reserve(num_known + num_granted)
             assert not copies  # made with the blocks of the known tokens
         return num_granted
-
-
-def _age(sequence: EngineSequence) -> tuple[int, int]:
-    return sequence.arrival, sequence.key
 
 
 def _running_rank(sequence: EngineSequence) -> tuple[int, int, int]:

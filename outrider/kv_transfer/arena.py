@@ -15,6 +15,7 @@ outlives its process.)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -25,6 +26,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,22 +51,25 @@ def sweep(directory: str) -> int:
     """Removes files that killed senders of this user have left; how many."""
     num_removed = 0
     for path in Path(directory).glob(f"{NAME_PREFIX}*"):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue  # gone meanwhile, or not ours
-        try:
-            status = os.fstat(descriptor)
-            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-            if is_ours and time.time() - status.st_mtime >= LEAST_SWEPT_SECONDS:
+        with contextlib.suppress(OSError), _own_file(path) as (descriptor, status):  # or its sender lives
+            if time.time() - status.st_mtime >= LEAST_SWEPT_SECONDS:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
                 num_removed += 1
-        except OSError:
-            continue  # its sender lives
-        finally:
-            os.close(descriptor)
     return num_removed
+
+
+@contextlib.contextmanager
+def _own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """Its descriptor, to read, and its status. Raises: OSError where it is gone, or no file of this user's."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} is no file of this user's")
+        yield descriptor, status
+    finally:
+        os.close(descriptor)
 
 
 class Arena:
@@ -218,20 +223,13 @@ class ArenaReader:
         if not HEAD_BYTES < num_bytes <= MAX_ARENA_BYTES:
             return None
         try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            descriptor = os.open(arena_path(self._directory, arena_id), flags)
+            # Who may truncate the file could kill us by SIGBUS: only we ourselves may.
+            with _own_file(arena_path(self._directory, arena_id)) as (descriptor, status):
+                if status.st_size != num_bytes:
+                    return None
+                return ArenaMapping(arena_id, mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
         except OSError:
             return None  # another host or container, or unlinked
-        try:
-            status = os.fstat(descriptor)
-            # Who may truncate the file could kill us by SIGBUS: only we ourselves may.
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != num_bytes:
-                return None
-            return ArenaMapping(arena_id, mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
-        except OSError:
-            return None
-        finally:
-            os.close(descriptor)
 
     def _drop_idle(self) -> None:
         """With the lock held. The memory goes when the last view of it does."""

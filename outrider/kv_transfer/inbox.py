@@ -132,7 +132,7 @@ class TransferInbox:
     # ---- the owner's side
 
     def open(self, spec: TransferSpec, sink: ReservedBlocks) -> None:
-        """Expects a transfer. Its id must be new."""
+        """Expects a transfer; before its grant is announced. Its id must be new."""
         assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
         with self._lock:
             assert spec.transfer_id not in self._transfers, "a transfer_id is used once"

@@ -14,12 +14,11 @@ import grpc
 
 from outrider.errors import ConfigError
 from outrider.kv_transfer.arena import ArenaReader
-from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, TransferSpec, TransferStats
+from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, TransferStats
 from outrider.kv_transfer.config import ARENA_DIRECTORY
 from outrider.kv_transfer.frames import CONNECTORS, MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
-from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.watchdog import Watchdog
 from outrider.rpc.channels import server_options
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
@@ -102,10 +101,6 @@ class KvReceiver:
             self._server = None
         self._watchdog.stop()
         self._arenas.close()
-
-    def open(self, spec: TransferSpec, sink: ReservedBlocks) -> None:
-        """Expects a transfer; before its grant is announced. Its id must be new."""
-        self.inbox.open(spec, sink)
 
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.

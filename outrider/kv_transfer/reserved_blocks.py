@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from outrider.engine.kv_cache.base import Slots
+from outrider.engine.kv_cache.base import Slots, slots_of
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.kv_transfer.base import Region
 
@@ -39,10 +37,3 @@ class ReservedBlocks:
 
     def _slots_of(self, region: Region) -> Slots:
         return self._slots[region.tokens.start : region.tokens.stop]
-
-
-def slots_of(block_ids: Sequence[int], num_tokens: int, block_size: int) -> Slots:
-    """Cache slots of tokens [0, num_tokens)."""
-    positions = np.arange(num_tokens)
-    slots: Slots = np.asarray(block_ids, dtype=np.int64)[positions // block_size] * block_size + positions % block_size
-    return slots

@@ -61,7 +61,7 @@ class SenderStream:
         self._changed = threading.Condition()
         self._in_flight: dict[int, _InFlight] = {}
         self._in_flight_bytes = 0
-        self._next_sequence = 0
+        self.num_frames = 0  # that were sent: the number of the last one
         self._last_heard = time.monotonic()
         self._broken: OutriderError | None = None  # the call is over
         self._refused: OutriderError | None = None  # the receiver, or `interrupt`, wants no more
@@ -106,16 +106,11 @@ class SenderStream:
     ) -> None:
         """Queues one frame. `release` is called once, by whichever thread learns that its payload is not needed."""
         with self._changed:
-            self._next_sequence += 1
-            sequence = self._next_sequence
+            self.num_frames += 1
+            sequence = self.num_frames
             self._in_flight[sequence] = _InFlight(header.length, release)
             self._in_flight_bytes += header.length
         self._outgoing.put(encode(sequence, header))
-
-    @property
-    def num_frames(self) -> int:
-        """That were sent: the number of the last one."""
-        return self._next_sequence
 
     def ask(self, region: Region) -> None:
         """For KV that the receiver holds: `next_held` gives the answers in order."""

@@ -15,12 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from outrider.engine.arrays import Array
 from outrider.engine.device import device_type
+from outrider.engine.feature_spec import FeatureSpec
+from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS, PagedKVCache
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
-from outrider.engine.ranks.leading_runner import LeadingRunner
 from outrider.engine.ranks.sharded_cache import ShardedKVCache
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import read_config
@@ -33,6 +37,27 @@ from outrider.parent_death import PARENT_VARIABLE
 
 TIMEOUT_SECONDS = 60.0
 """For a collective, or a message: ranks do the same at the same time, so they wait for each other's lag only."""
+
+
+class LeadingRunner(ModelRunner):
+    """Of rank 0's shard: sends the same batch to the other ranks. Steps are not captured as graphs."""
+
+    def __init__(
+        self, shard: Shard, kv_cache: ShardedKVCache, ranks: RankGroup, *, features: FeatureSpec | None
+    ) -> None:
+        super().__init__(shard.model, kv_cache.local, shard.attention, features=features)
+        self._ranks = ranks
+
+    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
+        """As ModelRunner.forward. Raises RankLostError when another rank is gone."""
+
+        def layer_done(layer: int) -> None:
+            self._ranks.layer_done(layer)
+            if on_layer_done is not None:
+                on_layer_done(layer)
+
+        with self._ranks.running(Step(batch)):
+            return super().forward(batch, on_layer_done=layer_done)
 
 
 def open_ranks(
@@ -72,20 +97,19 @@ def open_ranks(
     try:
         for rank in range(1, config.tensor_parallel_size):
             ranks.add(_spawn(rank, timeout_seconds=timeout_seconds))
-        members = ranks.members
-        for member in members:
+        for member in ranks.members:
             member.commands.send(replace(start, rank=member.rank))
-        _receive(members)
+        _receive(ranks.members)
         release.callback(_leave)
         shard = open_shard(start, progress=progress)
         reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
-        frees = [shard.free_bytes, *_receive(members)]
+        frees = [shard.free_bytes, *_receive(ranks.members)]
         num_blocks = _num_blocks(shard, kv_cache, frees)
-        for member in members:
+        for member in ranks.members:
             member.commands.send(num_blocks)
         cache = ShardedKVCache(shard.make_cache(num_blocks), ranks)
-        runner = LeadingRunner(shard.model, cache, shard.attention, ranks, reduction)
+        runner = LeadingRunner(shard, cache, ranks, features=reduction)
         runner.warm_up()
     except Exception as error:
         try:

@@ -113,19 +113,15 @@ class PathTree:
         self._num_without_row = 0 if head is None else 1  # leading tokens
         self._stop_token_ids = frozenset(start.options.stop_token_ids)
         self._max_length = min(max_model_len, start.prompt_length + start.options.sampling.max_tokens)
-        self._token_ids = list(token_ids)
+        self.token_ids = list(token_ids)
+        """The committed tokens; not to be changed by the reader."""
         self._source = token_ids
         self._openings: list[Opening] = []  # likeliest first
         self._num_listed = 0  # of the main path's first tokens, by which `_openings` was made
 
     def __len__(self) -> int:
         """Committed tokens."""
-        return len(self._token_ids)
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The committed tokens; not to be changed by the reader."""
-        return self._token_ids
+        return len(self.token_ids)
 
     @property
     def paths(self) -> Iterator[DraftPath]:
@@ -139,7 +135,7 @@ class PathTree:
         size = len(self)
         if len(token_ids) < size:
             return False
-        return token_ids is self._source or list(token_ids[:size]) == self._token_ids
+        return token_ids is self._source or list(token_ids[:size]) == self.token_ids
 
     def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Moves the root to the end of `token_ids`, which continue the committed tokens; returns those that are new.
@@ -152,7 +148,7 @@ class PathTree:
         if not new:
             return new
         self._learn(new)
-        self._token_ids += new
+        self.token_ids += new
         self._openings, self._num_listed = [], 0
         size = len(new)
         if self._head is not None:
@@ -206,7 +202,7 @@ class PathTree:
         start = self.first_missing(path)
         if start >= len(self):
             return path.token_ids[start - len(self) :]
-        return [*self._token_ids[start:], *path.token_ids]
+        return [*self.token_ids[start:], *path.token_ids]
 
     def num_missing(self, path: DraftPath) -> int:
         """How many `missing` would return."""

@@ -1,4 +1,4 @@
-"""Limits the rows of a forward such that it takes little longer than with fewer."""
+"""Limits the rows of a draft model's forward: of prefixes by their time, of paths to what adds little."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ RETRY = 0.995
 """Means of larger sizes shrink by this factor at each forward, so that a size that was slow once is tried again."""
 
 MAX_ROWS = 64
+
+LEAST_ROWS = 16
+"""Of prefixes: fewer cost about as much."""
+
+FIRST_ROWS = 64
+"""Of prefixes, until a row's cost is measured."""
 
 
 class RowBudget:
@@ -43,3 +49,26 @@ class RowBudget:
             if size not in self._means:
                 break  # learn this one first
         return max(int(not num_rows), min((1 << size) - 1, MAX_ROWS) - num_rows)
+
+
+class CatchUpBudget:
+    """Of prefix rows, as drafts of other sequences wait for them: a time limit, converted by their measured cost."""
+
+    def __init__(self, *, max_rows: int, seconds: float) -> None:
+        """At most `max_rows`, and as many as take about `seconds`."""
+        self._max_rows = max_rows
+        self._seconds = seconds
+        self._row_seconds = 0.0  # running mean; 0: none was seen
+
+    @property
+    def num_rows(self) -> int:
+        """For the next forward."""
+        affordable = self._seconds / self._row_seconds if self._row_seconds > 0.0 else FIRST_ROWS
+        return int(min(self._max_rows, max(affordable, LEAST_ROWS)))
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Records a forward with prefix rows. One of few rows says little about the cost of a row, and is ignored."""
+        if num_rows < LEAST_ROWS:
+            return
+        weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
+        self._row_seconds += weight * (seconds / num_rows - self._row_seconds)

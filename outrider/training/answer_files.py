@@ -68,7 +68,7 @@ class AnswerWriter:
 
 def read_answers(folder: Path) -> Iterator[KeptAnswer]:
     """Every whole answer, the oldest first. Raises: ConfigError for a line that is none, or a file that is not ours."""
-    for path in _files(folder):
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             file = path.open(encoding="ascii", errors="replace")
         except FileNotFoundError:
@@ -83,7 +83,3 @@ def read_answers(folder: Path) -> Iterator[KeptAnswer]:
                     yield KeptAnswer.from_line(line)
                 except ValueError as error:
                     raise ConfigError(f"{path}, line {number}: {error}; remove the line or the file") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{SUFFIX}"))

@@ -169,19 +169,16 @@ class Batch:
     first_chain: int  # chains before it meet no row
 
     @classmethod
-    def of(cls, dataset: Dataset, texts: Sequence[int]) -> Batch:
+    def of(cls, dataset: Dataset, texts: Sequence[int], device: torch.device) -> Batch:
         rows, starts = [dataset.rows(text) for text in texts], [len(dataset.texts[text].prompt) - 1 for text in texts]
         places = [torch.arange(first, each.stop - each.start - 1) for each, first in zip(rows, starts, strict=True)]
-        return cls(
-            token_ids=pad_sequence([dataset.tokens[each] for each in rows], batch_first=True),
-            features=pad_sequence([dataset.features[each] for each in rows], batch_first=True),
-            texts=torch.cat([torch.full_like(each, place) for place, each in enumerate(places)]),
-            places=torch.cat(places),
-            depths=torch.cat([each - each[0] for each in places]),
-            final=torch.cat([dataset.final[each][own] for each, own in zip(rows, places, strict=True)]),
-            first_chain=min(starts) + 1 - MIN_PROMPT_TOKENS,
-        )
-
-    def to(self, device: torch.device) -> Batch:
-        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in self.__slots__[:-1]}
-        return Batch(**tensors, first_chain=self.first_chain)
+        tensors = {
+            "token_ids": pad_sequence([dataset.tokens[each] for each in rows], batch_first=True),
+            "features": pad_sequence([dataset.features[each] for each in rows], batch_first=True),
+            "texts": torch.cat([torch.full_like(each, place) for place, each in enumerate(places)]),
+            "places": torch.cat(places),
+            "depths": torch.cat([each - each[0] for each in places]),
+            "final": torch.cat([dataset.final[each][own] for each, own in zip(rows, places, strict=True)]),
+        }
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return cls(**on_device, first_chain=min(starts) + 1 - MIN_PROMPT_TOKENS)

@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,12 +62,9 @@ class Trainer:
         self.step = 0
         self.history: list[HistoryPoint] = []
         self._running: Tensor | None = None  # [num_steps]: mean losses
+        self.checkpoint = plan.work / "checkpoint.pt"
         if self.checkpoint.is_file():
             self._load()
-
-    @property
-    def checkpoint(self) -> Path:
-        return self._plan.work / "checkpoint.pt"
 
     def run(self, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress) -> None:
         """Until the phase has taken `seconds`. An interrupted run keeps what it has learnt."""
@@ -80,7 +76,7 @@ class Trainer:
                 part = clock.seconds / seconds
                 if part >= 1 and self.step:
                     break
-                self._learn(self._batch(texts), part)
+                self._learn(Batch.of(self._dataset, texts, self._device), part)
                 progress("training, seconds", int(clock.seconds), int(seconds))
                 if clock.seconds - kept_at >= self._plan.checkpoint_seconds:
                     self._watch(clock, say)
@@ -125,9 +121,6 @@ class Trainer:
             groups = [order[start : start + size] for start in range(0, len(order), size)]
             rng.shuffle(groups)
             yield from groups
-
-    def _batch(self, texts: Sequence[int]) -> Batch:
-        return Batch.of(self._dataset, texts).to(self._device)
 
     def _learn(self, batch: Batch, part: float) -> None:
         """`part` of the time has passed. Raises: ModelError for a loss that is no number; the weights stay."""
@@ -182,7 +175,8 @@ class Trainer:
         held_out, size, num_steps = self._dataset.held_out[:WATCHED_TEXTS], self._plan.batch_size, self._plan.num_steps
         sums = torch.zeros(3, num_steps)  # loss, hits, rows
         for start in range(0, len(held_out), size):
-            losses, hits, reached = self.losses(self._batch(held_out[start : start + size]))
+            batch = Batch.of(self._dataset, held_out[start : start + size], self._device)
+            losses, hits, reached = self.losses(batch)
             num_rows = reached.sum(1)
             sums += torch.stack([losses * num_rows, hits.sum(1), num_rows]).cpu()
         held_out_loss = (sums[0] / sums[2].clamp_min(1)).tolist()

@@ -32,7 +32,7 @@ class Link:
 
     def open(self, *, start=0, end=40, sink=None):
         spec, sink = self.peers.spec(start=start, end=end), sink or RecordingSink()
-        self.receiver.open(spec, sink)
+        getattr(self.receiver, "inbox", self.receiver).open(spec, sink)
         return spec, sink
 
     def connect(self, spec):

@@ -59,7 +59,7 @@ def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_
     assert sum(isinstance(event, KvFailed) for node in nodes for event in node.events) > 10
     assert sum(isinstance(event, SampleDone) for node in nodes for event in node.events) > 50
     for is_asynchronous in (False, True):
-        stats = [each for node in nodes if node.engine.is_asynchronous is is_asynchronous for each in node.stats]
+        stats = [each for node in nodes if node.engine.runner.is_asynchronous is is_asynchronous for each in node.stats]
         assert sum(each.num_accepted_draft_tokens for each in stats) > 50
 
 
@@ -86,7 +86,7 @@ def _soak(seed):
 
     for _ in range(120):
         node.groups._admission._mean_output_tokens = 1.0  # expects no growth, so that sequences are preempted
-        if node.engine.is_asynchronous and choice.random() < 0.7:
+        if node.engine.runner.is_asynchronous and choice.random() < 0.7:
             node.engine.runner.on_launch = say_something
         else:
             say_something()

@@ -6,11 +6,11 @@ import pytest
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.model_runner import ModelRunner
 from outrider.heads.of_target import HeadOfTarget
-from outrider.kv_transfer.reserved_blocks import slots_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.speculation.draft_tree import DraftTree

@@ -185,7 +185,7 @@ def test_a_head_that_is_replaced_between_the_two_looks_of_a_start_is_refused(tmp
         rewrite_config(head, eagle_aux_hidden_state_layer_ids=[0, 2, 3])
         return load_head(*given)
 
-    monkeypatch.setattr("decode_node.drafting.local_head.load_head", replaced)
+    monkeypatch.setattr("decode_node.drafting.local_proposers.load_head", replaced)
     monkeypatch.setattr("outrider.heads.of_target.open_packed_head", lambda *_: None)
     with pytest.raises(ConfigError, match="was replaced while the node started"):
         TinyNode(model, head=str(head))

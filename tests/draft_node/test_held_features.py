@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_node.held_features import HeldFeatures
+from draft_node.held_sequences import HeldFeatures
 from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.node import FeatureFormat
 

@@ -185,6 +185,6 @@ def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served(re
                 assert error.code() in REFUSALS | {grpc.StatusCode.CANCELLED}, (error.code(), said)  # noqa: PT017
 
         send()
-        receiver.open(spec, peers.sink())
+        receiver.inbox.open(spec, peers.sink())
         hello = Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION)
         assert next(push(iter([encode_hello(hello)]), timeout=60))

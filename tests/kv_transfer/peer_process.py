@@ -44,7 +44,7 @@ def receive(transfer_id):
         on_failed=lambda _id, reason: say("failed", reason),
     )
     port = receiver.start()
-    receiver.open(spec_of(transfer_id), NullSink())
+    receiver.inbox.open(spec_of(transfer_id), NullSink())
     say("port", port)
     sys.stdin.read()
     receiver.stop()

@@ -145,7 +145,7 @@ def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_repl
 
     def transfer():
         spec, sink = peers.spec(), peers.sink()
-        receiver.open(spec, sink)
+        receiver.inbox.open(spec, sink)
         sender = connector.connect(f"127.0.0.1:{port}", spec)
         for header, payload in peers.frames(spec):
             sender.put(header.region, payload)
@@ -182,7 +182,7 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
         KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16, progress_seconds=2.0)
     )
     spec, sink = peers.spec(), peers.sink()
-    receiver.open(spec, sink)
+    receiver.inbox.open(spec, sink)
     sink.gate.clear()
     sender = connector.connect(f"127.0.0.1:{port}", spec)
     region = next(peers.regions(spec))
@@ -190,7 +190,7 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
     sender.put(region, payload)
     assert sink.is_writing.wait(60)
     other_spec, other_sink = peers.spec(), peers.sink()
-    receiver.open(other_spec, other_sink)
+    receiver.inbox.open(other_spec, other_sink)
     other = connector.connect(f"127.0.0.1:{port}", other_spec)
     assert sender.cancel() is DrainState.UNKNOWN  # the receiver is still in the slot
     for other_header, other_payload in peers.frames(other_spec):

@@ -140,7 +140,7 @@ def test_a_killed_receiver_ends_the_sender_at_once(receiving, connector):
 def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(child, peers, receiver_factory, connector_name):
     receiver, port = receiver_factory(progress_seconds=PROGRESS_SECONDS)
     transfer_id, sink = os.urandom(16), peers.sink()
-    receiver.open(spec_of(transfer_id), sink)
+    receiver.inbox.open(spec_of(transfer_id), sink)
     sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", connector_name)
     assert sender.line() == ["connected", connector_name]
     sender.say()
@@ -161,7 +161,7 @@ def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(child, p
 def test_a_living_sender_with_nothing_to_send_is_not_failed(child, peers, receiver_factory):
     receiver, port = receiver_factory(progress_seconds=PROGRESS_SECONDS)
     transfer_id, sink = os.urandom(16), peers.sink()
-    receiver.open(spec_of(transfer_id), sink)
+    receiver.inbox.open(spec_of(transfer_id), sink)
     sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", "grpc")
     sender.line()
     with pytest.raises(queue.Empty):  # a deadline passes
@@ -174,7 +174,7 @@ def test_a_living_sender_with_nothing_to_send_is_not_failed(child, peers, receiv
 def test_a_killed_sender_fails_the_transfer_at_once(child, peers, receiver_factory):
     receiver, port = receiver_factory()
     transfer_id = os.urandom(16)
-    receiver.open(spec_of(transfer_id), peers.sink())
+    receiver.inbox.open(spec_of(transfer_id), peers.sink())
     sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", "shared_memory")
     sender.line()
     sender.signal(signal.SIGKILL)

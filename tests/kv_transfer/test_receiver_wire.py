@@ -32,7 +32,7 @@ def attached(peers, receiver_factory, raw):
     """A receiver, an open transfer, and a raw stream that is attached to it."""
     receiver, port = receiver_factory()
     spec, sink = peers.spec(), peers.sink()
-    receiver.open(spec, sink)
+    receiver.inbox.open(spec, sink)
     stream = raw(port)
     assert stream.ask(peers.hello(spec)).state is AttachState.ATTACHED
     return receiver, port, spec, sink, stream
@@ -83,7 +83,7 @@ def test_messages_that_do_not_parse_are_counted_and_the_commit_misses_their_fram
 def test_another_transfers_frames_are_dropped_even_if_that_one_is_open(peers, attached):
     receiver, _, _, _, stream = attached
     other, other_sink = peers.spec(), peers.sink()
-    receiver.open(other, other_sink)
+    receiver.inbox.open(other, other_sink)
     assert stream.ask(encoded(1, peers.frames(other)[0])).disposition is Disposition.STALE
     assert stream.ask(peers.hello(other)).state is AttachState.BUSY
     assert other_sink.num_writes == 0
@@ -92,7 +92,7 @@ def test_another_transfers_frames_are_dropped_even_if_that_one_is_open(peers, at
 def test_a_stream_that_does_not_begin_with_a_hello_is_ended(peers, receiver_factory, raw):
     receiver, port = receiver_factory()
     spec, sink = peers.spec(), peers.sink()
-    receiver.open(spec, sink)
+    receiver.inbox.open(spec, sink)
     for first in (b"GET / HTTP/1.1", encoded(1, peers.frames(spec)[0]), encode_commit({}), ALIVE):
         stream = raw(port)
         stream.say(first)
@@ -166,7 +166,7 @@ def sharing(peers, receiver_factory, raw, tmp_path):
     """An open transfer's spec and sink, the arena of the sender that is attached to it, and its raw stream."""
     receiver, port = receiver_factory(arena_directory=str(tmp_path))
     spec, sink = peers.spec(), peers.sink()
-    receiver.open(spec, sink)
+    receiver.inbox.open(spec, sink)
     arena = Arena(directory=str(tmp_path), num_bytes=1 << 16, slot_bytes=1 << 14)
     stream = raw(port)
     hello = peers.hello(spec, arena_id=arena.arena_id, arena_bytes=arena.num_bytes)
@@ -205,7 +205,7 @@ def test_slots_outside_the_arena_are_refused(peers, sharing):
 def test_auto_uses_what_the_receiver_takes_and_another_connector_is_refused(peers, receiver_factory, taken, other):
     receiver, port = receiver_factory(connectors=(taken,))
     spec = peers.spec()
-    receiver.open(spec, peers.sink())
+    receiver.inbox.open(spec, peers.sink())
     refused = pytest.raises(NotSupportedError, match=f"cannot attach by {other}")
     with closing(Connector(KvTransferConfig(connector=other))) as connector, refused:
         connector.connect(f"127.0.0.1:{port}", spec)
@@ -218,7 +218,7 @@ def test_auto_uses_what_the_receiver_takes_and_another_connector_is_refused(peer
 def test_auto_falls_back_to_grpc_when_the_receiver_cannot_attach(peers, receiver_factory, tmp_path):
     receiver, port = receiver_factory(arena_directory=str(tmp_path))  # another /dev/shm, as in another container
     spec, sink = peers.spec(), peers.sink()
-    receiver.open(spec, sink)
+    receiver.inbox.open(spec, sink)
     connector = Connector(KvTransferConfig(connector="auto"))
     sender = connector.connect(f"127.0.0.1:{port}", spec)
     assert sender.connector == "grpc"

@@ -75,7 +75,7 @@ def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_fac
         wait_for(lambda: sum(reader.is_alive() for reader in readers) <= 4)  # the others are displaced, or sent away
     wait_for(lambda: len(receiver._streams) <= 4)  # on their side, too: what a peer has heard may not be done yet
     spec = peers.spec()
-    receiver.open(spec, peers.sink())
+    receiver.inbox.open(spec, peers.sink())
     stream = raw(port)
     assert stream.ask(peers.hello(spec)).state is AttachState.ATTACHED
     assert peers.finish(spec, stream) is CommitState.COMMITTED
@@ -111,7 +111,7 @@ class Context:
 def test_an_attached_stream_whose_welcome_is_not_sent_yet_is_attached(peers):
     receiver = peers.new_receiver(max_unattached=1)
     spec = peers.spec()
-    receiver.open(spec, peers.sink())
+    receiver.inbox.open(spec, peers.sink())
     context = Context()
     replies = receiver._push(iter((peers.hello(spec),)), context)
     assert decode_receiver_message(next(replies)).state is AttachState.ATTACHED
@@ -136,7 +136,7 @@ def test_eight_prefill_nodes_with_seventeen_prompts_each_are_let_in(peers, recei
         streams = many(port)
         for _ in range(17):
             spec = peers.spec()
-            receiver.open(spec, peers.sink())
+            receiver.inbox.open(spec, peers.sink())
             welcome = next(streams.open(peers.hello(spec)))
             states.append(decode_receiver_message(welcome).state)
     assert states == [AttachState.ATTACHED] * (8 * 17)

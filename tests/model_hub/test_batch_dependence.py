@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from outrider.engine import module_steps
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.plain_norms import replace_norms
+from outrider.engine.linear import replace_norms
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.support import SPLIT_CONTEXT, depends_on_batch

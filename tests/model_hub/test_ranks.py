@@ -18,13 +18,14 @@ import torch
 from outrider.constraints.grammar import NUMERICS
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.group import Member
 from outrider.errors import ConfigError, ModelError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.inbox import TransferInbox
-from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.model_hub import ranks
 from outrider.model_hub.compute import Compute, open_compute
 from outrider.model_hub.config import ModelConfig

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.inbox import TransferInbox
-from outrider.kv_transfer.reserved_blocks import slots_of
 from outrider.prefill import PrefillCall
 from outrider.request import RequestOptions, SamplingParams
 from prefill_node.jobs import PrefillJob, Stop

@@ -14,6 +14,7 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.engine import PromptEngine
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
@@ -24,7 +25,7 @@ from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.receiver import KvReceiver
-from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.prefill import PrefillFigures
@@ -100,7 +101,7 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
             transfer_id = os.urandom(16)
             ids = {"transfer_id": transfer_id, "incarnation": INCARNATION}
             spec = TransferSpec(**ids, start_token=held, end_token=150, planes=model.spec.planes)
-            receiver.open(spec, ReservedBlocks(decode_cache, blocks))
+            receiver.inbox.open(spec, ReservedBlocks(decode_cache, blocks))
             where = {"transfer_id": transfer_id, "address": f"127.0.0.1:{port}", "incarnation": INCARNATION}
             loop.submit(job_of(attempt, tokens, held=held, may_read_held=num_read > 0, **where))
             result = ended.get(timeout=PATIENCE_SECONDS)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from outrider.speculation.catch_up_budget import FIRST_ROWS, LEAST_ROWS, CatchUpBudget
+from outrider.speculation.row_budget import FIRST_ROWS, LEAST_ROWS, CatchUpBudget
 
 
 def test_rows_are_what_the_time_allows_by_what_they_have_cost():

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.sampler import SampleRows
-from outrider.engine.sampler.arrivals import RaceKeys
+from outrider.engine.sampler import SampleRows, arrivals
 from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.request import SamplingParams
 from tests.statistical.chi_square import (
@@ -84,14 +83,14 @@ def test_arrivals_used_for_two_positions_are_noticed(monkeypatch):
 
 def test_waits_that_repeat_in_all_rows_are_noticed(monkeypatch):
     """Negative control: a counter without the position makes neighbours alike."""
-    draw_words = RaceKeys.draw
+    draw_words = arrivals.draw
 
     def of_position_zero(keys, counters, purpose):
-        words = keys.words.copy()
-        words[0] *= purpose == 0
-        return draw_words(RaceKeys(words), counters, purpose)
+        keys = keys.copy()
+        keys[0] *= purpose == 0
+        return draw_words(keys, counters, purpose)
 
-    monkeypatch.setattr(RaceKeys, "draw", of_position_zero)
+    monkeypatch.setattr(arrivals, "draw", of_position_zero)
     assert chi_square_z(draw(small_logits(), 6_400), probabilities(small_logits())) > PASS
 
 

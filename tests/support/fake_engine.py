@@ -233,10 +233,6 @@ class ScriptedEngine:
             runner=ScriptedModelRunner(model or ScriptedModel(), kv_cache),
         )
 
-    @property
-    def is_asynchronous(self) -> bool:
-        return self.runner.is_asynchronous
-
     def forward(
         self,
         block_copies: Sequence[tuple[int, int]],

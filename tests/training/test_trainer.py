@@ -34,13 +34,13 @@ def train(plan, trainer, seconds):
 def learn(trainer, num_steps):
     batches = trainer._batches()
     for _ in range(num_steps):
-        trainer._learn(trainer._batch(next(batches)), 0.1)
+        trainer._learn(Batch.of(trainer._dataset, next(batches), trainer._device), 0.1)
 
 
 @pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
 def test_a_head_learns_a_target_that_can_be_told(make, one_thread, form):
     _, trainer = make(form)
-    batch = trainer._batch(list(trainer._dataset.held_out))
+    batch = Batch.of(trainer._dataset, list(trainer._dataset.held_out), trainer._device)
     before = [loss.item() for loss in trainer.losses(batch)[0]]
     learn(trainer, 120)
     losses, hits, _ = trainer.losses(batch)
@@ -53,7 +53,7 @@ def test_a_batch_has_the_rows_that_decide_the_answers(make):
     _, trainer = make()
     dataset = trainer._dataset
     texts = [dataset.training[0], dataset.training[1]]
-    batch = Batch.of(dataset, texts)
+    batch = Batch.of(dataset, texts, torch.device("cpu"))
     for text, place, depth, final in zip(
         batch.texts.tolist(), batch.places.tolist(), batch.depths.tolist(), batch.final, strict=True
     ):
@@ -82,7 +82,7 @@ def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, mo
         torch.testing.assert_close(again.student.state_dict()[name], tensor)
     texts = list(trainer._dataset.training[:4])
     for each in (trainer, again):  # the optimiser's moments too
-        each._learn(each._batch(texts), 0.5)
+        each._learn(Batch.of(each._dataset, texts, each._device), 0.5)
     torch.testing.assert_close(again.student.fc.weight, trainer.student.fc.weight)
 
 

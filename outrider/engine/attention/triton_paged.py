@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,17 +15,8 @@ MOST_BLOCK_BYTES = 16 << 10
 """Of the keys of a block, which are in shared memory twice, as are their values: 64 KiB, less than any GPU has."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """One forward's batch, and what its kernels are launched with."""
-
-    batch: BatchFields[Tensor]
-    num_rows: int
-    num_seqs: int
-    max_blocks: int
-    block_size: int
-    longest: int  # keys that the widest block table has room for
-    has_trees: bool
+_Plan = tuple[InputBatch, BatchFields[Tensor]]
+"""One forward's batch, and its fields on the device."""
 
 
 class TritonAttention:
@@ -41,15 +30,7 @@ class TritonAttention:
         self._tile = tile or Tile()
 
     def prepare(self, batch: InputBatch) -> _Plan:
-        return _Plan(
-            batch=batch.on(self._device),
-            num_rows=batch.num_rows,
-            num_seqs=batch.num_seqs,
-            max_blocks=batch.max_blocks,
-            block_size=batch.block_size,
-            longest=batch.max_blocks * batch.block_size,
-            has_trees=batch.has_trees,
-        )
+        return batch, batch.on(self._device)
 
     def attend(
         self,
@@ -60,39 +41,40 @@ class TritonAttention:
         options: AttentionOptions,
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
-        tile, batch = self._tile, plan.batch
+        tile, (batch, fields) = self._tile, plan
+        num_rows, num_seqs = batch.num_rows, batch.num_seqs
         _, num_heads, head_dim = query.shape
         num_kv_heads = key_cache.shape[2]
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
         keys_per_block = min(tile.keys, max(16, MOST_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
-        max_splits = -(-plan.longest // tile.split_keys)
-        is_split = max_splits > 1 and plan.num_rows <= _MOST_SPLIT_ROWS
+        max_splits = -(-batch.max_blocks * batch.block_size // tile.split_keys)
+        is_split = max_splits > 1 and num_rows <= _MOST_SPLIT_ROWS
         query = query.contiguous()
         output = torch.empty_like(query)
-        partials = (plan.num_rows, num_heads, max_splits) if is_split else (0, 0, 0)
+        partials = (num_rows, num_heads, max_splits) if is_split else (0, 0, 0)
         values = torch.empty((*partials, padded_dim), dtype=torch.float32, device=query.device)
         largest, totals = torch.empty((2, *partials), dtype=torch.float32, device=query.device).unbind(0)
         heads_per_kv = num_heads // num_kv_heads
         heads_per_tile = min(heads_per_kv, tile.lines)
-        num_tiles = plan.num_rows // (tile.lines // heads_per_tile) + plan.num_seqs
+        num_tiles = num_rows // (tile.lines // heads_per_tile) + num_seqs
         head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)
         grid = (num_tiles, head_groups, max_splits if is_split else 1)
         window = options.sliding_window or 0
         with torch.cuda.device_of(query):  # where triton launches
             attend[grid](
                 query, key_cache, value_cache, output, values, largest, totals,
-                batch.query_start_loc, batch.positions, batch.block_tables,
-                batch.path_starts, batch.path_slots, plan.num_seqs, plan.max_blocks, max_splits,
+                fields.query_start_loc, fields.positions, fields.block_tables,
+                fields.path_starts, fields.path_slots, num_seqs, batch.max_blocks, max_splits,
                 options.scaling, options.softcap or 0.0, window,
                 HEADS_PER_KV=heads_per_kv, HEADS_PER_TILE=heads_per_tile, NUM_KV_HEADS=num_kv_heads,
-                HEAD=head_dim, HEAD_DIM=padded_dim, BLOCK_SIZE=plan.block_size, LINES=tile.lines,
+                HEAD=head_dim, HEAD_DIM=padded_dim, BLOCK_SIZE=batch.block_size, LINES=tile.lines,
                 KEYS=keys_per_block, SPLIT_KEYS=tile.split_keys,
-                HAS_WINDOW=window > 0, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=plan.has_trees,
+                HAS_WINDOW=window > 0, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=batch.has_trees,
                 IS_SPLIT=is_split, num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
             )  # fmt: skip
             if is_split:
-                merge_splits[plan.num_rows, num_heads](
-                    values, largest, totals, output, batch.positions, max_splits, window,
+                merge_splits[num_rows, num_heads](
+                    values, largest, totals, output, fields.positions, max_splits, window,
                     NUM_HEADS=num_heads, HEAD=head_dim, HEAD_DIM=padded_dim, SPLIT_KEYS=tile.split_keys,
                     HAS_WINDOW=window > 0, enable_fp_fusion=False,
                 )  # fmt: skip

@@ -61,11 +61,6 @@ class DecoderWeights:
     shape: DecoderShape
     blobs: Mapping[str, np.ndarray]  # each [num_bytes] uint8, aligned to 64 bytes or more
 
-    @property
-    def num_matrix_bytes(self) -> int:
-        """What a forward of one row reads of them."""
-        return sum(blob.nbytes for name, blob in self.blobs.items() if name.endswith(f".{PACKED}"))
-
     def address(self, name: str) -> int | None:
         """Of a blob; None where the model has none of that name."""
         return _address(self.blobs, name)

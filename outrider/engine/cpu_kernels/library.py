@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -293,6 +295,11 @@ class KernelLibrary:
         """The instruction path, such as "portable"."""
 
 
+def free_with(owner: object, free: Callable[[int], object], handle: int) -> None:
+    """Frees what the handle stands for when its owner is gone. Not when the process ends: a thread may use it still."""
+    weakref.finalize(owner, free, handle).atexit = False
+
+
 class Team:
     """Threads that compute together: the caller and `num_threads` - 1 others, which sleep between jobs.
 
@@ -301,16 +308,11 @@ class Team:
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
         """Raises MemoryError when the system gives the process no more threads."""
-        self._free = library.functions.outrider_team_free
         self.num_threads = num_threads
         self.handle: int = library.functions.outrider_team_create(num_threads)
         if not self.handle:
             raise MemoryError(f"{num_threads} threads for native kernels cannot be had")
-
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
-            self._free(handle)
-            self.handle = 0
+        free_with(self, library.functions.outrider_team_free, self.handle)
 
 
 STEP_PHASES = ("linear", "attention", "norm", "rope", "head")
@@ -322,10 +324,10 @@ class Workspace(ForwardPhases):
 
     def __init__(self, library: KernelLibrary) -> None:
         self._functions = library.functions
-        self._free = library.functions.outrider_workspace_free
         self.handle: int = library.functions.outrider_workspace_create()
         if not self.handle:
             raise MemoryError("no memory for a workspace of the native kernels")
+        free_with(self, library.functions.outrider_workspace_free, self.handle)
 
     def start(self) -> None:
         self.take()
@@ -339,8 +341,3 @@ class Workspace(ForwardPhases):
         spent = (c_int64 * len(STEP_PHASES))()
         self._functions.outrider_workspace_take_times(self.handle, spent)
         return dict(zip(STEP_PHASES, spent, strict=True))
-
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
-            self._free(handle)
-            self.handle = 0

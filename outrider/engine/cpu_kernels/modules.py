@@ -1,7 +1,7 @@
 """Layers of a transformers model replaced by native ones, whatever the architecture.
 
 For models that are not in the shape that decoder.py knows. Linear layers are known by
-their class, norms by what they compute (`plain_norms`).
+their class, norms by what they compute (see outrider.engine.linear).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.cpu_kernels.operators import linear, rms_norm
-from outrider.engine.linear import replace_linear_layers
-from outrider.engine.plain_norms import replace_norms
+from outrider.engine.linear import replace_linear_layers, replace_norms
 
 _LARGEST_VECTOR = 64
 """Elements that torch takes at once: two AVX-512 registers of bfloat16."""

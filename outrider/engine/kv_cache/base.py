@@ -15,6 +15,13 @@ Slots = npt.NDArray[np.int64]
 """Places in a cache, [num_tokens]: block_id * block_size + offset."""
 
 
+def slots_of(block_ids: npt.ArrayLike, num_tokens: int, block_size: int) -> Slots:
+    """Of tokens [0, num_tokens), by their block table."""
+    positions = np.arange(num_tokens)
+    slots: Slots = np.asarray(block_ids, dtype=np.int64)[positions // block_size] * block_size + positions % block_size
+    return slots
+
+
 class CachePlane(Protocol):
     """One plane of a cache, laid out as whoever attends over it wants. Rows go in and out token-major, as bytes."""
 

@@ -77,7 +77,8 @@ class SequenceKV:
     def num_blocks_needed(self, num_tokens: int) -> int:
         """Blocks that `reserve(num_tokens)` would take from the pool, a copy of a shared block included."""
         new = max(0, self._pool.num_blocks_for(num_tokens) - len(self.block_ids))
-        return new + (num_tokens > self.num_tokens and self._is_write_shared())
+        index, offset = divmod(self.num_tokens, self._block_size)
+        return new + (num_tokens > self.num_tokens and offset > 0 and self._pool.is_shared(self.block_ids[index]))
 
     def reserve(self, num_tokens: int) -> list[tuple[int, int]]:
         """Makes room to write the KV of tokens [self.num_tokens, num_tokens).
@@ -163,7 +164,3 @@ class SequenceKV:
         self._owns_tail = False
         self._hashes.truncate(0)
         self.release_beyond(0)
-
-    def _is_write_shared(self) -> bool:
-        index, offset = divmod(self.num_tokens, self._block_size)
-        return offset != 0 and self._pool.is_shared(self.block_ids[index])

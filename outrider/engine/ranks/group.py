@@ -60,25 +60,22 @@ class RankGroup:
         `close`.
         """
         self._answer_seconds = answer_seconds
-        self._members = list(members)
+        self.members = list(members)
         self._on_lost = on_lost
         self._release = release
         self._is_closing = False
         self._num_told = 0
-        self._done = Mark(0)
+        self.reached = Mark(0)
+        """How far this rank is. Requests to others wait until they are as far."""
 
     @property
     def size(self) -> int:
         """Rank 0 included."""
-        return len(self._members) + 1
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return tuple(self._members)
+        return len(self.members) + 1
 
     def add(self, member: Member) -> None:
         """Before the first command or request. From now on the group ends the member."""
-        self._members.append(member)
+        self.members.append(member)
 
     # ---- commands
 
@@ -94,20 +91,15 @@ class RankGroup:
         except Exception as error:
             self.raise_if_lost(error)
             raise
-        self._done = Mark(self._num_told)
+        self.reached = Mark(self._num_told)
 
     def layer_done(self, layer: int) -> None:
         """Within `running`: this rank has finished the layer."""
-        self._done = Mark(self._num_told - 1, layer + 1)
-
-    @property
-    def reached(self) -> Mark:
-        """How far this rank is. Requests to others wait until they are as far."""
-        return self._done
+        self.reached = Mark(self._num_told - 1, layer + 1)
 
     def _tell(self, command: Command) -> None:
         encoded = Channel.encode(command)
-        for member in self._members:
+        for member in self.members:
             try:
                 member.commands.send_encoded(encoded)
             except RankLostError as error:
@@ -119,7 +111,7 @@ class RankGroup:
 
     def ask(self, rank: int, request: KvRequest) -> Any:
         """The answer of a rank other than 0. Raises InternalError if it refuses; RankLostError, after killing it."""
-        member = self._members[rank - 1]
+        member = self.members[rank - 1]
         with member.kv_lock:
             try:
                 member.kv.send(request)
@@ -137,7 +129,7 @@ class RankGroup:
         """Raises RankLostError if a rank has ended, or ends within SEEN_SECONDS; `cause` is the symptom."""
         deadline = time.monotonic() + SEEN_SECONDS
         while True:
-            for member in self._members:
+            for member in self.members:
                 if (loss := member.loss()) is not None:
                     raise loss from cause
             if time.monotonic() > deadline:
@@ -145,7 +137,7 @@ class RankGroup:
             time.sleep(_POLL_SECONDS)
 
     def __enter__(self) -> Self:
-        for member in self._members:
+        for member in self.members:
             threading.Thread(target=self._watch, args=(member,), name=f"rank-{member.rank}", daemon=True).start()
         return self
 
@@ -163,13 +155,13 @@ class RankGroup:
         if self._is_closing:
             return
         self._is_closing = True
-        for member in self._members:
+        for member in self.members:
             try:
                 member.commands.send(Stop())
             except RankLostError:
                 continue  # it has ended, or will be killed
         deadline = time.monotonic() + STOP_SECONDS
-        for member in self._members:
+        for member in self.members:
             try:
                 member.process.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:

@@ -16,7 +16,7 @@ from outrider.engine.ranks.group import RankGroup
 from outrider.errors import InternalError
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.copy_stream import Fence
+    from outrider.engine.kv_cache.tensor_planes import Fence
 
 
 def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:

@@ -69,20 +69,17 @@ class RankWorker:
         threading.Thread(target=self._serve_kv, name="rank-kv", daemon=True).start()
         while True:
             command: Command = self._commands.receive(begins_within_seconds=None)
-            if isinstance(command, Stop):
-                return
-            self._do(command)
+            match command:
+                case Stop():
+                    return
+                case Step():
+                    # The logits are rank 0's business: here they are left over from the last collective.
+                    self._runner.forward(command.batch, on_layer_done=self._progress.layer_done)
+                case CopyBlocks():
+                    self._kv_cache.copy_blocks(command.pairs)
+                case MoveSlots():
+                    self._kv_cache.move_slots(command.pairs)
             self._progress.command_done()
-
-    def _do(self, command: Step | CopyBlocks | MoveSlots) -> None:
-        match command:
-            case Step():
-                # The logits are rank 0's business: here they are left over from the last collective.
-                self._runner.forward(command.batch, on_layer_done=self._progress.layer_done)
-            case CopyBlocks():
-                self._kv_cache.copy_blocks(command.pairs)
-            case MoveSlots():
-                self._kv_cache.move_slots(command.pairs)
 
     def _serve_kv(self) -> None:
         if device_type(self._kv_cache.device) == "cuda":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.engine.arrays import Array, ids_beside, namespace
-from outrider.engine.sampler.arrivals import RaceKeys, arrivals_of
+from outrider.engine.sampler.arrivals import arrivals_of, words_of
 from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import logarithm
@@ -40,7 +40,7 @@ def _decide(values: Array, decisions: Sequence[Decision]) -> Array:
     drawn = [row for row, decision in enumerate(decisions) if not decision.params.is_greedy]
     if drawn:
         values = drawn_from(values, decisions)
-        keys = RaceKeys.of([decisions[row].key for row in drawn], values)
+        keys = words_of([decisions[row].key for row in drawn], values)
         handicaps = logarithm(arrivals_of(keys, values.shape[1]))
         if len(drawn) == len(decisions):
             values = values - handicaps

@@ -13,7 +13,6 @@ is never looked into:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -45,22 +44,16 @@ class RaceKey(NamedTuple):
         return philox4x32((0, self.position & WORD, self.sample, purpose), split_seed(self.seed))
 
 
-@dataclass(frozen=True, slots=True)
-class RaceKeys:
-    """The keys of some decisions, as words where the logits are."""
+def words_of(keys: Iterable[RaceKey], logits: Array) -> Array:
+    """Position, sample, low and high word of the seed of one key or more, where the logits are: [4, num_rows] int64."""
+    rows = [(key.position & WORD, key.sample, *split_seed(key.seed)) for key in keys]
+    return beside(np.asarray(rows, dtype=np.int64).T, logits)
 
-    words: Array  # [4, num_rows] int64: position, sample, low and high word of the seed
 
-    @classmethod
-    def of(cls, keys: Iterable[RaceKey], logits: Array) -> RaceKeys:
-        """At least one key."""
-        rows = [(key.position & WORD, key.sample, *split_seed(key.seed)) for key in keys]
-        return cls(beside(np.asarray(rows, dtype=np.int64).T, logits))
-
-    def draw(self, counters: Array, purpose: int) -> tuple[Array, Array, Array, Array]:
-        """Four words each, in the shape of counters [num_rows or 1, n] int64, broadcast to all rows."""
-        position, sample, low, high = self.words[:, :, None]  # each [num_rows, 1]
-        return philox4x32((counters, position, sample, purpose), (low, high))
+def draw(keys: Array, counters: Array, purpose: int) -> tuple[Array, Array, Array, Array]:
+    """Four words for each counter [num_rows or 1, n] int64, broadcast to all rows; `keys` as of `words_of`."""
+    position, sample, low, high = keys[:, :, None]  # each [num_rows, 1]
+    return philox4x32((counters, position, sample, purpose), (low, high))
 
 
 def exponential(words: Array) -> Array:
@@ -78,15 +71,15 @@ def exponential(words: Array) -> Array:
     return -logarithm(rounded, (1.0 - rounded) - uniform)  # -log1p(-u)
 
 
-def arrivals_of(keys: RaceKeys, num_ids: int) -> Array:
-    """a(v) of every token, for some decisions: [num_rows, num_ids] float32."""
-    xp, device = namespace(keys.words), keys.words.device
+def arrivals_of(keys: Array, num_ids: int) -> Array:
+    """a(v) of every token, for some decisions: [num_rows, num_ids] float32. `keys`: as of `words_of`."""
+    xp, device = namespace(keys), keys.device
     num_blocks = -(-num_ids // BLOCK_SIZE)
-    first_words, winner_words, _, _ = keys.draw(xp.arange(num_blocks, device=device)[None], _BLOCK_PURPOSE)
+    first_words, winner_words, _, _ = draw(keys, xp.arange(num_blocks, device=device)[None], _BLOCK_PURPOSE)
     first = (exponential(first_words) * _PER_BLOCK)[:, :, None]  # [num_rows, num_blocks, 1]: e_b
     winners = (winner_words & (BLOCK_SIZE - 1))[:, :, None]
     groups = xp.arange(num_blocks * GROUPS_PER_BLOCK, device=device)[None]
-    words = xp.stack(keys.draw(groups, _TOKEN_PURPOSE), axis=2)  # [num_rows, num_groups, 4]
+    words = xp.stack(draw(keys, groups, _TOKEN_PURPOSE), axis=2)  # [num_rows, num_groups, 4]
     times = first + xp.reshape(exponential(words), (-1, num_blocks, BLOCK_SIZE))
     times = xp.where(xp.arange(BLOCK_SIZE, device=device) == winners, first, times)
     return xp.reshape(times, (-1, num_blocks * BLOCK_SIZE))[:, :num_ids]

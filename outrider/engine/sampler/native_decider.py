@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from outrider.constraints.compiler import Masks
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import SampleRowsStruct, SamplingStruct
+from outrider.engine.cpu_kernels.library import SampleRowsStruct, SamplingStruct, free_with
 from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
@@ -77,13 +77,13 @@ class NativeDecider:
         """Raises MemoryError where there is none for a row of each thread."""
         self._kernels = kernels  # their team must outlive the sampler
         functions = kernels.library.functions
-        self._free = functions.outrider_sampler_free
         holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
-        self._sampler: int | None = functions.outrider_sampler_create(
+        self._sampler: int = functions.outrider_sampler_create(
             kernels.team.handle, vocabulary.size, vocabulary.num_ids, holes.ctypes.data, len(holes)
         )
         if not self._sampler:
             raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
+        free_with(self, functions.outrider_sampler_free, self._sampler)
         self._rows = (SampleRowsStruct * 1)()  # grown to the largest step so far
 
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> _Prepared:
@@ -128,8 +128,3 @@ class NativeDecider:
             token_ids.ctypes.data,
         )
         return token_ids
-
-    def __del__(self) -> None:
-        if sampler := getattr(self, "_sampler", None):
-            self._free(sampler)
-            self._sampler = None

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.features import FeatureReduction
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
@@ -35,10 +34,7 @@ class Eagle(HeadModel):
 
     def __init__(self, files: HeadFiles) -> None:
         self._layout = Layout.read(files, *_FLAGS)
-        hidden_size = self._layout.shape.hidden_size
-        self.reduction = FeatureReduction(
-            taps=(files.target.num_layers,), hidden_size=hidden_size, takes_final_norm=True
-        )
+        self.reduction = files.target.last_hidden_state()
 
     def load(self, files: HeadFiles) -> None:
         is_nested, shape, hidden = self._layout.is_nested, self._layout.shape, self._layout.shape.hidden_size

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.speculation.catch_up_budget import CatchUpBudget
 from outrider.speculation.draft_stream import most_tokens_offered
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
@@ -32,7 +31,7 @@ from outrider.speculation.proposers.base import (
     nothing,
 )
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
-from outrider.speculation.row_budget import MAX_ROWS, RowBudget
+from outrider.speculation.row_budget import MAX_ROWS, CatchUpBudget, RowBudget
 
 NUM_EXTRA_TOKENS = 2
 """Few, as each costs a draft forward and serves a later step only."""
@@ -103,11 +102,7 @@ class DraftModelProposer:
         self._clock = clock
         self._budget = RowBudget()  # by forwards of one row a path
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
-        self._num_wasted_tokens = 0  # of sequences that are gone
-
-    @property
-    def num_wasted_tokens(self) -> int:
-        return self._num_wasted_tokens
+        self.num_wasted_tokens = 0
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, after at most one forward."""
@@ -172,7 +167,7 @@ class DraftModelProposer:
             tree.sampling = self._forward.start(tree.start, token_ids)
 
     def _count_waste(self, tree: PathTree) -> None:
-        self._num_wasted_tokens += tree.num_wasted_tokens
+        self.num_wasted_tokens += tree.num_wasted_tokens
         tree.num_wasted_tokens = 0
 
     def _is_drafted(self, request: ProposalRequest, tree: PathTree) -> bool:

@@ -49,23 +49,20 @@ class NgramSegment:
     segments of equal texts may be shared, and nothing else is stored.
     """
 
-    __slots__ = ("__weakref__", "_num_slots", "_tables", "end", "limit")
+    __slots__ = ("__weakref__", "_num_slots", "_tables", "end", "limit", "num_bytes")
 
     def __init__(self, start: int, limit: int) -> None:
         """For positions from `start` until before `limit`."""
         self.end = start
         """Positions before it are indexed."""
         self.limit = limit
+        self.num_bytes = self.bytes_of(limit - start)
         self._num_slots = 2 * (limit - start) + 1  # one is always free
         self._tables = [array("i", [-1]) * self._num_slots for _ in NGRAM_SIZES]
 
     @staticmethod
     def bytes_of(num_positions: int) -> int:
         return (2 * num_positions + 1) * len(NGRAM_SIZES) * BYTES_PER_SLOT
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_slots * len(NGRAM_SIZES) * BYTES_PER_SLOT
 
     def extend(self, text: Sequence[int], end: int) -> None:
         """Indexes the positions until before `end`, at most `limit`; each has a token of the text."""

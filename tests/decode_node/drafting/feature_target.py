@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from decode_node.drafting.feature_plane import FeaturePlane
+from decode_node.drafting.client import FeaturePlane
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec

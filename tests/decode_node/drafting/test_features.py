@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_node.drafting import book as book_module
-from decode_node.drafting.drafted_sequence import KEEP_UP_TOKENS
-from decode_node.drafting.unacked_features import MAX_UNACKED_BYTES
+from decode_node.drafting.drafted_sequence import KEEP_UP_TOKENS, MAX_UNACKED_BYTES
 from outrider.speculation.draft_stream import MAX_FEATURE_BYTES_PER_MESSAGE
 from tests.decode_node.drafting.books import Book, answer_to, catching_up, unknown_prefix
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from decode_node.drafting.misread import NUM_DRAFTS, MisreadWatch
+from decode_node.drafting.gather import NUM_JUDGED, MisreadWatch
 from outrider.speculation.draft_tree import DRAFT_NODE
 from tests.support.scripted_proposer import ScriptedProposer
 
@@ -23,7 +23,13 @@ def warnings_about(source, accepted):
 @pytest.mark.parametrize("source", ["eagle3:tiny-head", DRAFT_NODE])
 @pytest.mark.parametrize(
     ("num_accepted", "num_drafts", "num_warnings"),
-    [(0, NUM_DRAFTS, 1), (3, NUM_DRAFTS, 1), (4, NUM_DRAFTS, 0), (0, NUM_DRAFTS - 1, 0), (0, 3 * NUM_DRAFTS, 1)],
+    [
+        (0, NUM_JUDGED, 1),
+        (3, NUM_JUDGED, 1),
+        (4, NUM_JUDGED, 0),
+        (0, NUM_JUDGED - 1, 0),
+        (0, 3 * NUM_JUDGED, 1),
+    ],
 )
 def test_it_is_judged_once_by_its_first_drafts(source, num_accepted, num_drafts, num_warnings):
     log = warnings_about(source, [True] * num_accepted + [False] * (num_drafts - num_accepted))
@@ -32,11 +38,11 @@ def test_it_is_judged_once_by_its_first_drafts(source, num_accepted, num_drafts,
 
 
 def test_what_happens_later_is_the_texts_doing():
-    assert warnings_about("eagle3:tiny-head", [True] * NUM_DRAFTS + [False] * 5 * NUM_DRAFTS) == []
+    assert warnings_about("eagle3:tiny-head", [True] * NUM_JUDGED + [False] * 5 * NUM_JUDGED) == []
 
 
 def test_a_lookup_may_find_nothing():
-    assert warnings_about("ngram", [False] * 2 * NUM_DRAFTS) == []
+    assert warnings_about("ngram", [False] * 2 * NUM_JUDGED) == []
 
 
 def test_a_node_tells_which_of_its_proposers_it_is(make_scripted_node):
@@ -48,7 +54,7 @@ def test_a_node_tells_which_of_its_proposers_it_is(make_scripted_node):
     head.info = replace(head.info, name="eagle3:misread")
     node = make_scripted_node(num_blocks=200, num_speculative_tokens=3, proposers=[head])
     node.loop._drafts._controller.verifies_all = True
-    node.open(sampling={"max_tokens": NUM_DRAFTS + 20})
+    node.open(sampling={"max_tokens": NUM_JUDGED + 20})
     with structlog.testing.capture_logs() as log:
         node.run()
     assert [each["proposer"] for each in log if "next to nothing" in each["event"]] == ["eagle3:misread"]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from decode_node.drafting.unacked_features import MAX_UNACKED_BYTES, UnackedFeatures
+from decode_node.drafting.drafted_sequence import MAX_UNACKED_BYTES, UnackedFeatures
 
 SIZE = 4
 

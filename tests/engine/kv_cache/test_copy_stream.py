@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.kv_cache import copy_stream
-from outrider.engine.kv_cache.copy_stream import CopyStream
+from outrider.engine.kv_cache import tensor_planes
+from outrider.engine.kv_cache.tensor_planes import CopyStream
 from tests.support.fake_gpu import fake_streams
 
 
 @pytest.fixture
 def log(monkeypatch):
-    monkeypatch.setattr(copy_stream, "empty_page_locked", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    monkeypatch.setattr(tensor_planes, "empty_page_locked", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
     return fake_streams(monkeypatch)
 
 

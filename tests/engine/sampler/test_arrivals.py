@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.engine.sampler.arrivals import RaceKey, RaceKeys, arrivals_of, exponential
+from outrider.engine.sampler.arrivals import RaceKey, arrivals_of, draw, exponential, words_of
 from tests.engine.sampler.reference import reference_arrivals
 from tests.oracle import arrivals as oracle
 
@@ -19,7 +19,7 @@ def place(array):
 @pytest.fixture
 def all_arrivals(place):
     """Full evaluation with what either library decides by: [vocab] float32."""
-    return lambda key, vocab_size: np.asarray(arrivals_of(RaceKeys.of([key], place), vocab_size)[0])
+    return lambda key, vocab_size: np.asarray(arrivals_of(words_of([key], place), vocab_size)[0])
 
 
 def test_golden_arrivals(all_arrivals):
@@ -39,9 +39,9 @@ def test_golden_words(array, place):
         (3, 1): (0x0C58B0E0, 0x6C1CDC8C, 0x2527A2ED, 0x6947B123),
     }
     for (sample, purpose), expected in words.items():
-        keys = RaceKeys.of([GOLDEN_KEY._replace(sample=sample)], place)
+        keys = words_of([GOLDEN_KEY._replace(sample=sample)], place)
         counters = array(np.zeros((1, 1), dtype=np.int64))
-        assert tuple(int(word[0, 0]) for word in keys.draw(counters, purpose)) == expected
+        assert tuple(int(word[0, 0]) for word in draw(keys, counters, purpose)) == expected
         words_of_oracle = oracle.philox4x32((0, 1000, sample, purpose), GOLDEN_KEY.seed)
         assert tuple(int(word) for word in words_of_oracle) == expected
 
@@ -71,9 +71,9 @@ def test_rows_are_those_computed_alone(place):
     keys = [
         RaceKey(seed, sample, position) for seed in (0, 7, 2**64 - 1) for sample in (0, 3) for position in range(20)
     ]
-    together = arrivals_of(RaceKeys.of(keys, place), 300)
+    together = arrivals_of(words_of(keys, place), 300)
     for row, key in zip(together, keys, strict=True):
-        assert row.tolist() == arrivals_of(RaceKeys.of([key], place), 300)[0].tolist()
+        assert row.tolist() == arrivals_of(words_of([key], place), 300)[0].tolist()
 
 
 def test_arrivals_are_independent_unit_exponentials(all_arrivals):
