@@ -43,12 +43,10 @@ from prefill_node.push_places import PushPlaces
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import PrefillTask, chunk_rows
 from prefill_node.timed_parts import TimedPart, add_part
+from prefill_node.turn import PrefillTurn
 
 MAX_PUSHES = 64  # 32 to a single decode node; each has three threads, and may outlast its job's computation
 STOP_SECONDS = 2.0
-TURN_WAIT_SECONDS = 0.1
-"""So often a node that waits for its turn looks whether it is to stop."""
-
 log = get_logger("prefill_node")
 
 
@@ -87,15 +85,17 @@ class PrefillLoop:
         self._profiler = profiler
         self._time = engine.clock
         self._emit = emit
-        self._cpu_turns = cpu_turns or CpuTurns()
-        self._turn_seconds = turn_seconds
+        self._turn = PrefillTurn(
+            cpu_turns or CpuTurns(),
+            engine.clock,
+            self.progress,
+            seconds=turn_seconds,
+            num_layers=self._layers.num_layers,
+        )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
         self._places = PushPlaces(max_pushes)
         self._ended: list[JobEnded] = []
-        self._keeps_turn = False  # after a forward
-        self._has_handed_over = False  # a push has ended since the last turn did; set by any thread
-        self._is_stopping = False  # a Stop is in the inbox; set by any thread
         self._is_stopped = False
 
     def submit(self, command: Command) -> None:
@@ -103,7 +103,7 @@ class PrefillLoop:
         if isinstance(command, PrefillJob):
             self.prompt_tokens.set_outstanding(command.job_id, command.call.most_outstanding_tokens)
         if isinstance(command, Stop):
-            self._is_stopping = True
+            self._turn.is_stopping = True
         self._inbox.put(command)
 
     def run(self) -> None:
@@ -276,25 +276,24 @@ class PrefillLoop:
 
     def _push_ended(self, job_id: int, outcome: PushOutcome) -> None:
         """From the push's thread."""
-        self._has_handed_over = True
+        self._turn.kv_has_arrived = True
         self._inbox.put(PushEnded(job_id, outcome))
 
     def _compute(self, plan: StepPlan) -> float:
         """The forward's seconds; 0 when nothing is planned."""
         if not plan.scheduled:
-            self._give_turn()
+            self._turn.give()
             return 0.0
-        if not self._keeps_turn:
-            self._take_turn()
-        self._keeps_turn = False
+        self._turn.take()
         self.progress.expect(plan.num_rows)
         age_before = self.progress.age_seconds()
         fault_point("prefill.chunk")
-        self._keep_turn()
+        self._turn.keep()
         for item in plan.scheduled:
             task = self._tasks[item.sequence.key]
             task.compute_started_at = task.compute_started_at or time.monotonic()
         rows, started_at = [chunk_rows(item) for item in plan.scheduled], time.monotonic()
+        goes_on = False
         try:
             logits = self._engine.forward(
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
@@ -303,10 +302,10 @@ class PrefillLoop:
             for sequence, logprobs in read(*take_scored_rows(plan, logits)[1]):
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
-            self._keeps_turn = self._is_better_kept(plan)
+            num_ended = sum(item.reaches_end for item in plan.scheduled)
+            goes_on = 0 < num_ended < self._scheduler.num_running + self._scheduler.num_waiting
         finally:
-            if not self._keeps_turn:
-                self._give_turn()
+            self._turn.end_chunk(goes_on=goes_on)
         for item in plan.scheduled:
             chunk = TimedPart(started_at, time.monotonic(), item.num_rows)
             add_part(self._tasks[item.sequence.key].chunks, chunk)
@@ -318,44 +317,8 @@ class PrefillLoop:
         if (layers := self._layers.ending_at(layer)) is not None:
             self._time.mark(Part.FORWARD)
             self._offer(plan, layers)
-        self._share_processors(layer)
-
-    def _share_processors(self, layer: int) -> None:
-        """Gives way to nodes that wait, when it is time, and goes on when it is this node's turn again."""
-        if layer == self._layers.num_layers - 1:
-            return  # `_is_better_kept` says whether the turn ends with the forward
-        if self._keep_turn() and not self._cpu_turns.is_over(0.0 if self._has_handed_over else self._turn_seconds):
-            return
-        self._time.mark(Part.FORWARD)
-        self._give_turn()
-        self._take_turn()
-        self._keep_turn()
-
-    def _is_better_kept(self, plan: StepPlan) -> bool:
-        """Whether the turn goes on with the next chunk: if this one ended a prompt, and others wait to be computed.
-
-        A decode node that had the processors now would compute a step without the prompt, whose KV is still on its way,
-        and the prompt's first token would come a chunk later. It gets them when the KV has arrived.
-        """
-        num_ended = sum(item.reaches_end for item in plan.scheduled)
-        num_jobs = self._scheduler.num_running + self._scheduler.num_waiting
-        return 0 < num_ended < num_jobs and not self._cpu_turns.is_over(self._turn_seconds)
-
-    def _keep_turn(self) -> bool:
-        """For the next layer."""
-        return self._cpu_turns.keep(self.progress.at_hand.expected_seconds / self._layers.num_layers)
-
-    def _take_turn(self) -> None:
-        """A node that stops waits for nobody: it goes on without."""
-        self.progress.pause()
-        while not self._is_stopping and not self._cpu_turns.take(TURN_WAIT_SECONDS):
-            pass
-        self.progress.resume()
-        self._time.mark(Part.CPU_TURN)
-
-    def _give_turn(self) -> None:
-        self._keeps_turn = self._has_handed_over = False
-        self._cpu_turns.give()
+        if layer < self._layers.num_layers - 1:
+            self._turn.give_way()
 
     def _offer(self, plan: StepPlan, layers: range | None) -> None:
         """None: features."""
