@@ -25,7 +25,7 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache import copy_stream
+from outrider.engine.kv_cache import tensor_planes
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
@@ -351,7 +351,7 @@ def test_a_frame_of_the_hand_off_waits_for_its_own_copy_only(gpu, monkeypatch):
         with unset_fake_temporarily():  # numpy reads and writes it
             return torch.empty(tuple(shape), dtype=dtype).pin_memory()
 
-    monkeypatch.setattr(copy_stream, "empty_page_locked", page_locked)
+    monkeypatch.setattr(tensor_planes, "empty_page_locked", page_locked)
     log = fake_streams(monkeypatch)
     planes = [PlaneSpec(name, 3, 2, 16, "bfloat16") for name in ("k", "v")]
     cache = PagedKVCache(planes, num_blocks=6, block_size=16, device=str(GPU))

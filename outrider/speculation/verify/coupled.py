@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from outrider.engine.arrays import Array
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows
+from outrider.request import TokenLogprobs
 from outrider.speculation.draft_tree import ROOT
 from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.rows import runs_of_tree
@@ -43,10 +44,7 @@ def accept_drafts(drafts: Sequence[DraftRows], sampled: SampledRows) -> list[Ver
         draft_token_ids = draft.rows.draft_token_ids
         end = start + len(draft_token_ids) + 1
         if draft.parents:
-            path = accept_path(draft_token_ids, draft.parents, decided[start:end])
-            rows = [start, *(start + 1 + index for index in path)]
-            token_ids = tuple(decided[row] for row in rows)
-            verified.append(Verified(token_ids, tuple(sampled.logprobs[row] for row in rows), path))
+            verified.append(_of_tree(draft, decided[start:end], sampled.logprobs[start:end]))
         else:
             token_ids = accept(draft_token_ids, decided[start:end])
             has_logprobs = draft.rows.state.logprobs is not None
@@ -54,6 +52,12 @@ def accept_drafts(drafts: Sequence[DraftRows], sampled: SampledRows) -> list[Ver
             verified.append(Verified(token_ids, logprobs))
         start = end
     return verified
+
+
+def _of_tree(draft: DraftRows, decided: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Verified:
+    path = accept_path(draft.draft_token_ids, draft.parents, decided)
+    rows = [0, *(index + 1 for index in path)]
+    return Verified(tuple(decided[row] for row in rows), tuple(logprobs[row] for row in rows), path)
 
 
 def accept(draft_token_ids: tuple[int, ...], target_token_ids: tuple[int, ...]) -> tuple[int, ...]:
