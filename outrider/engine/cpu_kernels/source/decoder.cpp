@@ -228,7 +228,8 @@ class DecoderStep final : public Job {
                 const OutriderMatrix& matrix, const OutriderMatrix* next, Finish&& finish) {
     const Matrix<Weight> typed(matrix);
     ahead = next != nullptr ? Ahead(Matrix<Weight>(*next), member) : Ahead();
-    const int64_t last = Phase::end_of(member, num_units(typed)) - 1;
+    const bool asks = asks_for_next<Weight>(num_rows, typed.depth);
+    const int64_t last = asks ? Phase::end_of(member, num_units(typed)) - 1 : -1;
     const auto multiply_rows = [&](int64_t unit) {
       const void* const first_of_next = unit == last ? ahead.take(kTileColumns * typed.depth * sizeof(Weight)) : nullptr;
       multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),

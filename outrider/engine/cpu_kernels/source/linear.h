@@ -10,6 +10,7 @@
 namespace outrider {
 
 constexpr int64_t kBytesAhead = 4096;  // that are prefetched of what is read in order
+constexpr int64_t kMostBytesOfUnit = 256 << 10;  // of a unit that is in the cache of a core together with the next one
 
 template <class Weight>
 struct Matrix {
@@ -43,6 +44,14 @@ static inline int64_t num_units(const Matrix<Weight>& matrix) {
   return (matrix.out_features + kTileColumns - 1) / kTileColumns;
 }
 
+// Whether a product of so many rows prefetches what is multiplied after a unit; else what it is about to read itself.
+template <class Weight>
+static inline bool asks_for_next(int64_t num_rows, int64_t depth) {
+  const bool takes_one_call = num_rows <= MostRows<Weight>::value;
+  return kTileColumns * depth * static_cast<int64_t>(sizeof(Weight)) <= kMostBytesOfUnit &&
+         !(kReadsInOrder<Weight> && takes_one_call);
+}
+
 // One unit of x W^T + b, 32 columns of all rows: calls finish(TileRow) for each row.
 // x [num_rows, stride], each row padded to the matrix's depth. Prefetches the weights at `next`, null: of the next unit.
 template <class Weight, class Finish>
@@ -53,14 +62,15 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, matrix.out_features - column));
   const int panels = columns > kPanel ? 2 : 1;
   const Weight* packed = matrix.packed + column * matrix.depth;
-  const int64_t num_calls = (num_rows + MostRows<Weight>::value - 1) / MostRows<Weight>::value;
-  if (kReadsInOrder<Weight> && num_calls == 1) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
+  const bool asks = asks_for_next<Weight>(num_rows, matrix.depth);
+  if (!asks) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
   else if (next == nullptr) next = packed + kTileColumns * matrix.depth;
-  Prefetch prefetch(next, num_calls);
+  Prefetch prefetch(next, asks ? (num_rows + MostRows<Weight>::value - 1) / MostRows<Weight>::value : 1);
   for (int64_t row = 0; row < num_rows;) {
     const int rows = static_cast<int>(equal_part(num_rows - row, MostRows<Weight>::value));
     multiply_tile<Weight>(rows, x + row * stride, stride, packed, panels, matrix.depth, tile, prefetch);
-    prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
+    if (asks) prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
+    else prefetch.stop();
     for (int r = 0; r < rows; r++) {
       float* values = tile + r * kTileColumns;
       if (matrix.scales != nullptr)

@@ -106,6 +106,7 @@ struct Prefetch {
   }
 
   void skip(int64_t bytes_read) { next += bytes_read / num_calls; }  // in a copy of this
+  void stop() { num_calls = left = INT32_MAX; }
 };
 
 // Weights of one k (or of a pair) for one panel, in registers.

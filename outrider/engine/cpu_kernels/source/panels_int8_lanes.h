@@ -20,7 +20,11 @@ struct PanelSums {
   void begin(int32_t start) { sums = _mm512_set1_epi32(start); }
   // GCC 12 copies sums from one register to another and back around the intrinsic.
   void add(const PanelQuad& weights, int32_t quad) {
+#if defined(_mm512_dpbusd_epi32)  // simulated, by tests
+    sums = _mm512_dpbusd_epi32(sums, weights.bytes, _mm512_set1_epi32(quad));
+#else
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights.bytes), "v"(_mm512_set1_epi32(quad)));
+#endif
   }
   Ints columns(int) const { return reinterpret_cast<Ints>(sums); }
 };
