@@ -108,8 +108,11 @@ class PrefillLoop:
 
     def run(self) -> None:
         """Until `Stop`. What it raises is a bug of ours."""
-        while not self._is_stopped:
-            self.step()
+        try:
+            while not self._is_stopped:
+                self.step()
+        finally:
+            self._turn.give()
         self._profiler.end()
 
     def step(self) -> None:
@@ -222,6 +225,7 @@ class PrefillLoop:
 
     def _stop(self) -> None:
         self._is_stopped = True
+        self._turn.give()  # pushes may take seconds
         pushes = [task.push for task in self._tasks.values() if task.push is not None]
         for job_id in list(self._tasks):
             self._ended.append(JobEnded(job_id, PeerLostError("the prefill node stops", reason="DRAINING")))
@@ -276,7 +280,8 @@ class PrefillLoop:
 
     def _push_ended(self, job_id: int, outcome: PushOutcome) -> None:
         """From the push's thread."""
-        self._turn.kv_has_arrived = True
+        if outcome.error is None:
+            self._turn.kv_has_arrived = True
         self._inbox.put(PushEnded(job_id, outcome))
 
     def _compute(self, plan: StepPlan) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 
 import pytest
 
 from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
+from prefill_node.jobs import Stop
+from prefill_node.push import KvPush
 from tests.support.fake_clock import FakeClock
 from tests.support.scripted_turns import ScriptedTurns
 
@@ -202,3 +205,75 @@ def test_a_turn_ends_with_a_chunk_that_ends_no_prompt_and_with_the_last_prompt(m
     rig.prefill(PROMPT)  # three chunks
     rig.wait_until_idle()
     assert turns.given_after == [NUM_LAYERS] * 3
+
+
+@pytest.mark.parametrize("place", ["_finish", "_tell", "_take_commands", "_answer", "_plan"])
+def test_a_failure_beside_the_forward_keeps_nobody_waiting(make_rig, place):
+    turns = Waited()
+    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    rig.submit(PROMPT[:8])
+    rig.submit(PROMPT[8:16])
+    whole = getattr(rig.loop, place)
+
+    def fail(*given):
+        if turns.is_held:
+            raise ZeroDivisionError
+        return whole(*given)
+
+    setattr(rig.loop, place, fail)
+    with pytest.raises(ZeroDivisionError):
+        rig.loop.run()
+    assert not turns.is_held
+    setattr(rig.loop, place, whole)
+    rig.start().wait_until_idle()
+
+
+def test_a_stop_does_not_wait_for_pushes_in_its_turn(make_rig, monkeypatch):
+    turns = Waited()
+    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    held, join = [], KvPush.join
+    monkeypatch.setattr(KvPush, "join", lambda push, seconds: (held.append(turns.is_held), join(push, seconds)))
+    stop = itertools.chain([lambda: rig.loop.submit(Stop())], itertools.repeat(lambda: None))
+    rig.before_layer = lambda _layer: next(stop)()
+    rig.submit(PROMPT[:8])
+    rig.submit(PROMPT[8:16])
+    rig.loop.run()
+    assert held
+    assert not any(held)
+
+
+def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
+    turns = Waited()
+    rig = make_rig(cpu_turns=turns, turn_seconds=1.0, num_blocks=4)  # one prompt's: its push pins them
+    rig.decode.gate.clear()
+    held, wait, has_waited = [], rig.loop._wait_for_command, threading.Event()
+
+    def waiting():
+        held.append(turns.is_held)
+        if rig.chunks:
+            has_waited.set()
+        wait()
+
+    rig.loop._wait_for_command = waiting
+    jobs = [rig.submit(PROMPT[:12])[0], rig.submit(PROMPT[4:16])[0]]
+    rig.start()
+    assert has_waited.wait(10.0)
+    num_forwards = len(rig.chunks)
+    rig.decode.gate.set()
+    for job in jobs:
+        rig.result(job)
+    rig.wait_until_idle()
+    assert not any(held)
+    assert num_forwards < len(rig.chunks)
+
+
+def test_a_turn_that_has_lasted_ends_with_its_chunk(make_rig):
+    """Others have waited for `turn_seconds`: they do not wait for a prompt's KV as well."""
+    turns = ScriptedTurns(is_over=True)
+    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    jobs = [rig.submit(PROMPT[:8])[0], rig.submit(PROMPT[8:16])[0]]
+    rig.start()
+    for job in jobs:
+        rig.result(job)
+    rig.wait_until_idle()
+    assert turns.num_taken == 2 * NUM_LAYERS

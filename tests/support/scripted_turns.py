@@ -20,6 +20,7 @@ class ScriptedTurns(CpuTurns):
         self._num_refused = 0
 
     def take(self, timeout_seconds: float) -> bool:
+        assert not self.is_held, "it has one"
         if self._num_refused < self.num_refusals:
             self._num_refused += 1
             self.on_refusal()
