@@ -26,7 +26,7 @@ def main() -> int:
     from outrider.model_hub.open import open_model
 
     try:
-        model = open_model(config, progress=lambda *step: print(*step, file=steps))
+        model = open_model(config, progress=lambda *step: print("step", *step, file=steps))
         HeadOfTarget(config).packed(model)
     except OutriderError:
         return 1

@@ -8,6 +8,7 @@ it loads the checkpoint as outrider.model_hub.load does, and leaves packed weigh
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights
@@ -39,8 +40,6 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         key = PackedKey.of(config, location.directory, kernels)
     except (ModelError, OSError):
         return _load(config, progress)  # which says what is wrong with the checkpoint
-    if not key.folder.exists():
-        pack_apart(config, progress)
     loaded: list[LoadedModel] = []  # none where there were packed weights
 
     def pack() -> Packed | None:
@@ -50,7 +49,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
             return None
         return Packed({"spec": asdict(loaded[0].spec), "shape": asdict(native.weights.shape)}, native.weights.blobs)
 
-    packed, problem = open_packed(key, pack, progress=progress)
+    packed, problem = open_packed(key, pack, apart=partial(pack_apart, config, progress), progress=progress)
     if packed is None:
         return loaded[0]
     started = loaded[0].cpu_kernels if loaded else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -22,16 +24,19 @@ def pack_apart(config: ModelConfig, progress: Progress) -> None:
     """
     if "torch" in sys.modules:
         return
-    with subprocess.Popen(  # noqa: S603 our own interpreter
-        [sys.executable, "-m", PACKER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-    ) as packer:
+    with (
+        contextlib.suppress(OSError),  # no process can be started, or it has ended before it read what to pack
+        subprocess.Popen(  # noqa: S603 our own interpreter
+            [sys.executable, "-m", PACKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        ) as packer,
+    ):
         assert packer.stdin is not None
         assert packer.stdout is not None
-        packer.stdin.write(pickle.dumps(config))
-        packer.stdin.close()
+        with packer.stdin as to:
+            to.write(pickle.dumps(config))
         for line in packer.stdout:
-            stage, done, total = line.split()
-            progress(stage.decode(), int(done), int(total))
+            if said := re.fullmatch(rb"step (\w+) (\d+) (\d+)\n", line):  # else what its interpreter's start printed
+                progress(said[1].decode(), int(said[2]), int(said[3]))

@@ -86,6 +86,19 @@ class PackedKey:
     def folder(self) -> Path:
         return self.cache / f"{self.model}-{self.code}"
 
+    @property
+    def refused(self) -> Path:
+        """A file that is there if kernels do not take the model or head."""
+        return self.cache / f"{self.model}-{self.code}.refused"
+
+    def can_be_packed(self) -> bool:
+        """As far as can be told without packing: whether another process is worth its time."""
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            return os.access(self.cache, os.W_OK | os.X_OK) and not self.refused.exists()
+        except OSError:
+            return False
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -99,13 +112,15 @@ def open_packed(
     key: PackedKey,
     pack: Callable[[], Packed | None],
     *,
+    apart: Callable[[], object],
     is_read_in_parts: bool = False,
     progress: Progress = no_progress,
 ) -> tuple[Packed | None, str]:
-    """What was packed before, mapped; else what `pack` gives, which is left for others, and then mapped as well.
+    """What was packed before, or `apart` packs now, mapped; else what `pack` gives, which is left for others.
 
-    Any number of processes may call it at once: one packs, the others wait for it and report stage "wait". A cache that
-    cannot be used costs time and memory, nothing else: what `pack` gave, be it None, is returned with the reason.
+    `apart` lets another process pack, and may fail. Any number of processes may call it at once: one packs, the others
+    wait for it and report stage "wait". A cache that cannot be used costs time and memory, nothing else: what `pack`
+    gave, be it None, is returned with the reason.
 
     `is_read_in_parts`: only pages that this process goes on to read are resident. By default all are, as a model's must
     be: they count as used when its KV cache is sized (see outrider.engine.memory).
@@ -113,12 +128,18 @@ def open_packed(
     read = partial(read_packed, key.folder, is_read_in_parts=is_read_in_parts, progress=progress)
     if (packed := read()) is not None:
         return packed, ""
+    if key.can_be_packed():
+        apart()
+        if (packed := read()) is not None:
+            return packed, ""
     with contextlib.ExitStack() as stack:
         problem = _lock(stack, key, progress)
         if not problem and (packed := read()) is not None:
             return packed, ""
         made = pack()
         if made is None:
+            with contextlib.suppress(OSError):
+                key.refused.touch()
             return None, ""
         try:
             if not problem:

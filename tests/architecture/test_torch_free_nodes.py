@@ -92,3 +92,60 @@ except ModelError as error:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.startswith("refused: "), done.stderr
     assert str(model) in done.stdout
+
+
+OPEN = """
+import sys
+from outrider.heads.of_target import HeadOfTarget
+from outrider.model_hub import pack_apart
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.open import open_model
+{before}
+config = ModelConfig(id=sys.argv[1], head=sys.argv[2], cache_dir=sys.argv[3])
+model = open_model(config)
+packed = HeadOfTarget(config).packed(model)
+print(model.weights_from, "|", packed is not None, "torch" in sys.modules)
+"""
+
+
+@pytest.fixture
+def open_alone(tmp_path):
+    """`open_alone(before)` opens a model and its head in a process of its own, which has run `before`."""
+    if choose_kernels().library is None:
+        pytest.skip("there are no kernels to pack for")
+    model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+
+    def run(before="", *, has_head=True):
+        arguments = [str(model), str(head) if has_head else "", str(tmp_path / "cache")]
+        command = [sys.executable, "-c", OPEN.replace("{before}", before), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    run.cache = tmp_path / "cache" / "packed"
+    return run
+
+
+WITHOUT_TORCH = "packed weights, mapped | True False"
+
+
+def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(open_alone):
+    assert open_alone(has_head=False) == "packed weights, mapped | False False"
+    assert open_alone() == WITHOUT_TORCH
+    for weights in open_alone.cache.glob("*/weights"):
+        weights.write_bytes(weights.read_bytes()[:-1])
+    assert open_alone() == WITHOUT_TORCH
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "sys.executable = '/nowhere/python'",
+        "pack_apart.PACKER = 'antigravity_that_is_not_there'",
+        "pack_apart.PACKER = 'this'",
+    ],
+    ids=["no interpreter", "no packer", "one that prints"],
+)
+def test_a_node_packs_by_itself_what_no_other_process_can(open_alone, before):
+    assert open_alone(before) == "packed weights, mapped | True True"
