@@ -38,5 +38,6 @@ def pack_apart(config: ModelConfig, progress: Progress) -> None:
         with packer.stdin as to:
             to.write(pickle.dumps(config))
         for line in packer.stdout:
-            if said := re.fullmatch(rb"step (\w+) (\d+) (\d+)\n", line):  # else what its interpreter's start printed
+            said = re.fullmatch(rb"step (\w+) (\d+) (\d+)\n", line)
+            if said is not None:  # else printed by what the interpreter starts with
                 progress(said[1].decode(), int(said[2]), int(said[3]))
