@@ -56,12 +56,13 @@ def test_other_verification_methods_are_served(running, method):
 
 def test_drafts_are_accepted_where_the_text_repeats(running):
     """How many are tried depends on what rows cost at the moment: a node that has just started knows little of that."""
-    answers = [
-        running.generate(LONG_PROMPT, max_tokens=200, temperature=0.0, **REPETITIVE)[1].metrics.speculation
-        for _ in range(3)
-    ]
-    num_steps = sum(speculation.num_spec_steps for speculation in answers)
-    num_accepted = sum(speculation.num_accepted_draft_tokens for speculation in answers)
+    answers = []
+    num_steps = num_accepted = 0
+    while num_accepted <= 3 * 20 and len(answers) < 10:  # beside busy tests it may learn that rows cost much
+        _, summary = running.generate(LONG_PROMPT, max_tokens=200, temperature=0.0, **REPETITIVE)
+        answers.append(summary.metrics.speculation)
+        num_steps += answers[-1].num_spec_steps
+        num_accepted += answers[-1].num_accepted_draft_tokens
     assert num_accepted > max(3 * 20, num_steps // 2)
     for speculation in answers:
         assert sum(speculation.acceptance_histogram) == speculation.num_spec_steps
