@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.interpreted_triton import multiply_in_one_order
+
 FOLDER = Path(__file__).parent
 
 
@@ -14,6 +16,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.triton)
+
+
+@pytest.fixture(autouse=True)
+def _products_in_one_order(monkeypatch):
+    multiply_in_one_order(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
