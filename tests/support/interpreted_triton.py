@@ -8,7 +8,7 @@ import numpy as np
 
 
 def multiply_in_one_order(monkeypatch):
-    """The interpreter's products are the BLAS's, by some of whose kernels a row's bits depend on its place in a tile."""
+    """The interpreter's are the BLAS's: by some of its kernels a row's bits depend on its place in a tile."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
 
     def dot(_builder, a, b, sums, *_precision):
