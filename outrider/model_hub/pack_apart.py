@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import re
@@ -24,20 +23,23 @@ def pack_apart(config: ModelConfig, progress: Progress) -> None:
     """
     if "torch" in sys.modules:
         return
-    with (
-        contextlib.suppress(OSError),  # no process can be started, or it has ended before it read what to pack
-        subprocess.Popen(  # noqa: S603 our own interpreter
+    try:
+        with subprocess.Popen(  # noqa: S603 our own interpreter
             [sys.executable, "-m", PACKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-        ) as packer,
-    ):
-        assert packer.stdin is not None
-        assert packer.stdout is not None
-        with packer.stdin as to:
-            to.write(pickle.dumps(config))
-        for line in packer.stdout:
-            said = re.fullmatch(rb"step (\w+) (\d+) (\d+)\n", line)
-            if said is not None:  # else printed by what the interpreter starts with
-                progress(said[1].decode(), int(said[2]), int(said[3]))
+        ) as packer:
+            assert packer.stdin is not None
+            assert packer.stdout is not None
+            with packer.stdin as to:
+                to.write(pickle.dumps(config))
+            for line in packer.stdout:
+                said = re.fullmatch(rb"step (\w+) (\d+) (\d+)\n", line)
+                if said is not None:  # else printed by what the interpreter starts with
+                    progress(said[1].decode(), int(said[2]), int(said[3]))
+        problem = f"status {packer.returncode}" if packer.returncode else ""
+    except OSError as error:  # no process can be started, or it has ended before it read what to pack
+        problem = str(error)
+    if problem:
+        sys.stderr.write(f"{PACKER} failed ({problem}): this process packs by itself, and keeps torch in memory\n")

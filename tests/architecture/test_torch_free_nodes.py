@@ -121,6 +121,7 @@ def open_alone(tmp_path):
         command = [sys.executable, "-c", OPEN.replace("{before}", before), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
+        run.told = done.stderr
         return done.stdout.splitlines()[-1]
 
     run.cache = tmp_path / "cache" / "packed"
@@ -149,3 +150,4 @@ def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(op
 )
 def test_a_node_packs_by_itself_what_no_other_process_can(open_alone, before):
     assert open_alone(before) == "packed weights, mapped | True True"
+    assert ("this process packs by itself" in open_alone.told) == ("'this'" not in before)
