@@ -26,7 +26,7 @@ class ModelConfig:
     )
     kernels: str = setting(
         "auto",
-        choices=("auto", "torch", "portable", "avx512_bf16", "amx"),
+        choices=("auto", "torch", "portable", "avx512", "avx512_bf16", "amx"),
         help="On a CPU: auto is the best native path that was built and that the processor has, else torch.",
     )
     weights: str = setting(

@@ -109,7 +109,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     if isinstance(native, NativeLayers) and depends_on_batch(loaded):
         # Experts, Conv1D and whatever else is no linear layer are torch's.
         numerics = native_numerics(
-            kernels.path, by_layers=True, has_int8_weights=has_int8_weights, promise=promise_of_torch(dtype)
+            kernels.arithmetic, by_layers=True, has_int8_weights=has_int8_weights, promise=promise_of_torch(dtype)
         )
         loaded = replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
     return loaded

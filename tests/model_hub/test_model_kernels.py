@@ -37,13 +37,13 @@ def facts(loaded):
 @needs_native
 def test_native_kernels_are_exact_in_the_checkpoints_dtype_and_in_float32(bfloat16_checkpoint):
     loaded = load(bfloat16_checkpoint)
-    assert facts(loaded) == ("bfloat16", f"exact ({NATIVE.path} {KERNELS_REVISION}, {NUMERICS})", True)
+    assert facts(loaded) == ("bfloat16", f"exact ({NATIVE.arithmetic} {KERNELS_REVISION}, {NUMERICS})", True)
     assert loaded.kernels == NATIVE
     assert loaded.spec.dtype == "bfloat16"
     assert loaded.model is None  # native kernels hold the only copy of the weights
     assert facts(load(bfloat16_checkpoint, dtype="float32")) == (
         "float32",
-        f"exact ({NATIVE.path} {KERNELS_REVISION}, {NUMERICS})",
+        f"exact ({NATIVE.arithmetic} {KERNELS_REVISION}, {NUMERICS})",
         True,
     )
 
@@ -102,7 +102,7 @@ def test_the_setting_offers_every_path():
 @needs_native
 def test_int8_weights_are_named_lossy_and_are_another_model(bfloat16_checkpoint):
     plain, rounded = load(bfloat16_checkpoint), load(bfloat16_checkpoint, weights="int8")
-    expected = f"exact ({NATIVE.path} {KERNELS_REVISION}, lossy int8 weights and activations, {NUMERICS})"
+    expected = f"exact ({NATIVE.arithmetic} {KERNELS_REVISION}, lossy int8 weights and activations, {NUMERICS})"
     assert rounded.info.numerics == expected
     assert rounded.info.fingerprint != plain.info.fingerprint
     sizes = [sum(blob.nbytes for blob in each.native.weights.blobs.values()) for each in (rounded, plain)]

@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32, gen
 def test_in_bfloat16_logits_are_the_same_bits_with_drafts_and_without(loaded, num_tokens):
     assert (loaded.info.dtype, loaded.info.numerics) == (
         "bfloat16",
-        f"exact ({NATIVE.path} {KERNELS_REVISION}, {NUMERICS})",
+        f"exact ({NATIVE.arithmetic} {KERNELS_REVISION}, {NUMERICS})",
     )
     prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
     alone, alone_logits = decode(loaded, prompt, num_rows=1, num_tokens=num_tokens)

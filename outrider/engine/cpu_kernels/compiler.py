@@ -19,6 +19,7 @@ SOURCE_SUFFIXES = (".cpp", ".h", ".map")
 X86_64 = ("x86_64", "AMD64")
 X86_PATHS: Mapping[str, tuple[str, ...]] = {
     "portable": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mavx512vnni"),
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
     "amx": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }

@@ -1,7 +1,8 @@
 """Which instruction path a process computes with: the best that its processor has. Torch-free.
 
 Chosen once, at start, and never by the size of a product: the bits of two paths differ,
-and equal rows must come out equal.
+and equal rows must come out equal. Only avx512 and avx512_bf16 have the same bits: which of
+them is faster is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.cpu_kernels.compiler import X86_64, CompileError, first_error, path_flags
+from outrider.engine.cpu_kernels.dot_product_speed import multiply_adds_are_faster
 from outrider.engine.cpu_kernels.library_cache import Progress, compiled_library, no_progress
 from outrider.errors import ConfigError
 
@@ -22,15 +24,20 @@ TORCH = "torch"
 
 _X86_64_V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_64_V4 = (*_X86_64_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-_AVX512_BF16 = (*_X86_64_V4, "avx512_bf16", "avx512_vnni")
+_AVX512 = (*_X86_64_V4, "avx512_vnni")
+_AVX512_BF16 = (*_AVX512, "avx512_bf16")
 REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
     "portable": _X86_64_V3,
+    "avx512": _AVX512,
     "avx512_bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"),
 }
 """Of an x86-64 processor, as /proc/cpuinfo spells them: what the flags of the path let the compiler use."""
 
-PREFERENCE = ("amx", "avx512_bf16", "portable")
+SAME_BITS = {"avx512": "avx512_bf16"}
+"""By path another one, whose arithmetic it has with other instructions."""
+
+PREFERENCE = ("amx", "avx512_bf16", "avx512", "portable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,11 @@ class KernelChoice:
     path: str  # one of PREFERENCE, or TORCH
     library: Path | None  # None for TORCH
     reason: str = ""  # why no better path than this; empty where the processor has none
+
+    @property
+    def arithmetic(self) -> str:
+        """The path whose bits these are."""
+        return SAME_BITS.get(self.path, self.path)
 
     def __str__(self) -> str:
         """For people: "native kernels: amx"."""
@@ -74,11 +86,24 @@ def choose_kernels(
             continue  # no news: most processors have no AMX
         library, reason = (None, lacks) if lacks else _find_library(path, progress)
         if library is not None and not (reason := _why_not_ready(library)):
-            return KernelChoice(path=path, library=library, reason="; ".join(reasons))
+            choice = KernelChoice(path=path, library=library, reason="; ".join(reasons))
+            return _faster_of_same_bits(choice, progress) if wanted == AUTO else choice
         reasons.append(f"{path}: {reason}")
     if wanted != AUTO:
         raise ConfigError(f"model.kernels {wanted} cannot be had: {reason}; use auto or torch")
     return KernelChoice(path=TORCH, library=None, reason=reason)
+
+
+def _faster_of_same_bits(choice: KernelChoice, progress: Progress) -> KernelChoice:
+    """avx512 in place of avx512_bf16 where this processor multiplies faster so and the library can be had."""
+    assert choice.library is not None
+    if choice.path != "avx512_bf16" or not multiply_adds_are_faster(choice.library):
+        return choice
+    library, _ = _find_library("avx512", progress)
+    if library is None or _why_not_ready(library):
+        return choice
+    reasons = filter(None, (choice.reason, "avx512_bf16: its instruction is slower here"))
+    return KernelChoice(path="avx512", library=library, reason="; ".join(reasons))
 
 
 def processor_flags() -> frozenset[str]:

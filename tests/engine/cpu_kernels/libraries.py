@@ -21,6 +21,12 @@ _FROM_SOURCE = os.path.relpath(SIMULATED, SOURCE)  # where the compiler runs: th
 MADE_FOR_TESTS = {
     "generic": (),  # portable C++ without AVX2, as other processors run it
     "simulated_avx512_bf16": ("-march=x86-64-v3", "-include", f"{_FROM_SOURCE}/avx512_bf16.h"),
+    "simulated_avx512": (
+        "-march=x86-64-v3",
+        "-DSIMULATED_WITHOUT_BF16",
+        "-include",
+        f"{_FROM_SOURCE}/avx512_bf16.h",
+    ),
     "simulated_amx": ("-march=x86-64-v3", "-include", f"{_FROM_SOURCE}/amx.h"),
 }
 BREAKS_THE_RULE = "breaks_the_rule"

@@ -40,7 +40,7 @@ def loaded(request, tmp_path_factory):
         # Loading compares with the untouched model's own forward.
         model = load_model(ModelConfig(id=str(directory), dtype=dtype))
     assert isinstance(model.native, NativeLayers)
-    assert model.info.numerics == f"exact ({model.kernels.path} {KERNELS_REVISION}, by layers, {NUMERICS})"
+    assert model.info.numerics == f"exact ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers, {NUMERICS})"
     return model
 
 
@@ -108,7 +108,7 @@ def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path,
     torch.set_num_threads(3)
     directory = make_tiny_model(tmp_path, architecture="gemma", overrides={"intermediate_size": width})
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
-    assert model.info.numerics == f"exact ({model.kernels.path} {KERNELS_REVISION}, by layers, {NUMERICS})"
+    assert model.info.numerics == f"exact ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers, {NUMERICS})"
     forward, token_ids = forward_of(model), random_ids(250)
     whole = in_chunks(forward, token_ids, 250, range(16))
     for size in (1, 5, 77):
@@ -146,12 +146,12 @@ def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, archit
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
     assert isinstance(model.native, NativeLayers)
     seen = "exact up to ties" if depends_on_batch(model) else "exact"  # on every processor that we know: the former
-    assert model.info.numerics == f"{seen} ({model.kernels.path} {KERNELS_REVISION}, by layers, {NUMERICS})"
+    assert model.info.numerics == f"{seen} ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers, {NUMERICS})"
 
 
 def test_a_model_that_was_seen_to_depend_on_the_batch_says_so(tmp_path, monkeypatch):
     directory = make_tiny_model(tmp_path, architecture="gemma", dtype="bfloat16")
     monkeypatch.setattr(load_module, "depends_on_batch", lambda _model: True)
     numerics = [load_model(ModelConfig(id=str(directory), dtype=dtype)).info.numerics for dtype in TOLD]
-    path = choose_kernels().path
+    path = choose_kernels().arithmetic
     assert numerics == [f"{promise} ({path} {KERNELS_REVISION}, by layers, {NUMERICS})" for promise in TOLD.values()]

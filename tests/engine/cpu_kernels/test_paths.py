@@ -3,14 +3,17 @@ import platform
 
 import pytest
 
-from outrider.engine.cpu_kernels import compiler, paths
+from outrider.engine.cpu_kernels import compiler, dot_product_speed, paths
 from outrider.engine.cpu_kernels.compiler import CompileError, find_compiler
+from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.cpu_kernels.paths import REQUIRED_FLAGS, choose_kernels, processor_flags
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(platform.machine() not in compiler.X86_64, reason="paths of an x86-64 processor")
 
-PORTABLE, AVX512_BF16, AMX = (frozenset(REQUIRED_FLAGS[path]) for path in ("portable", "avx512_bf16", "amx"))
+PORTABLE, AVX512, AVX512_BF16, AMX = (
+    frozenset(REQUIRED_FLAGS[path]) for path in ("portable", "avx512", "avx512_bf16", "amx")
+)
 
 
 class Libraries:
@@ -21,6 +24,7 @@ class Libraries:
         self.tried = []
         self.does_not_compile = {}
         self.does_not_load = {}
+        self.slow_dot_products = set()
 
     def compile(self, path, _progress):
         self.tried.append(path)
@@ -31,17 +35,23 @@ class Libraries:
     def why_not_ready(self, library):
         return self.does_not_load.get(library.name, "")
 
+    def multiply_adds_are_faster(self, library):
+        return library.name in self.slow_dot_products
+
 
 @pytest.fixture
 def libraries(tmp_path, monkeypatch):
     libraries = Libraries(tmp_path)
     monkeypatch.setattr(paths, "compiled_library", libraries.compile)
     monkeypatch.setattr(paths, "_why_not_ready", libraries.why_not_ready)
+    monkeypatch.setattr(paths, "multiply_adds_are_faster", libraries.multiply_adds_are_faster)
     return libraries
 
 
 @pytest.mark.parametrize(
-    ("cpu_flags", "path"), [(AMX, "amx"), (AVX512_BF16, "avx512_bf16"), (PORTABLE, "portable")], ids=lambda value: None
+    ("cpu_flags", "path"),
+    [(AMX, "amx"), (AVX512_BF16, "avx512_bf16"), (AVX512, "avx512"), (PORTABLE, "portable")],
+    ids=lambda value: None,
 )
 def test_the_best_path_of_the_processor_is_taken(libraries, cpu_flags, path):
     choice = choose_kernels(cpu_flags=cpu_flags)
@@ -71,7 +81,41 @@ def test_the_library_that_the_processor_needs_is_compiled_once(source, cache):
 def test_a_path_that_does_not_compile_leaves_the_next_one_and_the_reason(libraries):
     libraries.does_not_compile["avx512_bf16"] = CompileError("c++ one.cpp\none.cpp:1: error: no such thing")
     choice = choose_kernels(cpu_flags=AVX512_BF16)
-    assert (choice.path, choice.reason) == ("portable", "avx512_bf16: one.cpp:1: error: no such thing")
+    assert (choice.path, choice.reason) == ("avx512", "avx512_bf16: one.cpp:1: error: no such thing")
+
+
+def test_slow_dot_products_leave_multiply_adds_of_the_same_bits(libraries):
+    libraries.slow_dot_products = {"avx512_bf16"}
+    choice = choose_kernels(cpu_flags=AVX512_BF16)
+    assert (choice.path, choice.library, choice.arithmetic) == ("avx512", libraries.folder / "avx512", "avx512_bf16")
+    assert str(choice) == "native kernels: avx512 (avx512_bf16: its instruction is slower here)"
+
+
+def test_what_is_wanted_is_taken_slow_or_not(libraries):
+    libraries.slow_dot_products = {"avx512_bf16"}
+    assert choose_kernels("avx512_bf16", cpu_flags=AVX512_BF16).path == "avx512_bf16"
+
+
+@pytest.mark.parametrize("fails", ["does_not_compile", "does_not_load"])
+def test_slow_dot_products_are_better_than_none(libraries, fails):
+    libraries.slow_dot_products = {"avx512_bf16"}
+    setattr(libraries, fails, {"avx512": CompileError("no such thing") if fails == "does_not_compile" else "EPERM"})
+    assert choose_kernels(cpu_flags=AVX512_BF16).path == "avx512_bf16"
+
+
+def test_why_there_are_no_tiles_is_told_beside_slow_dot_products(libraries):
+    libraries.slow_dot_products = {"avx512_bf16"}
+    libraries.does_not_load["amx"] = "EPERM"
+    assert choose_kernels(cpu_flags=AMX).reason == "amx: EPERM; avx512_bf16: its instruction is slower here"
+
+
+def test_dot_products_are_slow_where_they_take_clearly_longer_than_multiply_adds(monkeypatch, tmp_path):
+    seconds = {ElementType.FLOAT32: 1.0, ElementType.BFLOAT16: 1.2}
+    monkeypatch.setattr(dot_product_speed, "KernelLibrary", lambda file: file)
+    monkeypatch.setattr(dot_product_speed, "_seconds", lambda _library, dtype: seconds[dtype])
+    assert not dot_product_speed.multiply_adds_are_faster(tmp_path)
+    seconds[ElementType.BFLOAT16] = 1.5
+    assert dot_product_speed.multiply_adds_are_faster(tmp_path)
 
 
 def test_compiled_kernels_that_cannot_be_kept_are_told(source, cache):

@@ -20,7 +20,7 @@ struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 constexpr int32_t OUTRIDER_API_VERSION = 11;
 
 OUTRIDER_API int32_t outrider_api_version(void);
-OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
+OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512", "avx512_bf16" or "amx"
 
 // Asks the system for what the path needs (AMX tiles are switched on for each process).
 // Returns 0, or an errno.

@@ -60,11 +60,13 @@ template <class KV, int Rows, int Panels>
       } else
 #endif
       {
-        const Step<KV> step(from[p] + k * kPanel);
+        Step<KV> step;
+        step.load_from(from[p] + k * kPanel);
 #pragma GCC unroll 2
-        for (int d = 0; d < Step<KV>::kDepth; d++)
+        for (int i = 0; i < Step<KV>::kDepth; i++)
 #pragma GCC unroll 6
           for (int r = 0; r < Rows; r++) {
+            const int d = i ^ Step<KV>::kFirst;
             const Floats value = broadcast(x[r * stride + k + d]);
             for (int v = 0; v < kVectorsPerPanel; v++)
               sums[r][p][v] = multiply_add(step.at[d][v], value, sums[r][p][v]);
@@ -137,6 +139,7 @@ namespace outrider {
 template <class KV>
 static inline void multiply_keys(int rows, const Activation<KV>* x, int64_t depth, const KV* const* keys, int num,
                                  float* to) {
+  const DotProductArithmetic<KV> arithmetic;
 #if defined(__AMX_BF16__)
   if constexpr (sizeof(KV) == 2) return multiply_keys_by_tiles(rows, x, depth, keys, num, to);
   else
@@ -153,6 +156,7 @@ static inline void multiply_keys(int rows, const Activation<KV>* x, int64_t dept
 template <class KV>
 static inline void multiply_values(int rows, const Activation<KV>* weights, const KV* const* values, int num,
                                    int64_t head_dim, float* to) {
+  const DotProductArithmetic<KV> arithmetic;
 #if defined(__AMX_BF16__)
   if constexpr (sizeof(KV) == 2) return multiply_values_by_tiles(rows, weights, values, num, head_dim, to);
   else

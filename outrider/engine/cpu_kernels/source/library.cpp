@@ -15,6 +15,8 @@ const char* outrider_path(void) {
   return "amx";
 #elif defined(__AVX512BF16__)
   return "avx512_bf16";
+#elif defined(__AVX512F__)
+  return "avx512";
 #else
   return "portable";
 #endif

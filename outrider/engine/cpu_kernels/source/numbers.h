@@ -24,6 +24,10 @@ constexpr int kWidth = 8;
 #endif
 constexpr int kVectorsPerPanel = kPanel / kWidth;
 
+// Whether products of bfloat16 are those of AVX512-BF16's instruction, bit by bit, with it or without: of a pair the
+// upper one is added first, each rounded once, and subnormal numbers count as zeros.
+constexpr bool kHasBitsOfDotProducts = kWidth == 16;
+
 typedef float Floats __attribute__((vector_size(kWidth * 4)));
 typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));

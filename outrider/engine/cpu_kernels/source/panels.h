@@ -53,7 +53,7 @@ constexpr int64_t kDepthStep<int8_t> = kDepthOfGroup;
 // fastest, and fastest with 4 KiB prefetched (on Zen 4 24 GB/s in a thread with int8, both panels at a time 16).
 template <class Weight>
 constexpr bool kReadsInOrder = false;
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512F__) && !defined(__AMX_BF16__)
 template <>
 constexpr bool kReadsInOrder<BFloat16> = true;
 #endif
@@ -115,9 +115,9 @@ struct Step;
 
 template <>
 struct Step<float> {
-  static constexpr int kDepth = 1;
+  static constexpr int kDepth = 1, kFirst = 0;
   Floats at[1][kVectorsPerPanel];
-  explicit Step(const float* from) {
+  void load_from(const float* from) {
     for (int v = 0; v < kVectorsPerPanel; v++) at[0][v] = load(from + v * kWidth);
   }
 };
@@ -130,10 +130,24 @@ struct Step<int8_t> {
 template <>
 struct Step<BFloat16> {
   static constexpr int kDepth = 2;
+  static constexpr int kFirst = kHasBitsOfDotProducts ? 1 : 0;  // of a pair, whose product is added first
   Floats at[2][kVectorsPerPanel];
-  explicit Step(const BFloat16* from) {
+  void load_from(const BFloat16* from) {
     for (int v = 0; v < kVectorsPerPanel; v++) load_pairs(from + v * kWidth * 2, at[0][v], at[1][v]);
   }
+};
+
+// While this exists, subnormal numbers count as zeros where multiply-adds stand in for dot product instructions.
+template <class Weight>
+struct DotProductArithmetic {
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+  static constexpr unsigned kFlushToZero = sizeof(Weight) == 2 ? 0x8040 : 0;
+  unsigned found = _mm_getcsr();
+  DotProductArithmetic() { _mm_setcsr(found | kFlushToZero); }
+  ~DotProductArithmetic() { _mm_setcsr(found); }
+#else
+  DotProductArithmetic() {}  // (or compilers call it unused)
+#endif
 };
 
 // `Rows` rows of float32 activations times `Panels` panels, by fused multiply-adds. (Such functions are not inlined:
@@ -142,28 +156,32 @@ template <class Weight, int Rows, int Panels>
 [[gnu::noinline]] static void multiply_by_adds(const float* x, int64_t stride, const Weight* panels,
                                                int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {
   using OneStep = Step<Weight>;
-  Floats sums[Rows][Panels][kVectorsPerPanel] = {};
+  const DotProductArithmetic<Weight> arithmetic;
+  Floats sums[Rows][Panels * kVectorsPerPanel];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < Panels * kVectorsPerPanel; v++) sums[r][v] = Floats{};
   for (int64_t k = 0; k < depth; k += OneStep::kDepth) {
     prefetch(Panels);
+    OneStep weights[Panels];
 #pragma GCC unroll 2
-    for (int p = 0; p < Panels; p++) {
-      const Weight* from = panels + p * panel_size + k * kPanel;
-      const OneStep weights(from);
+    for (int p = 0; p < Panels; p++) weights[p].load_from(panels + p * panel_size + k * kPanel);
 #pragma GCC unroll 2
-      for (int d = 0; d < OneStep::kDepth; d++)
+    for (int i = 0; i < OneStep::kDepth; i++)
 #pragma GCC unroll 16
-        for (int r = 0; r < Rows; r++) {
-          const Floats value = broadcast(x[r * stride + k + d]);
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectorsPerPanel; v++)
-            sums[r][p][v] = multiply_add(weights.at[d][v], value, sums[r][p][v]);
-        }
-    }
+      for (int r = 0; r < Rows; r++) {
+        const int d = i ^ OneStep::kFirst;
+        const Floats value = broadcast(x[r * stride + k + d]);
+#pragma GCC unroll 4
+        for (int v = 0; v < Panels * kVectorsPerPanel; v++)
+          sums[r][v] = multiply_add(weights[v / kVectorsPerPanel].at[d][v % kVectorsPerPanel], value, sums[r][v]);
+      }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < Rows; r++)
-    for (int p = 0; p < Panels; p++)
-      for (int v = 0; v < kVectorsPerPanel; v++)
-        store(tile + r * kTileColumns + p * kPanel + v * kWidth, sums[r][p][v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < Panels * kVectorsPerPanel; v++) store(tile + r * kTileColumns + v * kWidth, sums[r][v]);
 }
 
 }  // namespace outrider
@@ -211,34 +229,33 @@ struct MostRows<int8_t> {
   static constexpr int value = kByteRows;
 };
 
+template <class Weight, int Rows, int Panels>
+static inline void multiply_panels(const Activation<Weight>* x, int64_t stride, const Weight* panels,
+                                   int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {
+#if !defined(__AMX_INT8__)
+  if constexpr (sizeof(Weight) == 1)
+    return multiply_by_quads<Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
+  else
+#endif
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  if constexpr (sizeof(Weight) == 2)
+    return multiply_by_pairs<Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
+  else
+#endif
+    multiply_by_adds<Weight, Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
+}
+
 template <class Weight, int Rows>
 static inline void multiply_rows(const Activation<Weight>* x, int64_t stride, const Weight* panels, int64_t panel_size,
                                  int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
-#if !defined(__AMX_INT8__)
-  if constexpr (sizeof(Weight) == 1) {
-    if (num_panels == 2 && kWidth == 16 && prefetch.num_calls > 1)
-      return multiply_by_quads<Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
-    for (int p = 0; p < num_panels; p++, panels += panel_size, prefetch.skip(panel_size))
-      multiply_by_quads<Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
-  } else
-#endif
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-  if constexpr (sizeof(Weight) == 2) {
-    if (num_panels == 2 && prefetch.num_calls > 1)
-      return multiply_by_pairs<Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
-    for (int p = 0; p < num_panels; p++, panels += panel_size, prefetch.skip(panel_size * sizeof(Weight)))
-      multiply_by_pairs<Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
-  } else
-#endif
-  {
-    // One row leaves registers for both panels, and needs their independent sums to keep the
-    // multipliers busy; from two rows on each panel is read by itself.
-    constexpr int kTogether = Rows == 1 || kWidth == 16 ? 2 : 1;
-    if (num_panels == 2 && kTogether == 2)
-      return multiply_by_adds<Weight, Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
-    for (int p = 0; p < num_panels; p++, panels += panel_size, prefetch.skip(panel_size * sizeof(Weight)))
-      multiply_by_adds<Weight, Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
-  }
+  // One row leaves registers for both panels, and needs their independent sums to keep the
+  // multipliers busy; from two rows on each panel is read by itself, if vectors are narrow.
+  constexpr bool kTogether = kWidth == 16 || (Rows == 1 && sizeof(Weight) > 1);
+  if constexpr (kTogether)
+    if (num_panels == 2 && !(kReadsInOrder<Weight> && prefetch.num_calls == 1))
+      return multiply_panels<Weight, Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
+  for (int p = 0; p < num_panels; p++, panels += panel_size, prefetch.skip(panel_size * sizeof(Weight)))
+    multiply_panels<Weight, Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
 }
 
 template <class Weight, int Rows>

@@ -1,4 +1,4 @@
-// SIMULATED AVX512F, AVX512-BF16 and AVX512-VNNI: what the kernels use of them, in plain C++.
+// SIMULATED AVX512F, AVX512-BF16 (unless SIMULATED_WITHOUT_BF16) and AVX512-VNNI: what the kernels use of them, in plain C++.
 //
 // For machines without these instructions. Included before everything else (-include), so
 // that the kernels' own files are compiled as they are: the macros below stand in for the
@@ -168,5 +168,7 @@ inline __m512i dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
 #define _mm512_dpbusd_epi32 simulated::dpbusd_epi32
 
 #define __AVX512F__ 1
+#if !defined(SIMULATED_WITHOUT_BF16)
 #define __AVX512BF16__ 1
+#endif
 #define __AVX512VNNI__ 1
