@@ -109,7 +109,9 @@ def describe_model(
     directory = location.directory
     numerics = torch_numerics(spec.dtype, device_type(device), num_ranks=config.tensor_parallel_size)
     if native is not None:
-        numerics = native_numerics(kernels.arithmetic, by_layers=model is not None, has_int8_weights=config.weights == INT8)
+        numerics = native_numerics(
+            kernels.arithmetic, by_layers=model is not None, has_int8_weights=config.weights == INT8
+        )
     tokenizer_files = read_tokenizer_files(directory)
     strings = vocabulary(tokenizer_files[TOKENIZER_FILE])
     info = ModelInfo(

@@ -50,7 +50,7 @@ def same(left, right):
 
 
 def test_the_pair_is_the_one_that_nodes_take_for_equal():
-    assert SAME_BITS == {PAIR[0]: PAIR[1]}
+    assert {PAIR[0]: PAIR[1]} == SAME_BITS
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 9, 12, 30])

@@ -47,31 +47,15 @@ template <class KV, int Rows, int Panels>
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; p++) {
       __builtin_prefetch(ahead[p] + k * kPanel, 0, 3);
-#if defined(__AVX512BF16__)
-      if constexpr (sizeof(KV) == 2) {
-        const __m512bh pairs = (__m512bh)_mm512_loadu_si512(from[p] + k * kPanel);
+      Step<KV> step;
+      step.load_from(from[p] + k * kPanel);
+#pragma GCC unroll 2
+      for (int i = 0; i < Step<KV>::kNumAdds; i++)
 #pragma GCC unroll 6
         for (int r = 0; r < Rows; r++) {
-          int32_t pair;
-          std::memcpy(&pair, x + r * stride + k, sizeof pair);
-          sums[r][p][0] = _mm512_dpbf16_ps(sums[r][p][0], pairs, (__m512bh)_mm512_set1_epi32(pair));
+          const auto value = Step<KV>::value(x + r * stride + k, i);
+          for (int v = 0; v < kVectorsPerPanel; v++) sums[r][p][v] = step.add(i, v, value, sums[r][p][v]);
         }
-        continue;
-      } else
-#endif
-      {
-        Step<KV> step;
-        step.load_from(from[p] + k * kPanel);
-#pragma GCC unroll 2
-        for (int i = 0; i < Step<KV>::kDepth; i++)
-#pragma GCC unroll 6
-          for (int r = 0; r < Rows; r++) {
-            const int d = i ^ Step<KV>::kFirst;
-            const Floats value = broadcast(x[r * stride + k + d]);
-            for (int v = 0; v < kVectorsPerPanel; v++)
-              sums[r][p][v] = multiply_add(step.at[d][v], value, sums[r][p][v]);
-          }
-      }
     }
   }
 }

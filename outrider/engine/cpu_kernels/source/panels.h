@@ -109,17 +109,20 @@ struct Prefetch {
   void stop() { num_calls = left = INT32_MAX; }
 };
 
-// Weights of one k (or of a pair) for one panel, in registers.
+// Weights of one k (or of a pair) for one panel, in registers, and how a row's sums become larger by their products:
+// in kNumAdds additions, each of a vector of the panel times a value of the row.
 template <class Weight>
 struct Step;
 
 template <>
 struct Step<float> {
-  static constexpr int kDepth = 1, kFirst = 0;
-  Floats at[1][kVectorsPerPanel];
+  static constexpr int kDepth = 1, kNumAdds = 1;
+  Floats at[kVectorsPerPanel];
   void load_from(const float* from) {
-    for (int v = 0; v < kVectorsPerPanel; v++) at[0][v] = load(from + v * kWidth);
+    for (int v = 0; v < kVectorsPerPanel; v++) at[v] = load(from + v * kWidth);
   }
+  static Floats value(const float* x, int) { return broadcast(*x); }
+  Floats add(int, int v, Floats value, Floats sum) const { return multiply_add(at[v], value, sum); }
 };
 
 template <>
@@ -130,11 +133,26 @@ struct Step<int8_t> {
 template <>
 struct Step<BFloat16> {
   static constexpr int kDepth = 2;
-  static constexpr int kFirst = kHasBitsOfDotProducts ? 1 : 0;  // of a pair, whose product is added first
+#if defined(__AVX512BF16__)
+  static constexpr int kNumAdds = 1;
+  __m512bh pairs;
+  void load_from(const BFloat16* from) { pairs = (__m512bh)_mm512_loadu_si512(from); }
+  static __m512bh value(const BFloat16* x, int) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  Floats add(int, int, __m512bh value, Floats sum) const { return _mm512_dpbf16_ps(sum, pairs, value); }
+#else
+  static constexpr int kNumAdds = 2;
   Floats at[2][kVectorsPerPanel];
   void load_from(const BFloat16* from) {
     for (int v = 0; v < kVectorsPerPanel; v++) load_pairs(from + v * kWidth * 2, at[0][v], at[1][v]);
   }
+  static constexpr int place(int add) { return kHasBitsOfDotProducts ? 1 - add : add; }  // in the pair
+  static Floats value(const float* x, int add) { return broadcast(x[place(add)]); }
+  Floats add(int add, int v, Floats value, Floats sum) const { return multiply_add(at[place(add)][v], value, sum); }
+#endif
 };
 
 // While this exists, subnormal numbers count as zeros where multiply-adds stand in for dot product instructions.
@@ -150,46 +168,44 @@ struct DotProductArithmetic {
 #endif
 };
 
-// `Rows` rows of float32 activations times `Panels` panels, by fused multiply-adds. (Such functions are not inlined:
-// within a larger one GCC 12 keeps sums in memory.)
+// `Rows` rows times `Panels` panels, step by step. (Such functions are not inlined: within a larger one GCC 12 keeps
+// sums in memory.)
 template <class Weight, int Rows, int Panels>
-[[gnu::noinline]] static void multiply_by_adds(const float* x, int64_t stride, const Weight* panels,
-                                               int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {
+[[gnu::noinline]] static void multiply_by_steps(const Activation<Weight>* x, int64_t stride, const Weight* panels,
+                                                int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {
   using OneStep = Step<Weight>;
+  constexpr int num_vectors = Panels * kVectorsPerPanel;
   const DotProductArithmetic<Weight> arithmetic;
-  Floats sums[Rows][Panels * kVectorsPerPanel];
+  Floats sums[Rows][num_vectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < Panels * kVectorsPerPanel; v++) sums[r][v] = Floats{};
+    for (int v = 0; v < num_vectors; v++) sums[r][v] = Floats{};
   for (int64_t k = 0; k < depth; k += OneStep::kDepth) {
     prefetch(Panels);
     OneStep weights[Panels];
 #pragma GCC unroll 2
     for (int p = 0; p < Panels; p++) weights[p].load_from(panels + p * panel_size + k * kPanel);
 #pragma GCC unroll 2
-    for (int i = 0; i < OneStep::kDepth; i++)
+    for (int i = 0; i < OneStep::kNumAdds; i++)
 #pragma GCC unroll 16
       for (int r = 0; r < Rows; r++) {
-        const int d = i ^ OneStep::kFirst;
-        const Floats value = broadcast(x[r * stride + k + d]);
+        const auto value = OneStep::value(x + r * stride + k, i);
 #pragma GCC unroll 4
-        for (int v = 0; v < Panels * kVectorsPerPanel; v++)
-          sums[r][v] = multiply_add(weights[v / kVectorsPerPanel].at[d][v % kVectorsPerPanel], value, sums[r][v]);
+        for (int v = 0; v < num_vectors; v++)
+          sums[r][v] = weights[v / kVectorsPerPanel].add(i, v % kVectorsPerPanel, value, sums[r][v]);
       }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < Panels * kVectorsPerPanel; v++) store(tile + r * kTileColumns + v * kWidth, sums[r][v]);
+    for (int v = 0; v < num_vectors; v++) store(tile + r * kTileColumns + v * kWidth, sums[r][v]);
 }
 
 }  // namespace outrider
 
 #if defined(__AMX_BF16__)
 #include "panels_amx.h"
-#elif defined(__AVX512BF16__)
-#include "panels_avx512.h"
 #endif
 #if defined(__AMX_INT8__)
 #include "panels_int8_amx.h"
@@ -237,12 +253,7 @@ static inline void multiply_panels(const Activation<Weight>* x, int64_t stride, 
     return multiply_by_quads<Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
   else
 #endif
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-  if constexpr (sizeof(Weight) == 2)
-    return multiply_by_pairs<Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
-  else
-#endif
-    multiply_by_adds<Weight, Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
+    multiply_by_steps<Weight, Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
 }
 
 template <class Weight, int Rows>
