@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from decode_node.config import SECTIONS, DecodeNodeConfig
 from outrider.config.arguments import parse_role_arguments
-from outrider.engine.processor import prepare_environment, usable_cpus
+from outrider.engine.processor import prepare_environment
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.config import ServerConfig
@@ -62,17 +62,15 @@ def make_build(
         from decode_node.kept_answers import open_kept_answers
         from decode_node.node import DecodeParts
         from decode_node.sequence_group_manager import SequenceGroupManager
-        from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import Engine
         from outrider.engine.graph_shapes import GraphShapes
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.engine_node import end_process, event_loop_clock
+        from outrider.engine_node import end_process, event_loop_clock, open_logged_turns
         from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.receiver import KvReceiver
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
-        from outrider.service.telemetry.logging import get_logger
         from outrider.speculation.draft_controller import DraftController
         from outrider.speculation.draft_stream import DraftHello
         from outrider.speculation.step_cost import StepCostModel
@@ -163,12 +161,7 @@ def make_build(
             transfer_timeout_seconds=config.transfer_timeout_seconds,
             kept_answers=open_kept_answers(config.keep_features, max_bytes=config.keep_features_bytes),
         )
-        cpu_turns = open_turns(
-            model_config.turns_file,
-            model.cpu_kernels,
-            cpus=usable_cpus(),
-            on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
-        )
+        cpu_turns = open_logged_turns(model_config.turns_file, model.cpu_kernels)
         loop = DecodeLoop(
             engine=engine,
             drafts=drafts,

@@ -157,7 +157,8 @@ class DecodeLoop:
         if report is None:
             return
         report.publish_blocks()
-        self._groups.report_all(report.events())
+        for group, event in report.events():
+            self._groups.report(group, event)
         fault_point("decode.before_emit")
         self._emit_events(report.stats)
 

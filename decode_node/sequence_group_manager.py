@@ -108,10 +108,6 @@ class SequenceGroupManager:
     def report(self, group: SequenceGroup, event: SequenceGroupEvent) -> None:
         self._events[group.session_id].append(event)
 
-    def report_all(self, events: Iterable[tuple[SequenceGroup, SequenceGroupEvent]]) -> None:
-        for group, event in events:
-            self._events[group.session_id].append(event)
-
     def report_scores(self, scores: Iterable[ScoredSequence]) -> None:
         """Logprobs of prompts, which come before the first tokens of their groups."""
         for sequence, logprobs in scores:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from outrider import __version__
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, CpuTurns, open_turns
 from outrider.engine.engine import PromptEngine
 from outrider.engine.engine_thread import EngineThread
+from outrider.engine.processor import usable_cpus
 from outrider.engine.step_progress import StepProgress
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.node_service import NodeServicer, default_node_name
@@ -47,6 +50,12 @@ def event_loop_clock() -> Callable[[], int]:
         return lambda: 0
     clock = time.pthread_getcpuclockid(main_thread)
     return lambda: time.clock_gettime_ns(clock)
+
+
+def open_logged_turns(path: str, kernels: CpuKernels | None) -> CpuTurns:
+    """`open_turns` on this process's processors; a turn that is taken from another node is logged."""
+    log = get_logger("cpu_turns")
+    return open_turns(path, kernels, cpus=usable_cpus(), on_taken_from_another=lambda: log.warning(TAKEN_FROM_ANOTHER))
 
 
 class EngineNode(Generic[Built]):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.config.arguments import parse_role_arguments
-from outrider.engine.processor import prepare_environment, usable_cpus
+from outrider.engine.processor import prepare_environment
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.config import ServerConfig
@@ -51,16 +51,14 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(emit: Emit) -> PrefillParts:
-        from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import PromptEngine
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.engine_node import end_process, event_loop_clock
+        from outrider.engine_node import end_process, event_loop_clock, open_logged_turns
         from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.connectors import Connector
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
-        from outrider.service.telemetry.logging import get_logger
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop
 
@@ -80,12 +78,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             reserve_blocks_per_running=0,  # prompts do not grow
         )
         connector = Connector(config.kv_transfer, security)
-        cpu_turns = open_turns(
-            model_config.turns_file,
-            model.cpu_kernels,
-            cpus=usable_cpus(),
-            on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
-        )
+        cpu_turns = open_logged_turns(model_config.turns_file, model.cpu_kernels)
         engine = PromptEngine(pool, scheduler, kv_cache, runner)
         loop = PrefillLoop(
             engine=engine,
