@@ -295,12 +295,15 @@ class Scheduler:
         room.preempted.append(sequence)
 
     def _admit(self, room: StepRoom) -> None:
-        """Waiting sequences join in order, each with blocks for all its known tokens; none overtakes the head."""
+        """Waiting sequences join in order, each with blocks for all its known tokens; none overtakes the head.
+
+        A prompt that gets no rows in this step waits: what others publish meanwhile it need not compute.
+        """
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
             kept_back = self._reserve_blocks * len(self._running)  # growth of those that run
             available = self._pool.num_free_blocks - kept_back
-            if self._running and self._was_refused(sequence, available):
+            if self._running and (self._was_refused(sequence, available) or not self._has_rows_for(sequence)):
                 return  # asking again would hash the whole prompt for the same answer
             kv = sequence.kv or self._cached_prefix(sequence)
             if kv.num_blocks_needed(len(sequence.token_ids)) + kept_back > self._pool.num_free_blocks:
@@ -321,6 +324,14 @@ class Scheduler:
         """Whether this sequence was refused last time, with no fewer blocks than now."""
         return self._refused is not None and self._refused[0] is sequence and num_available <= self._refused[1]
 
+    def _has_rows_for(self, sequence: EngineSequence) -> bool:
+        """Whether running prompts that rank ahead leave it rows of a step; decodes take turns."""
+        if sequence.num_uncomputed == 1:
+            return True
+        rank = _running_rank(sequence)
+        ahead = [other for other in self._running if other.num_uncomputed > 1 and _running_rank(other) < rank]
+        return _num_prompt_rows(ahead) < self.max_rows_per_step
+
     def _cached_prefix(self, sequence: EngineSequence) -> SequenceKV:
         num_tokens = len(sequence.token_ids)
         max_cached_tokens = num_tokens - 1 if sequence.needs_logits else num_tokens
@@ -336,7 +347,6 @@ class Scheduler:
         """A row for each sequence that needs one only, and what that leaves for drafts and prompts."""
         singles: list[EngineSequence] = []
         prompts: list[EngineSequence] = []
-        num_prompt_rows = num_scored_rows = 0
         stalled = room.stalled
         for sequence in self._running:
             kv = sequence.kv
@@ -348,11 +358,7 @@ class Scheduler:
                 singles.append(sequence)
                 continue
             prompts.append(sequence)
-            if sequence.scoring is None:
-                num_prompt_rows += num_uncomputed
-            else:
-                num_scored_rows += num_uncomputed
-        num_prompt_rows += min(num_scored_rows, MAX_SCORED_ROWS)
+        num_prompt_rows = _num_prompt_rows(prompts)
         if len(singles) + bool(prompts) > self.max_rows_per_step:
             singles = self._in_turn(singles, num_rows=self.max_rows_per_step - bool(prompts))
         budget = self.max_rows_per_step - len(singles)
@@ -378,6 +384,12 @@ class Scheduler:
             copies = sequence.kv.reserve(num_known + num_granted)
             assert not copies  # made with the blocks of the known tokens
         return num_granted
+
+
+def _num_prompt_rows(prompts: Sequence[EngineSequence]) -> int:
+    """Rows that a step without a limit would give to these."""
+    num_scored = sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is not None)
+    return sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is None) + min(num_scored, MAX_SCORED_ROWS)
 
 
 def _running_rank(sequence: EngineSequence) -> tuple[int, int, int]:

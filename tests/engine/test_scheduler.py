@@ -56,6 +56,44 @@ def test_where_no_logits_are_needed_a_cached_prompt_is_ready_when_admitted():
     assert second.num_uncomputed == 0
 
 
+def test_a_prompt_waits_until_a_step_has_rows_for_it_and_finds_what_others_published_meanwhile():
+    scheduler = make_scheduler(rows=8)
+    first = waiting(scheduler, 1, num_tokens=20)
+    second = EngineSequence(key=2, token_ids=first.token_ids[:], arrival=2)
+    scheduler.add(second)
+    for num_left in (20, 12):
+        assert first.num_uncomputed == num_left
+        plan = scheduler.plan()
+        assert rows_of(plan) == [(1, 8, 0)]
+        assert (second.kv, scheduler.num_waiting) == (None, 1)
+        run(plan)
+        first.kv.publish(first.token_ids)
+    plan = scheduler.plan()
+    assert plan.admitted == (second,)
+    assert (second.num_cached_tokens, rows_of(plan)) == (16, [(1, 4, 0), (2, 4, 0)])
+
+
+def test_a_prompt_of_a_higher_priority_does_not_wait_for_the_rows_of_others():
+    scheduler = make_scheduler(rows=8)
+    waiting(scheduler, 1, num_tokens=20)
+    run(scheduler.plan())
+    urgent = waiting(scheduler, 2, num_tokens=20, priority=1)
+    plan = scheduler.plan()
+    assert plan.admitted == (urgent,)
+    assert rows_of(plan) == [(2, 8, 0)]
+
+
+def test_a_sequence_with_its_newest_token_to_feed_does_not_wait_for_prompts():
+    scheduler = make_scheduler(rows=8)
+    waiting(scheduler, 1, num_tokens=20)
+    run(scheduler.plan())
+    kv = SequenceKV.create(scheduler._pool, [], max_cached_tokens=0)
+    kv.reserve(3)
+    kv.advance(3)
+    scheduler.add(EngineSequence(key=2, token_ids=[1002] * 4, arrival=2, kv=kv))
+    assert rows_of(scheduler.plan()) == [(2, 1, 0), (1, 7, 0)]
+
+
 # --- admission and preemption ---------------------------------------------------------------
 
 
