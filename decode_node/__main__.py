@@ -7,14 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from decode_node.config import SECTIONS, DecodeNodeConfig
-from outrider.config.arguments import parse_role_arguments
 from outrider.engine.processor import prepare_environment
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.config import ServerConfig
-from outrider.service.security import make_security
 from outrider.service.server import ServiceProcess
-from outrider.service.telemetry.tracer_factory import make_role_tracer
 
 if TYPE_CHECKING:
     from decode_node.node import Build, DecodeParts, Emit
@@ -23,7 +20,8 @@ ROLE = "decode_node"
 
 
 def main(argv: list[str] | None = None) -> int:
-    sections = parse_role_arguments(ROLE, SECTIONS, argv)
+    process = ServiceProcess(ROLE, SECTIONS, argv)
+    sections = process.sections
     prepare_environment(sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from decode_node.node import DecodeNode
@@ -31,19 +29,14 @@ def main(argv: list[str] | None = None) -> int:
     config: DecodeNodeConfig = replace(
         sections[ROLE], kv_cache=sections["kv_cache"], kv_transfer=sections["kv_transfer"]
     )
-    server: ServerConfig = sections["server"]
-    security = make_security(sections["security"])
-    tracer = make_role_tracer(sections["telemetry"], role=ROLE)
     node = DecodeNode(
-        build=make_build(config, sections["model"], server, security),
-        configured_name=server.name,
+        build=make_build(config, sections["model"], process.config, process.security),
+        configured_name=process.config.name,
         session_timeout_seconds=config.session_timeout_seconds,
-        allows_profiles=sections["telemetry"].profiling,
-        tracer=tracer,
+        allows_profiles=process.telemetry.profiling,
+        tracer=process.tracer,
     )
-    return ServiceProcess(
-        node, config=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
-    ).run()
+    return process.run(node)
 
 
 def make_build(

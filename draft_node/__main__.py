@@ -11,19 +11,17 @@ from prometheus_client import REGISTRY
 from draft_node.config import SECTIONS, DraftNodeConfig
 from draft_node.held_sequences import max_held_bytes
 from draft_node.node import DraftNode
-from outrider.config.arguments import parse_role_arguments
 from outrider.engine.processor import prepare_environment
 from outrider.service.announce import announce_progress
-from outrider.service.security import make_security
 from outrider.service.server import ServiceProcess
 from outrider.service.telemetry.logging import get_logger
-from outrider.service.telemetry.tracer_factory import make_role_tracer
 from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain."""
-    sections = parse_role_arguments("draft_node", SECTIONS, argv)
+    process = ServiceProcess("draft_node", SECTIONS, argv)
+    sections = process.sections
     config: DraftNodeConfig = sections["draft_node"]
     prepare_environment(sections["model"].cpus)
     settings = ProposerSettings(
@@ -33,22 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_reload=_log_reload,
         other_memory_bytes=max_held_bytes(has_head=config.proposer == "head"),
     )
-    tracer = make_role_tracer(sections["telemetry"], role="draft_node")
     service = DraftNode(
         config,
         lambda: make_ladder(config.proposer, config.second_proposer, settings, progress=announce_progress),
-        name=sections["server"].name,
+        name=process.config.name,
         registry=REGISTRY,
-        tracer=tracer,
+        tracer=process.tracer,
     )
-    return ServiceProcess(
-        service,
-        config=sections["server"],
-        telemetry=sections["telemetry"],
-        security=make_security(sections["security"]),
-        tracer=tracer,
-        role="draft_node",
-    ).run()
+    return process.run(service)
 
 
 def _log_reload(folder: Path, error: Exception | None) -> None:

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.config.arguments import parse_role_arguments
 from outrider.engine.processor import prepare_environment
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PeerSecurity
-from outrider.service.config import ServerConfig
-from outrider.service.security import make_security
 from outrider.service.server import ServiceProcess
-from outrider.service.telemetry.tracer_factory import make_role_tracer
 from prefill_node.config import SECTIONS, PrefillNodeConfig
 
 if TYPE_CHECKING:
@@ -24,7 +20,8 @@ ROLE = "prefill_node"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    sections = parse_role_arguments(ROLE, SECTIONS, argv)
+    process = ServiceProcess(ROLE, SECTIONS, argv)
+    sections = process.sections
     prepare_environment(sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from prefill_node.node import PrefillNode
@@ -32,19 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     config: PrefillNodeConfig = replace(
         sections[ROLE], kv_cache=sections["kv_cache"], kv_transfer=sections["kv_transfer"]
     )
-    server: ServerConfig = sections["server"]
-    security = make_security(sections["security"])
-    tracer = make_role_tracer(sections["telemetry"], role=ROLE)
     node = PrefillNode(
-        build=make_build(config, sections["model"], security),
-        configured_name=server.name,
+        build=make_build(config, sections["model"], process.security),
+        configured_name=process.config.name,
         max_jobs=config.max_running_sequences + config.max_waiting,
-        allows_profiles=sections["telemetry"].profiling,
-        tracer=tracer,
+        allows_profiles=process.telemetry.profiling,
+        tracer=process.tracer,
     )
-    return ServiceProcess(
-        node, config=server, telemetry=sections["telemetry"], security=security, tracer=tracer, role=ROLE
-    ).run()
+    return process.run(node)
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:

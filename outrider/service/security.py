@@ -1,17 +1,11 @@
-"""A process's side of the security between services, and what it says where there is none."""
+"""What a process says of the security of its connections, and where there is none."""
 
 from __future__ import annotations
 
-from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
 from outrider.service.address import is_loopback
 from outrider.service.telemetry.logging import get_logger
 
 _log = get_logger("security")
-
-
-def make_security(config: SecurityConfig) -> PeerSecurity:
-    """The one value that a process's diallers and servers share."""
-    return PeerSecurity(config, on_refused=log_refused_files)
 
 
 def warn_if_exposed(host: str, *, what: str, is_protected: bool, fix: str) -> None:
@@ -21,5 +15,5 @@ def warn_if_exposed(host: str, *, what: str, is_protected: bool, fix: str) -> No
 
 
 def log_refused_files(message: str) -> None:
-    """For `TlsFiles`."""
+    """For `TlsFiles` and `PeerSecurity`."""
     _log.error("renewed TLS files are not taken; the old ones stay in force", error=message)

@@ -1,6 +1,7 @@
 """The life of a service process: bind → start → serve → drain → stop.
 
-    ServiceProcess(DecodeService(config), config=server, telemetry=telemetry, role="decode_node").run()
+    process = ServiceProcess("decode_node", SECTIONS)
+    process.run(DecodeService(process.sections["decode_node"]))
 
 The port answers from the first moment (health NOT_SERVING, NodeService), the service
 serves when `start` has returned. SIGTERM or SIGINT drains; a second one ends at once.
@@ -17,8 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never, Protocol, runtime_checkable
 from wsgiref.simple_server import WSGIServer
 
@@ -28,6 +28,7 @@ import uvloop
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from outrider import __version__
+from outrider.config.arguments import parse_role_arguments
 from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
 from outrider.parent_death import die_with_parent
@@ -44,7 +45,7 @@ from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
-from outrider.service.telemetry.tracing import NO_TRACER, Tracer
+from outrider.service.telemetry.tracer_factory import make_role_tracer
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -96,25 +97,30 @@ class FrontService(Service, Protocol):
         """Calls `tell` now and at every change, on the event loop: whether requests can be served."""
 
 
-@dataclass(slots=True)
 class ServiceProcess:
-    """What a service needs to live: `run` is its life."""
+    """A role's process, by its command line: `run` is the life of the service in it."""
 
-    service: Service
-    _: KW_ONLY
-    config: ServerConfig
-    telemetry: TelemetryConfig
-    role: str
-    security: PeerSecurity = PLAINTEXT  # between services
-    client_tls: TlsConfig = field(default_factory=TlsConfig)  # shown to clients instead, where it is enabled
-    authenticate: Authenticate | None = None  # asks clients for tokens
-    tracer: Tracer = NO_TRACER
-    announcer: Announcer = field(default_factory=Announcer.from_environment)
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
+    def __init__(self, role: str, sections: Mapping[str, type], argv: Sequence[str] | None = None) -> None:
+        """`sections`: what the role reads, `SERVICE_SECTIONS` among them.
 
-    def run(self) -> Never:
+        A mistake in them ends the process with status 2 and one line on stderr.
+        """
+        self.role = role
+        self.sections = parse_role_arguments(role, sections, argv)
+        self.config: ServerConfig = self.sections["server"]
+        self.telemetry: TelemetryConfig = self.sections["telemetry"]
+        self.security = PeerSecurity(self.sections["security"], on_refused=log_refused_files)  # between services
+        self.tracer = make_role_tracer(self.telemetry, role=role)
+        self._announcer = Announcer.from_environment()
+        self._stopping = asyncio.Event()
+        self._server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
+
+    def run(
+        self, service: Service, *, client_tls: TlsConfig | None = None, authenticate: Authenticate | None = None
+    ) -> Never:
         """Runs until a signal comes, then ends the process: status 0 after a drain, 1 when it could not start.
+
+        `client_tls`: shown to clients instead, where it is enabled. `authenticate`: asks clients for tokens.
 
         What goes wrong is one log line. Call it from the main thread. Nothing is left to do
         after `Service.stop`, so the interpreter's own end is skipped: with torch loaded it takes
@@ -127,24 +133,24 @@ class ServiceProcess:
         die_with_parent()
         configure_logging(self.telemetry, role=self.role)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            status = runner.run(self._run())
+            status = runner.run(self._run(service, client_tls or TlsConfig(), authenticate))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
 
-    async def _run(self) -> int:
+    async def _run(self, service: Service, client_tls: TlsConfig, authenticate: Authenticate | None) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = self.server = make_server(self.config, self.security, self.authenticate)
-        health = Health(self.service.service_names)
+        server = self._server = make_server(self.config, self.security, authenticate)
+        health = Health(service.service_names)
         await health.add_to(server)
-        self.service.add_to(server)
-        add_reflection(server, (*self.service.service_names, HEALTH_SERVICE))
+        service.add_to(server)
+        add_reflection(server, (*service.service_names, HEALTH_SERVICE))
         try:
-            address = bind(server, self.config, self.security, role=self.role, client_tls=self.client_tls)
+            address = bind(server, self.config, self.security, role=self.role, client_tls=client_tls)
             await server.start()
-            pages = self.service.pages() if isinstance(self.service, FrontService) else None
+            pages = service.pages() if isinstance(service, FrontService) else None
             metrics = serve_metrics(self.config, find_page=pages)
         except (OutriderError, OSError) as error:
             _log.error("cannot listen", error=str(error))
@@ -157,7 +163,7 @@ class ServiceProcess:
             "pid": os.getpid(),
             "drain_seconds": self.config.drain_seconds,
         }
-        self.announcer.say(**where)
+        self._announcer.say(**where)
         reachable = reachable_address(self.config.advertise_address, address)
         _log.info(
             "listening",
@@ -166,16 +172,15 @@ class ServiceProcess:
             metrics_address=metrics_address,
             version=__version__,
         )
-        self._warn_if_exposed()
+        self._warn_if_exposed(client_tls, has_tokens=authenticate is not None)
         try:
-            return await self._serve(health, where, reachable)
+            return await self._serve(service, health, where, reachable)
         finally:
-            await self._stop()
+            await self._stop(service)
 
-    def _warn_if_exposed(self) -> None:
-        tls = self.client_tls
+    def _warn_if_exposed(self, tls: TlsConfig, *, has_tokens: bool) -> None:
         asks_for_certificates = tls.authority is not None if tls.is_enabled else self.security.is_enabled
-        asks_for_tokens = self.authenticate is not None and tls.is_enabled  # in plaintext, tokens are for everybody
+        asks_for_tokens = has_tokens and tls.is_enabled  # in plaintext, tokens are for everybody
         warn_if_exposed(
             self.config.host,
             what=f"this {self.role}",
@@ -183,10 +188,10 @@ class ServiceProcess:
             fix="docs/security.md says how to turn on TLS and authentication",
         )
 
-    async def _serve(self, health: Health, where: Mapping[str, Any], reachable_address: str) -> int:
+    async def _serve(self, service: Service, health: Health, where: Mapping[str, Any], reachable_address: str) -> int:
         started_at = time.monotonic()
-        starting = asyncio.ensure_future(self.service.start(reachable_address))
-        stopping = asyncio.ensure_future(self.stopping.wait())
+        starting = asyncio.ensure_future(service.start(reachable_address))
+        stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
@@ -198,12 +203,12 @@ class ServiceProcess:
             trace = None if isinstance(failure, OutriderError) else failure
             _log.error("cannot start", error=str(failure), exc_info=trace)
             return 1
-        if isinstance(self.service, FrontService):
-            self.service.follow_readiness(health.set_ready)
+        if isinstance(service, FrontService):
+            service.follow_readiness(health.set_ready)
         _settle_memory()
         await health.set_serving(is_serving=True)
-        described = {"version": __version__, **self.service.describe()}
-        self.announcer.say(serving=True, **{**described, **where})
+        described = {"version": __version__, **service.describe()}
+        self._announcer.say(serving=True, **{**described, **where})
         _log.info(
             "serving", address=where["address"], start_seconds=round(time.monotonic() - started_at, 3), **described
         )
@@ -212,26 +217,26 @@ class ServiceProcess:
         _log.info("draining", drain_seconds=self.config.drain_seconds)
         try:
             async with asyncio.timeout(self.config.drain_seconds + DRAIN_SLACK_SECONDS):
-                await asyncio.gather(self.service.drain(self.config.drain_seconds), asyncio.sleep(HANDOVER_SECONDS))
+                await asyncio.gather(service.drain(self.config.drain_seconds), asyncio.sleep(HANDOVER_SECONDS))
         except TimeoutError:
             _log.warning("drain took too long; running work is cut off")
         return 0
 
-    async def _stop(self) -> None:
+    async def _stop(self, service: Service) -> None:
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self.service.stop()
+                await service.stop()
                 await asyncio.to_thread(self.tracer.stop, TRACES_SECONDS)
         except TimeoutError:
             _log.warning("stopping took too long; the process ends all the same")
         _log.info("stopped")
 
     def _on_signal(self, number: int) -> None:
-        if self.stopping.is_set():
+        if self._stopping.is_set():
             _log.warning("second signal: ending at once", signal=signal.Signals(number).name)
             sys.stderr.flush()
             os._exit(128 + number)
-        self.stopping.set()
+        self._stopping.set()
 
 
 def _settle_memory() -> None:

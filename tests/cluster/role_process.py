@@ -13,11 +13,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.config.arguments import parse_role_arguments
 from outrider.config.settings import setting
 from outrider.errors import CapacityError, InvalidRequestError, ModelError
 from outrider.service.announce import announce_progress
-from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.service.config import SERVICE_SECTIONS
 from outrider.service.rpc_errors import rpc_errors
 from outrider.service.server import ServiceProcess
 from outrider.v1 import router_pb2, router_pb2_grpc
@@ -107,12 +106,8 @@ class RoleService:
 
 def main() -> int:
     role = sys.argv[1]
-    sections = parse_role_arguments(
-        role, {"server": ServerConfig, "telemetry": TelemetryConfig, role: RoleConfig}, sys.argv[2:]
-    )
-    config = sections[role]
-    service = RoleService(role, config)
-    return ServiceProcess(service, config=sections["server"], telemetry=sections["telemetry"], role=role).run()
+    process = ServiceProcess(role, {**SERVICE_SECTIONS, role: RoleConfig}, sys.argv[2:])
+    return process.run(RoleService(role, process.sections[role]))
 
 
 if __name__ == "__main__":
