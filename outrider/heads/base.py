@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class HeadModel(ABC):
     """
 
     form: str  # as `speculators_model_type` in the layout of speculators
+    architectures: Collection[str] = ()  # in any other layout: config.json names one of these, and no other
     reduction: FeatureReduction
     suits_kernels: bool = False  # native kernels can compute it: `pack`
     spec: HeadSpec  # from `load` on
@@ -58,7 +59,7 @@ class HeadModel(ABC):
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
         """By config.json, in any other layout than that of speculators."""
-        return False
+        return named_architectures(config) in ({name} for name in cls.architectures)
 
     @abstractmethod
     def __init__(self, files: HeadFiles) -> None: ...
@@ -78,3 +79,7 @@ class HeadModel(ABC):
     def pack(self, kernels: CpuKernels) -> PackedHead:
         """For the kernels. It takes the weights along: torch cannot compute this head any more."""
         raise NotImplementedError
+
+
+def named_architectures(config: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(config.get("architectures") or ())

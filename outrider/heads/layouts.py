@@ -66,10 +66,6 @@ def check_flags(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, ...
             raise files.refusal(name, value, f"{', '.join(known)} among flags")
 
 
-def architectures(config: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(config.get("architectures") or ())
-
-
 def check_taps(files: HeadFiles, name: str, taps: tuple[int, ...]) -> tuple[int, ...]:
     """Raises: ConfigError for layers that the target does not have, or for one twice."""
     most = files.target.num_layers

@@ -9,9 +9,6 @@ Layouts: speculators (`speculators_model_type` dflash), and z-lab's flat one (`D
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,7 +16,7 @@ from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
-from outrider.heads.layouts import Layout, architectures, check_flags, check_parallel, check_taps
+from outrider.heads.layouts import Layout, check_flags, check_parallel, check_taps
 
 _FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter of layers that are refused
 
@@ -28,10 +25,7 @@ class DFlash(HeadModel):
     """A DFlash head."""
 
     form = "dflash"
-
-    @classmethod
-    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        return architectures(config) == {"DFlashDraftModel"}
+    architectures = ("DFlashDraftModel",)
 
     def __init__(self, files: HeadFiles) -> None:
         self._layout = Layout.read(files, *_FLAGS)

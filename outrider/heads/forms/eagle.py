@@ -9,16 +9,13 @@ Source: Li et al. 2024, arXiv 2401.15077. Layouts: SafeAILab's flat one, and tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
-from outrider.heads.layouts import Layout, architectures
+from outrider.heads.layouts import Layout
 
 _FLAGS = ("fusion_bias",)  # told by its tensor
 
@@ -27,10 +24,7 @@ class Eagle(HeadModel):
     """An EAGLE head."""
 
     form = "eagle"
-
-    @classmethod
-    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        return architectures(config) in ({"LlamaForCausalLM"}, {"EagleLlamaForCausalLM"})
+    architectures = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
 
     def __init__(self, files: HeadFiles) -> None:
         self._layout = Layout.read(files, *_FLAGS)

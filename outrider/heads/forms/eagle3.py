@@ -19,10 +19,10 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
 from outrider.engine.features import FeatureReduction, rms_norm
-from outrider.heads.base import Attend, HeadModel, HeadRows
+from outrider.heads.base import Attend, HeadModel, HeadRows, named_architectures
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
-from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
+from outrider.heads.layouts import Layout, check_flags, check_taps
 from outrider.heads.packed_head import PackedHead
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -39,7 +39,7 @@ class Eagle3(HeadModel):
 
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        named = architectures(config)
+        named = named_architectures(config)
         # SafeAILab's own name the target's class; no language model has a vocabulary to draft from.
         return bool(named & _ARCHITECTURES) or (named == {"LlamaForCausalLM"} and "draft_vocab_size" in config)
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from outrider.heads.base import named_architectures
 from outrider.heads.forms.eagle3 import Eagle3
 from outrider.heads.head_files import HeadFiles
-from outrider.heads.layouts import architectures, check_parallel
+from outrider.heads.layouts import check_parallel
 
 _DEFAULT_NUM_TOKENS = 8
 """That owners train, where the configuration does not say."""
@@ -27,7 +28,7 @@ class PEagle(Eagle3):
 
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        return architectures(config) == {"PEagleDraftModel"}
+        return named_architectures(config) == {"PEagleDraftModel"}
 
     def __init__(self, files: HeadFiles) -> None:
         super().__init__(files)
