@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -28,3 +29,8 @@ class RunnableModel:
     def cpu_kernels(self) -> CpuKernels | None:
         """Library and threads that compute the model, for what else computes beside it; None without them."""
         return None if self.native is None else self.native.kernels
+
+    def make_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
+        """For steps that are not padded: without scratch blocks."""
+        planes, kernels = self.spec.planes, self.cpu_kernels
+        return PagedKVCache(planes, num_blocks=num_blocks, block_size=block_size, device=self.device, kernels=kernels)

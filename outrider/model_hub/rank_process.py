@@ -50,7 +50,7 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
     num_blocks: int | Stop = hello.receive(begins_within_seconds=None)
     if isinstance(num_blocks, Stop):
         return
-    cache = shard.make_cache(num_blocks)
+    cache = shard.model.make_cache(num_blocks, start.block_size)
     RankWorker(
         runner=ModelRunner(shard.model, cache, shard.attention),
         kv_cache=cache,

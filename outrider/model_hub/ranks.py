@@ -108,7 +108,7 @@ def open_ranks(
         num_blocks = _num_blocks(shard, kv_cache, frees)
         for member in ranks.members:
             member.commands.send(num_blocks)
-        cache = ShardedKVCache(shard.make_cache(num_blocks), ranks)
+        cache = ShardedKVCache(shard.model.make_cache(num_blocks, kv_cache.block_size), ranks)
         runner = LeadingRunner(shard, cache, ranks, features=reduction)
         runner.warm_up()
     except Exception as error:

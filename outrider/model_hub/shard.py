@@ -11,7 +11,6 @@ from outrider.model_hub.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.engine.attention.base import AttentionBackend
-    from outrider.engine.kv_cache.paged_cache import PagedKVCache
     from outrider.model_hub.loaded_model import LoadedModel
 
 START_SECONDS = 600.0
@@ -39,20 +38,7 @@ class Shard:
 
     model: LoadedModel
     attention: AttentionBackend
-    block_size: int
     free_bytes: int  # for KV
-
-    def make_cache(self, num_blocks: int) -> PagedKVCache:
-        """Of the rank's heads. Steps are not padded, so there are no scratch blocks."""
-        from outrider.engine.kv_cache.paged_cache import PagedKVCache
-
-        return PagedKVCache(
-            self.model.spec.planes,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            device=self.model.device,
-            kernels=self.model.cpu_kernels,
-        )
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
@@ -69,9 +55,4 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     reserved = rehearse(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     assert model.model is not None
     bound_collectives(model.model, timeout_seconds=start.timeout_seconds)
-    return Shard(
-        model,
-        attention,
-        block_size=start.block_size,
-        free_bytes=max(free_memory_bytes(model.device) - reserved, 0),
-    )
+    return Shard(model, attention, free_bytes=max(free_memory_bytes(model.device) - reserved, 0))

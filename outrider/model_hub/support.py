@@ -18,7 +18,6 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.runnable_model import RunnableModel
@@ -125,7 +124,7 @@ def check_paged_forward(model: RunnableModel, expected: Tensor, *, is_lossy: boo
     spec = model.spec
     allowed = LOSSY_TOLERANCE if is_lossy else RELATIVE_TOLERANCE[spec.dtype]
     token_ids = _probe_token_ids(spec.vocab_size)
-    cache = PagedKVCache(spec.planes, num_blocks=24, block_size=4, device=model.device, kernels=model.cpu_kernels)
+    cache = model.make_cache(24, 4)
     runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
     tables = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
     half = _PROBE_TOKENS // 2
@@ -173,13 +172,7 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     generator = torch.Generator().manual_seed(2)
     ids, others = torch.randint(0, spec.vocab_size, (2, num_tokens), generator=generator).tolist()
     num_blocks = -(-num_tokens // _COMPARED_BLOCK)
-    cache = PagedKVCache(
-        spec.planes,
-        num_blocks=3 * num_blocks,
-        block_size=_COMPARED_BLOCK,
-        device=model.device,
-        kernels=model.cpu_kernels,
-    )
+    cache = model.make_cache(3 * num_blocks, _COMPARED_BLOCK)
     in_one_pass, in_chunks, of_others = (range(first * num_blocks, (first + 1) * num_blocks) for first in range(3))
     runner = ModelRunner(model, cache, make_attention_backend(attention, cache.device, spec.dtype))
 
