@@ -19,13 +19,7 @@ from outrider.bench.measure import BenchResult
 from outrider.bench.prompts import DEFAULT_PROMPTS, AnswerOptions, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
 from outrider.bench.run import BenchPlan, run_bench
-from outrider.cli.connection import (
-    add_connection_arguments,
-    add_target_argument,
-    check_writable,
-    read_tls,
-    read_token,
-)
+from outrider.cli.connection import add_connection_arguments, add_target_argument, check_writable, read_connection
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
@@ -97,15 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
     make_request("", {"top_k": options.top_k, "seed": options.seed, "max_tokens": options.max_tokens})  # or an error
     if arguments.json:
         check_writable(arguments.json, "json")
-    tls, token = read_tls(arguments), read_token(arguments)
-    if tls is not None and arguments.target is None:
+    connection = read_connection(arguments)
+    if connection["tls"] is not None and arguments.target is None:
         raise InvalidRequestError("the cluster that is started has no TLS: omit the TLS flags", field="tls")
     with _router(arguments) as (target, cluster_pids):
-        with Client(target, tls=tls, token=token) as client:
+        with Client(target, **connection) as client:
             model = describe_model(client)
 
         async def measure() -> BenchResult:
-            async with AsyncClient(target, tls=tls, token=token) as client:
+            async with AsyncClient(target, **connection) as client:
                 progress = LineProgress(sys.stderr)
                 return await run_bench(client, plan, options, cluster_pids=cluster_pids, progress=progress)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
 from outrider.cli.generate import describe_stream
 from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
 from outrider.client import ChatMessage, Client
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
     start = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
     messages = list(start)
-    with Client(arguments.target, tls=read_tls(arguments), token=read_token(arguments)) as client:
+    with Client(arguments.target, **read_connection(arguments)) as client:
         sys.stderr.write(f"{client.model().name} on {arguments.target}. {HELP}.\n")
         while True:
             line = _read_line()

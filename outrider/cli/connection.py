@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import ConfigError, InvalidRequestError
@@ -74,6 +75,11 @@ def read_token(arguments: argparse.Namespace) -> str | None:
     if not token or len(token.split()) != 1:
         raise ConfigError(f"--token-file: {arguments.token_file} must contain exactly one token")
     return token
+
+
+def read_connection(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of a client. Raises: ConfigError, as `read_tls` and `read_token`."""
+    return {"tls": read_tls(arguments), "token": read_token(arguments)}
 
 
 def check_writable(path: Path, flag: str) -> None:

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
 from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
 from outrider.client import ChatMessage, Client, GenerateStream, Prompt
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
     num_samples = arguments.n or 1
     logprobs: dict[int, list[Any]] = {}
-    client = Client(arguments.target, tls=read_tls(arguments), token=read_token(arguments))
+    client = Client(arguments.target, **read_connection(arguments))
     with client, client.generate(_prompt(arguments), **options) as stream:
         for delta in stream:
             logprobs.setdefault(delta.sample, []).extend(dataclasses.asdict(entry) for entry in delta.logprobs)

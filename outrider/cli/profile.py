@@ -12,13 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from outrider.cli.connection import (
-    add_connection_arguments,
-    add_target_argument,
-    check_writable,
-    read_tls,
-    read_token,
-)
+from outrider.cli.connection import add_connection_arguments, add_target_argument, check_writable, read_connection
 from outrider.cli.printable import printable
 from outrider.cli.profile_tables import engine_lines, request_lines
 from outrider.cli.request_times import ended_serials, request_times
@@ -90,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidRequestError("--traced-steps needs --output", field="traced_steps")
     if arguments.output:
         check_writable(arguments.output, "output")
-    tls, token = read_tls(arguments), read_token(arguments)
-    targets = [arguments.node] if arguments.node else find_nodes(arguments.target, arguments.role, tls=tls, token=token)
+    connection = read_connection(arguments)
+    targets = [arguments.node] if arguments.node else find_nodes(arguments.target, arguments.role, **connection)
     if arguments.output and len(targets) > 1:
         raise InvalidRequestError("--output needs --node: a trace is of one node", field="output")
-    credentials = client_credentials(tls, None)
+    credentials = client_credentials(connection["tls"], None)
 
     def fetch(options: ProfileOptions) -> list[tuple[Profile, bytes]]:
         return asyncio.run(_fetch_all(targets, options, credentials, arguments.server_name))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from outrider.cli.config import sections_of
-from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
 from outrider.cli.printable import printable
 from outrider.client import Client
 from outrider.client.replay import Comparison, check_model, describe_gap, replay, why_not_replayable
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.receipt)
     receipts: Iterable[Receipt] = read_receipts(path) if path.is_file() else [_find(arguments)]
     results: Counter[int] = Counter()
-    with Client(arguments.target, tls=read_tls(arguments), token=read_token(arguments)) as client:
+    with Client(arguments.target, **read_connection(arguments)) as client:
         for receipt in receipts:
             try:
                 results[_replay(client, receipt)] += 1

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
 from outrider.cli.top_history import History
 from outrider.client import AsyncClient
 from outrider.client.targets import Targets
@@ -65,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_terminal and not arguments.once:
         raise InvalidRequestError("the output is not a terminal: use --once", field="once")
     console = _make_console(is_terminal=is_terminal)
-    tls, token = read_tls(arguments), read_token(arguments)
-    cluster = WatchedCluster(arguments.target, interval_seconds=interval, tls=tls, token=token)
+    cluster = WatchedCluster(arguments.target, interval_seconds=interval, **read_connection(arguments))
     try:
         asyncio.run(_print(cluster, console) if arguments.once else _show(cluster, console))
     except KeyboardInterrupt:
