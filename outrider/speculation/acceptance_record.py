@@ -62,7 +62,7 @@ class AcceptanceRecord:
 
     __slots__ = (
         *("_accepted", "_beside", "_chain", "_decided"),
-        *("_source", "_wrong", "_wrong_but_sibling", "last_step", "num_accepted", "num_expected"),
+        *("_num_positions", "_source", "_wrong", "_wrong_but_sibling", "last_step", "num_accepted", "num_expected"),
     )
 
     def __init__(
@@ -76,14 +76,9 @@ class AcceptanceRecord:
         """`beside`: the sequence's records of all grades, this one among them."""
         self._source = source
         self._beside = {} if beside is None else beside
-        self._decided = [0.0] * num_positions
-        self._accepted = [0.0] * num_positions
-        self._wrong = 0.0  # tokens that were wrong and had a sibling
-        self._wrong_but_sibling = 0.0
+        self._num_positions = num_positions
         self.last_step = step  # in which a draft was judged
-        self.num_expected = 0.0  # accepted tokens, had they been so many as in other sequences
-        self.num_accepted = 0.0
-        self._chain: list[float] | None = None
+        self.begin_anew()
 
     @property
     def chain(self) -> list[float]:
@@ -98,11 +93,13 @@ class AcceptanceRecord:
 
     def begin_anew(self) -> None:
         """What was seen so far no longer counts: the text may have changed."""
-        self._decided = [0.0] * len(self._decided)
-        self._accepted = [0.0] * len(self._accepted)
-        self._wrong = self._wrong_but_sibling = 0.0
-        self.num_expected = self.num_accepted = 0.0
-        self._chain = None
+        self._decided = [0.0] * self._num_positions
+        self._accepted = [0.0] * self._num_positions
+        self._wrong = 0.0  # tokens that were wrong and had a sibling
+        self._wrong_but_sibling = 0.0
+        self.num_expected = 0.0  # accepted tokens, had they been so many as in other sequences
+        self.num_accepted = 0.0
+        self._chain: list[float] | None = None
 
     def observe_chain(self, num_draft: int, num_accepted: int) -> None:
         """One verdict; `num_draft` is at least 1."""
