@@ -23,13 +23,11 @@ from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.locate import ModelLocation
 from outrider.model_hub.packed_weights import PackedKey
 from outrider.model_hub.vocabulary import (
-    TOKENIZER_FILE,
     eos_token_ids,
     grammar_compiler,
     known_token_ids,
     read_json,
     read_tokenizer_files,
-    vocabulary,
     vocabulary_fingerprint,
 )
 from outrider.node import ModelInfo
@@ -112,8 +110,7 @@ def describe_model(
         numerics = native_numerics(
             kernels.arithmetic, by_layers=model is not None, has_int8_weights=config.weights == INT8
         )
-    tokenizer_files = read_tokenizer_files(directory)
-    strings = vocabulary(tokenizer_files[TOKENIZER_FILE])
+    tokenizer_files, strings = read_tokenizer_files(directory)
     info = ModelInfo(
         name=location.name,
         revision=location.revision,

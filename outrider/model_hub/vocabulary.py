@@ -27,8 +27,11 @@ TOKENIZER_FILES = (
 """What a router needs to turn text into ids and back; all but the first are optional."""
 
 
-def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """The files of TOKENIZER_FILES that exist. Raises ModelError without a tokenizer.json, or when it is damaged."""
+def read_tokenizer_files(directory: Path) -> tuple[dict[str, bytes], dict[int, str]]:
+    """The files of TOKENIZER_FILES that exist, and the `vocabulary` that they say.
+
+    Raises ModelError without a tokenizer.json, or when it is damaged.
+    """
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if TOKENIZER_FILE not in files:
         raise ModelError(
@@ -36,10 +39,9 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
             f"(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     try:
-        vocabulary(files[TOKENIZER_FILE])
+        return files, vocabulary(files[TOKENIZER_FILE])
     except ModelError as error:
         raise ModelError(f"in {directory}, {error.message}; copy or download it again") from error
-    return files
 
 
 def vocabulary(tokenizer_json: bytes) -> dict[int, str]:

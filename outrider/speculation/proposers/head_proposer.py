@@ -20,11 +20,9 @@ from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.vocabulary import (
-    TOKENIZER_FILE,
     grammar_compiler,
     known_token_ids,
     read_tokenizer_files,
-    vocabulary,
     vocabulary_fingerprint,
 )
 from outrider.speculation.proposers.base import ProposerInfo
@@ -77,8 +75,7 @@ class HeadTarget:
         directory = locate_model(config, progress=progress).directory
         device = resolve_device(config.device)
         choice = choose_model_kernels(config, device, progress=progress)
-        files = read_tokenizer_files(directory)
-        strings = vocabulary(files[TOKENIZER_FILE])
+        files, strings = read_tokenizer_files(directory)
         known = known_token_ids(strings, Target.open(directory).vocab_size)
         return cls(
             directory=directory,
