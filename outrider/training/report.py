@@ -9,12 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.heads.base import HeadModel
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, start_kernels
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, cache_flush, median_seconds
@@ -37,15 +34,11 @@ def measure_head(head: HeadModel, config: ModelConfig, device: str, *, limit_sec
         device=device,
         kernels=None if choice.library is None else start_kernels(choice, config),
     )
-    options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
-    start, known = SequenceStart(options=options, sample=0, prompt_length=1), PRICED_CONTEXT + 1
-    state = forward.steps.rows(np.zeros((1, head.spec.width), dtype=WORDS[head.spec.dtype]))[0]
     flush, seconds = cache_flush(device), []
     paths: list[PathRows] = []
     for clients in CLIENTS:
         while len(paths) < clients:
-            blocks, sampling = forward.pool.allocate(forward.pool.num_blocks_for(known)), forward.start(start, (0,))
-            paths.append(PathRows((0,), known - 1, blocks, sampling, (), 1, num_committed=known, states=(state,)))
+            paths.append(forward.blank_path(PRICED_CONTEXT))
         seconds.append(median_seconds(partial(forward.decide, paths, ()), flush, limit_seconds))
     return seconds
 

@@ -110,20 +110,20 @@ class HeadForward(DraftForward):
 
     def warm_up(self) -> None:
         """Decides once after many rows and once after one, so that no request pays for memory and compilation."""
-        start = SequenceStart(
-            options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0)),
-            sample=0,
-            prompt_length=1,
-        )
-        sampling, spec = self.start(start, (0,)), self.model.spec
-        state = self.steps.rows(np.zeros((1, spec.width), dtype=WORDS[spec.dtype]))[0]
-        most = min(WARM_UP_ROWS, self.max_model_len)
-        blocks = self.pool.allocate(self.pool.num_blocks_for(most + self.head.num_parallel_rows))
-        for num_rows in (most, 1):
-            states = (state,) * num_rows
-            rows = PathRows((0,) * num_rows, 1, blocks, sampling, (), 1, num_committed=num_rows + 1, states=states)
+        for num_rows in (min(WARM_UP_ROWS, self.max_model_len), 1):
+            rows = self.blank_path(1, num_rows)
             self.decide([rows], ())
-        self.pool.release(blocks)
+            self.pool.release(rows.block_ids)
+
+    def blank_path(self, start_position: int, num_rows: int = 1) -> PathRows:
+        """Zeros that decide a token, with blocks of their own: to try and to measure steps with."""
+        options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
+        sampling = self.start(SequenceStart(options=options, sample=0, prompt_length=1), (0,))
+        spec, end_position = self.model.spec, start_position + num_rows
+        states = (self.steps.rows(np.zeros((1, spec.width), dtype=WORDS[spec.dtype]))[0],) * num_rows
+        blocks = self.pool.allocate(self.pool.num_blocks_for(end_position - 1 + self.head.num_parallel_rows))
+        tokens = (0,) * num_rows
+        return PathRows(tokens, start_position, blocks, sampling, (), 1, num_committed=end_position, states=states)
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if self.kv_cache is not None:
