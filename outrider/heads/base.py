@@ -59,7 +59,7 @@ class HeadModel(ABC):
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
         """By config.json, in any other layout than that of speculators."""
-        return named_architectures(config) in ({name} for name in cls.architectures)
+        return named_architectures(config) in (frozenset((name,)) for name in cls.architectures)
 
     @abstractmethod
     def __init__(self, files: HeadFiles) -> None: ...

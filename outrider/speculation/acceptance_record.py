@@ -80,6 +80,16 @@ class AcceptanceRecord:
         self.last_step = step  # in which a draft was judged
         self.begin_anew()
 
+    def begin_anew(self) -> None:
+        """What was seen so far no longer counts: the text may have changed."""
+        self._decided = [0.0] * self._num_positions
+        self._accepted = [0.0] * self._num_positions
+        self._wrong = 0.0  # tokens that were wrong and had a sibling
+        self._wrong_but_sibling = 0.0
+        self.num_expected = 0.0  # accepted tokens, had they been so many as in other sequences
+        self.num_accepted = 0.0
+        self._chain: list[float] | None = None
+
     @property
     def chain(self) -> list[float]:
         """By position the probability that a chain is accepted to there; never rises."""
@@ -90,16 +100,6 @@ class AcceptanceRecord:
     def estimate_anew(self) -> None:
         """What the estimate leans on has changed."""
         self._chain = None
-
-    def begin_anew(self) -> None:
-        """What was seen so far no longer counts: the text may have changed."""
-        self._decided = [0.0] * self._num_positions
-        self._accepted = [0.0] * self._num_positions
-        self._wrong = 0.0  # tokens that were wrong and had a sibling
-        self._wrong_but_sibling = 0.0
-        self.num_expected = 0.0  # accepted tokens, had they been so many as in other sequences
-        self.num_accepted = 0.0
-        self._chain: list[float] | None = None
 
     def observe_chain(self, num_draft: int, num_accepted: int) -> None:
         """One verdict; `num_draft` is at least 1."""
