@@ -69,7 +69,6 @@ class DecodeLoop:
         verifier: RequestVerifier,
         emit: Callable[[EventsBySession, StepStats | None], None],
         cpu_turns: CpuTurns | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._drafts = drafts
@@ -79,14 +78,13 @@ class DecodeLoop:
         self._time = engine.clock
         self._emit = emit
         self._cpu_turns = cpu_turns or CpuTurns()
-        self._clock = clock
         self._inbox = Inbox()
         self.has_room = self._inbox.has_room
         self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, to be handled after
         self._unreported: StepReport | None = None  # of the last step
         self._failed: list[Sample] = []  # by the last step: their requests end before the next
         self._stopping = threading.Event()
-        self.progress = StepProgress(clock)
+        self.progress = StepProgress()
         self.is_drained = False  # since DrainStarted every group has ended and its events are emitted
 
     def submit(self, command: Command) -> None:
@@ -197,7 +195,7 @@ class DecodeLoop:
         Nothing happens where nothing could be planned (every block is held by transfers under way).
         """
         fault_point("decode.step")
-        started = self._clock()
+        started = time.monotonic()
         drafts = self._gather()  # what is here; waits within its budget
         plan, planned = self._plan(drafts)
         self._time.mark(Part.SCHEDULE)
@@ -238,7 +236,7 @@ class DecodeLoop:
             num_prompt_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
         )
         self._time.mark(Part.COMMIT)
-        seconds, nanoseconds = self._clock() - started, self._time.take()
+        seconds, nanoseconds = time.monotonic() - started, self._time.take()
         stats = step_stats(
             plan,
             verifying,

@@ -50,12 +50,11 @@ class Cluster:
         launch: Launch | None = None,
         *,
         supervision: Supervision | None = None,
-        on_event: Callable[[ClusterEvent], None] = lambda _: None,
     ) -> None:
         self.config = ClusterConfig() if config is None else config
         self.launch = Launch() if launch is None else launch
         self._supervision = Supervision() if supervision is None else supervision
-        self.on_event = on_event
+        self.on_event: Callable[[ClusterEvent], None] = lambda _: None
         """Called on the supervisor's thread; must not block. Set it before `start`."""
         given = self.launch.log_directory
         name = f"outrider-{os.getpid()}-{secrets.token_hex(4)}"
