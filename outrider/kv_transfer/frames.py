@@ -101,11 +101,6 @@ class SlotFrame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
     """The payload is not needed any more."""
 
@@ -113,8 +108,8 @@ class Ack:
     disposition: Disposition
 
 
-SenderMessage = Hello | Region | Frame | SlotFrame | Commit | Literal[Kind.CANCEL, Kind.ALIVE]
-"""A region: a Read of it, of tokens before those that the receiver expects."""
+SenderMessage = Hello | Region | Frame | SlotFrame | Manifest | Literal[Kind.CANCEL, Kind.ALIVE]
+"""A region: a Read of it, of tokens before those that the receiver expects. A manifest: a Commit."""
 
 ReceiverMessage = Welcome | Frame | Ack | CommitResult | DrainState | Literal[Kind.NOT_HELD]
 """A frame: a Held. A drain's state: Cancelled."""
@@ -197,7 +192,7 @@ def decode_sender_message(message: bytes) -> SenderMessage:
         if kind == Kind.READ:
             return _region_of(_REGION.unpack(message[1:]))
         if kind == Kind.COMMIT:
-            return Commit(manifest=_decode_manifest(message))
+            return _decode_manifest(message)
         if message == CANCEL:
             return Kind.CANCEL
         if kind == Kind.HELLO:

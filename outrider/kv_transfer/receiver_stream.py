@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from outrider.kv_transfer.arena import ArenaMapping, ArenaReader
 from outrider.kv_transfer.base import Region
@@ -11,7 +11,6 @@ from outrider.kv_transfer.frames import (
     NO_ARENA,
     NOT_HELD,
     Ack,
-    Commit,
     Frame,
     Hello,
     Kind,
@@ -76,8 +75,8 @@ class ReceiverStream:
                 return NOT_HELD if held is None else encode_frame(0, *held, kind=Kind.HELD)
             case Frame() | SlotFrame():
                 return encode_ack(Ack(sequence=message.sequence, disposition=self._accept(message)))
-            case Commit():
-                return encode_commit_answer(self._inbox.commit(transfer_id, message.manifest))
+            case Mapping():
+                return encode_commit_answer(self._inbox.commit(transfer_id, message))
             case Kind.CANCEL:
                 self._inbox.fail(transfer_id, "cancelled by the sender")
                 return encode_cancelled(self._inbox.wait_until_drained(transfer_id, timeout_seconds=DRAIN_SECONDS))

@@ -12,7 +12,6 @@ from outrider.kv_transfer.frames import (
     CANCEL,
     NOT_HELD,
     Ack,
-    Commit,
     Frame,
     Hello,
     Kind,
@@ -42,7 +41,7 @@ MANIFEST = {REGION: 7, replace(REGION, layers=range(9)): 8}
 def test_what_a_sender_says_comes_back_equal():
     assert decode_sender_message(encode_hello(HELLO)) == HELLO
     for manifest in (MANIFEST, {}):
-        assert decode_sender_message(encode_commit(manifest)) == Commit(manifest=manifest)
+        assert decode_sender_message(encode_commit(manifest)) == manifest
     assert decode_sender_message(encode_read(REGION)) == REGION
     assert decode_sender_message(CANCEL) is Kind.CANCEL
     assert decode_sender_message(ALIVE) is Kind.ALIVE
