@@ -69,7 +69,7 @@ class DecodeNode(TargetNode[DecodeParts]):
         self._metrics_task: asyncio.Task[None] | None = None
         self._sessions = Sessions(
             submit=self._submit,
-            has_room=self._has_room,
+            has_room=lambda session_id: self._parts is None or self._parts.loop.has_room(session_id),
             info=self.info,
             report=self.report,
             timeout_seconds=session_timeout_seconds,
@@ -139,9 +139,6 @@ class DecodeNode(TargetNode[DecodeParts]):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     # --- engine thread ⇄ event loop -------------------------------------------------------
-
-    def _has_room(self, session_id: int) -> bool:
-        return self._parts is None or self._parts.loop.has_room(session_id)
 
     def _emit(self, events: EventsBySession, stats: StepStats | None) -> None:
         """Called from the engine thread."""

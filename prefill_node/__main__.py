@@ -91,10 +91,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             model=model.info,
             tokenizer_files=model.tokenizer_files,
             ranks=compute.ranks,
-            description={
-                **compute.describe(model_config, cpu_turns=cpu_turns),
-                "connector": connector.name,
-            },
+            description={**compute.describe(model_config, cpu_turns=cpu_turns), "connector": connector.name},
         )
 
     return build

@@ -303,7 +303,8 @@ class Scheduler:
             sequence = self._waiting[0]
             kept_back = self._reserve_blocks * len(self._running)  # growth of those that run
             available = self._pool.num_free_blocks - kept_back
-            if self._running and (self._was_refused(sequence, available) or not self._has_rows_for(sequence)):
+            was_refused = self._refused is not None and self._refused[0] is sequence and available <= self._refused[1]
+            if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # asking again would hash the whole prompt for the same answer
             kv = sequence.kv or self._cached_prefix(sequence)
             if kv.num_blocks_needed(len(sequence.token_ids)) + kept_back > self._pool.num_free_blocks:
@@ -319,10 +320,6 @@ class Scheduler:
             del self._waiting[0]
             insort(self._running, sequence, key=_running_rank)
             room.admitted.append(sequence)
-
-    def _was_refused(self, sequence: EngineSequence, num_available: int) -> bool:
-        """Whether this sequence was refused last time, with no fewer blocks than now."""
-        return self._refused is not None and self._refused[0] is sequence and num_available <= self._refused[1]
 
     def _has_rows_for(self, sequence: EngineSequence) -> bool:
         """Whether running prompts that rank ahead leave it rows of a step; decodes take turns."""

@@ -58,11 +58,6 @@ class TransferSpec:
         """The plane of that name, if the transfer has one."""
         return next((plane for plane in self.planes if plane.name == name), None)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """In all layers of all planes."""
-        return sum(plane.bytes_per_token for plane in self.planes)
-
 
 @dataclass(frozen=True, slots=True)
 class Region:

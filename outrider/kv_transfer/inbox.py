@@ -97,7 +97,7 @@ class _Transfer:
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.spec)
-        self.held_bytes = self.spec.bytes_per_token * self.spec.start_token
+        self.held_bytes = self.spec.start_token * sum(plane.bytes_per_token for plane in self.spec.planes)
 
     def wait_until_drained(self, timeout_seconds: float | None) -> bool:
         """With `changed` held: whether no copy is under way any more."""

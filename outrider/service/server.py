@@ -59,9 +59,7 @@ HANDOVER_SECONDS = 0.5
 """The least that a drain takes: others learn from this process's reports that it leaves, and call it until then."""
 MAX_YOUNG_OBJECTS = 10_000
 """A step of a large batch makes some thousand short-lived values; by default each 700 start a collection."""
-M_ARENA_MAX = -8
-"""As mallopt(3) takes it."""
-NUM_HEAPS = 2
+M_ARENA_MAX = -8  # of mallopt(3)
 TRACES_SECONDS = 0.5
 """Of a stop, for the last traces to leave."""
 STOP_SECONDS = 2.0
@@ -250,7 +248,7 @@ def _share_heaps() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
     if mallopt and "MALLOC_ARENA_MAX" not in os.environ:
-        mallopt(M_ARENA_MAX, NUM_HEAPS)
+        mallopt(M_ARENA_MAX, 2)
 
 
 def _settle_memory() -> None:
