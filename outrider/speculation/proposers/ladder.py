@@ -38,7 +38,9 @@ class LadderProposer:
             places = [
                 place
                 for place, (request, proposal) in enumerate(zip(requests, found, strict=True))
-                if _has_nothing(proposal) and request.num_wanted > 0 and not request.looks_ahead
+                if proposal.progress is Progress.DONE
+                and not (proposal.tree or request.looks_ahead)
+                and request.num_wanted > 0
             ]
             if not places:
                 break
@@ -49,7 +51,3 @@ class LadderProposer:
     def forget(self, sequence_id: int) -> None:
         for rung in self._rungs:
             rung.forget(sequence_id)
-
-
-def _has_nothing(proposal: Proposal) -> bool:
-    return proposal.progress is Progress.DONE and not proposal.tree
