@@ -85,7 +85,7 @@ def test_every_token_of_every_layer_of_every_plane_arrives(link):
     assert sender.commit().state is CommitState.COMMITTED
     assert sink.cells == link.peers.expected_cells(spec)
     stats = link.peers.completed[spec.transfer_id]
-    assert stats.payload_bytes == sender.payload_bytes == spec.bytes_per_token * (55 - 7)
+    assert stats.payload_bytes == sender.payload_bytes == (55 - 7) * sum(plane.bytes_per_token for plane in spec.planes)
     assert stats.connector == sender.connector
     assert stats.seconds >= 0
     assert sender.cancel() is DrainState.DRAINED

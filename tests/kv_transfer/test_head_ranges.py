@@ -57,7 +57,7 @@ class Transfer:
         return disposition
 
     def commit(self):
-        manifest = decode_sender_message(encode_commit(self.sent)).manifest
+        manifest = decode_sender_message(encode_commit(self.sent))
         return self.inbox.commit(self.spec.transfer_id, manifest)
 
 

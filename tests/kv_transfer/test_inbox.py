@@ -264,7 +264,7 @@ def test_each_held_byte_is_read_once_and_nothing_after_the_end(peers, inbox):
     inbox.open(spec, peers.sink())
     asked = region(start_token=0, end_token=2)
     num_bytes = asked.num_bytes(spec.planes[0])
-    for _ in range(spec.bytes_per_token * spec.start_token // num_bytes):
+    for _ in range(sum(plane.bytes_per_token for plane in spec.planes) * spec.start_token // num_bytes):
         header, payload = inbox.read(spec.transfer_id, asked)
         assert (header.region, bytes(payload)) == (asked, peers.payload(asked))
     assert inbox.read(spec.transfer_id, asked) is None
