@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import AlreadyRunningError, PeerLostError, StoreError
 from outrider.v1 import router_pb2
-from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
+from tests.router.conftest import PATIENCE_SECONDS, eventually, read_on, refused, told
 from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 from tests.support.router_fakes import fake_model_info
 from tests.support.router_fakes.decode_node import letters
@@ -311,25 +311,20 @@ async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(clus
 class SlowStore(MemoryAnswerStore):
     """Creates the first request once it is asked for eleven at a time."""
 
-    def __init__(self, **fields):
-        super().__init__(**fields)
-        self.num_creating = 0
-        self.are_many = asyncio.Event()
+    num_asked = num_created = 0
 
     async def create(self, stored):
-        self.num_creating += 1
-        if self.num_creating > 10:
-            self.are_many.set()
-        await asyncio.wait_for(self.are_many.wait(), timeout=10)
-        self.num_creating -= 1
+        self.num_asked += 1
+        await eventually(lambda: self.num_asked > 10)
         await super().create(stored)
+        self.num_created += 1
 
 
 async def test_a_slow_store_delays_each_request_for_itself(cluster):
     store, _ = await serve(cluster, SlowStore)
 
     await asyncio.gather(*(cluster.generate(request(cluster, 2, request_id=f"r{number}")) for number in range(20)))
-    assert store.are_many.is_set()
+    assert store.num_created == 20
 
 
 async def test_a_claim_of_a_name_that_is_being_deleted_waits_and_is_kept(cluster):
