@@ -8,7 +8,7 @@ import sys
 import pytest
 
 COUNT_HEAPS = """
-import ctypes, os, threading
+import ctypes, threading
 from outrider.service.server import _share_heaps
 
 if {shares}:

@@ -17,8 +17,8 @@ CLEARLY = 1.25  # multiply-adds of bfloat16 take a tenth more than those of floa
 def multiply_adds_are_faster(file: Path) -> bool:
     """Whether this library multiplies float32, by multiply-adds, in clearly less time than as much bfloat16.
 
-    An instruction of AVX512-BF16 does the work of four multiply-adds. AMD's processors take two cycles of a multiplier
-    for it, some of Intel's eight. Takes two milliseconds.
+    An instruction of AVX512-BF16 does the work of two multiply-adds as wide. Of a thread's, some processors start two
+    in a cycle, others one in two cycles, in which they do four multiply-adds. Takes two milliseconds.
     """
     library = KernelLibrary(file)
     return _seconds(library, ElementType.BFLOAT16) > CLEARLY * _seconds(library, ElementType.FLOAT32)
