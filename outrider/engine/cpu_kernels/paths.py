@@ -97,7 +97,7 @@ def choose_kernels(
 def _faster_of_same_bits(choice: KernelChoice, progress: Progress) -> KernelChoice:
     """avx512 in place of avx512_bf16 where this processor multiplies faster so and the library can be had."""
     assert choice.library is not None
-    if choice.path != "avx512_bf16" or not multiply_adds_are_faster(choice.library):
+    if choice.path != "avx512_bf16" or not multiply_adds_are_faster(choice.library, processor_name()):
         return choice
     library, _ = _find_library("avx512", progress)
     if library is None or _why_not_ready(library):
@@ -108,11 +108,23 @@ def _faster_of_same_bits(choice: KernelChoice, progress: Progress) -> KernelChoi
 
 def processor_flags() -> frozenset[str]:
     """What Linux says that this processor has; empty on other systems."""
+    return frozenset(_first_processor().get("flags", "").split())
+
+
+def processor_name() -> str:
+    """Of this kind of processor, as part of a file's name: "AuthenticAMD-25-17-1"."""
+    about = _first_processor()
+    return "-".join(about.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping"))
+
+
+def _first_processor() -> dict[str, str]:
+    """What /proc/cpuinfo says of the first one; empty on systems without it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:

@@ -1,12 +1,14 @@
 import ctypes
 import platform
+import re
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.engine.cpu_kernels import compiler, dot_product_speed, paths
 from outrider.engine.cpu_kernels.compiler import CompileError, find_compiler
-from outrider.engine.cpu_kernels.library import ElementType
-from outrider.engine.cpu_kernels.paths import REQUIRED_FLAGS, choose_kernels, processor_flags
+from outrider.engine.cpu_kernels.dot_product_speed import multiply_adds_are_faster
+from outrider.engine.cpu_kernels.paths import REQUIRED_FLAGS, choose_kernels, processor_flags, processor_name
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(platform.machine() not in compiler.X86_64, reason="paths of an x86-64 processor")
@@ -35,7 +37,7 @@ class Libraries:
     def why_not_ready(self, library):
         return self.does_not_load.get(library.name, "")
 
-    def multiply_adds_are_faster(self, library):
+    def multiply_adds_are_faster(self, library, _processor):
         return library.name in self.slow_dot_products
 
 
@@ -109,13 +111,49 @@ def test_why_there_are_no_tiles_is_told_beside_slow_dot_products(libraries):
     assert choose_kernels(cpu_flags=AMX).reason == "amx: EPERM; avx512_bf16: its instruction is slower here"
 
 
-def test_dot_products_are_slow_where_they_take_clearly_longer_than_multiply_adds(monkeypatch, tmp_path):
-    seconds = {ElementType.FLOAT32: 1.0, ElementType.BFLOAT16: 1.2}
+@pytest.fixture
+def ratio(monkeypatch):
+    """Of the times that are measured, and how often it was asked for."""
+    ratio = SimpleNamespace(value=1.0, num_asked=0)
+
+    def measure(_library):
+        ratio.num_asked += 1
+        return ratio.value
+
     monkeypatch.setattr(dot_product_speed, "KernelLibrary", lambda file: file)
-    monkeypatch.setattr(dot_product_speed, "_seconds", lambda _library, dtype: seconds[dtype])
-    assert not dot_product_speed.multiply_adds_are_faster(tmp_path)
-    seconds[ElementType.BFLOAT16] = 1.5
-    assert dot_product_speed.multiply_adds_are_faster(tmp_path)
+    monkeypatch.setattr(dot_product_speed, "_dot_product_ratio", measure)
+    return ratio
+
+
+@pytest.mark.parametrize(("measured", "is_faster"), [(0.5, False), (1.2, False), (1.5, True)])
+def test_dot_products_are_slow_where_they_take_clearly_longer_than_multiply_adds(ratio, tmp_path, measured, is_faster):
+    ratio.value = measured
+    assert multiply_adds_are_faster(tmp_path / "library.so", "one") == is_faster
+
+
+def test_what_was_measured_is_kept_for_the_processor(ratio, tmp_path):
+    library = tmp_path / "library.so"
+    assert not multiply_adds_are_faster(library, "one")
+    ratio.value = 2.0
+    assert multiply_adds_are_faster(library, "other")
+    assert not multiply_adds_are_faster(library, "one")
+    assert multiply_adds_are_faster(library, "other")
+    assert ratio.num_asked == 2
+
+
+def test_a_damaged_answer_is_measured_again(ratio, tmp_path):
+    multiply_adds_are_faster(tmp_path / "library.so", "one")
+    (kept,) = tmp_path.iterdir()
+    kept.write_text("")
+    ratio.value = 2.0
+    assert multiply_adds_are_faster(tmp_path / "library.so", "one")
+
+
+def test_what_cannot_be_kept_is_measured_at_each_start(ratio, tmp_path):
+    library = tmp_path / "none" / "library.so"
+    assert not multiply_adds_are_faster(library, "one")
+    ratio.value = 2.0
+    assert multiply_adds_are_faster(library, "one")
 
 
 def test_compiled_kernels_that_cannot_be_kept_are_told(source, cache):
@@ -150,6 +188,7 @@ def test_a_file_that_is_no_library_is_told(tmp_path, monkeypatch):
 
 def test_this_processor_says_what_it_has():
     assert "sse2" in processor_flags()
+    assert re.fullmatch(r"\w+-\d+-\d+-\d+", processor_name())
 
 
 @pytest.mark.parametrize("path", paths.PREFERENCE)

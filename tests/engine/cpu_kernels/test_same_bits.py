@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from timeit import timeit
+
 import pytest
 import torch
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels import dot_product_speed
+from outrider.engine.cpu_kernels.dot_product_speed import CLEARLY
 from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary
 from outrider.engine.cpu_kernels.paths import SAME_BITS, choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -94,6 +97,13 @@ def test_attention(pair, scale, head_dim):
 
 def test_what_is_measured_are_products(pair, monkeypatch):
     """A hundred times the rows take at least ten times as long."""
-    few = dot_product_speed._seconds(pair[1].library, ElementType.BFLOAT16)
+    few = timeit(dot_product_speed._product(pair[1].library, ElementType.BFLOAT16), number=20)
     monkeypatch.setattr(dot_product_speed, "NUM_ROWS", 100 * dot_product_speed.NUM_ROWS)
-    assert dot_product_speed._seconds(pair[1].library, ElementType.BFLOAT16) > 10 * few
+    assert timeit(dot_product_speed._product(pair[1].library, ElementType.BFLOAT16), number=20) > 10 * few
+
+
+def test_a_product_is_compared_with_one_of_the_other_type(pair, monkeypatch):
+    """Of the same time: the ratio is that of the types."""
+    product = dot_product_speed._product
+    monkeypatch.setattr(dot_product_speed, "_product", lambda library, _dtype: product(library, ElementType.FLOAT32))
+    assert 0.8 < dot_product_speed._dot_product_ratio(pair[0].library) < CLEARLY
