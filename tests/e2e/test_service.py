@@ -43,12 +43,17 @@ def test_tokens_are_the_same_with_and_without_speculation(running, parameters):
 
 @pytest.mark.parametrize("method", ["rejection", "typical"])
 def test_other_verification_methods_are_served(running, method):
-    # Long enough for sources of drafts that earlier tests have shown to be wrong to be tried again.
+    # Long enough for sources of drafts that earlier tests have shown to be wrong to be tried again; beside busy tests
+    # the node may have learnt that rows cost much, and is asked again.
     parameters = {"temperature": 0.9, "seed": 8, "max_tokens": 400, **REPETITIVE}
-    tokens, summary = running.generate(LONG_PROMPT, verification_method=method, **parameters)
-    assert len(tokens) == 400
-    assert set(tokens) <= {30, 31, 32}
-    assert summary.metrics.speculation.num_accepted_draft_tokens > 0
+    num_accepted = num_answers = 0
+    while not num_accepted and num_answers < 10:
+        tokens, summary = running.generate(LONG_PROMPT, verification_method=method, **parameters)
+        assert len(tokens) == 400
+        assert set(tokens) <= {30, 31, 32}
+        num_accepted += summary.metrics.speculation.num_accepted_draft_tokens
+        num_answers += 1
+    assert num_accepted > 0
     plain, _ = running.generate(LONG_PROMPT, verification_method=method, speculation=False, **parameters)
     coupled, _ = running.generate(LONG_PROMPT, **parameters)
     assert plain == coupled, "without drafts all methods are the same"
