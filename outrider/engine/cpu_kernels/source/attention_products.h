@@ -14,7 +14,7 @@ namespace outrider {
 
 constexpr int kPanelsOfSpan = kSpan / kPanel;
 constexpr int kMostPanelsTogether = 4;
-constexpr int kPanelsAhead = 4;
+constexpr int kPanelsAhead = 8;
 
 // Rows and, by rows, panels whose sums stay in registers. A few rows take several panels at once: of one, the
 // multipliers would wait for each other's sums.
@@ -37,8 +37,8 @@ constexpr int kRowsOfCall<BFloat16> = 32;
 template <int Rows, int Panels>
 using Sums = Floats[Rows][Panels][kVectorsPerPanel];
 
-// sums += x [Rows, depth at `stride`] times `Panels` panels of so many inputs at `from`. What lies at `ahead` is asked
-// for, kPanelsAhead before its turn: panels of one head do not lie together, so no processor foresees the next one.
+// sums += x [Rows, depth at `stride`] times `Panels` panels of so many inputs at `from`. The second cache (as Prefetch)
+// is asked for what lies at `ahead`, kPanelsAhead before its turn: no processor foresees where a head's next panel is.
 template <class KV, int Rows, int Panels>
 [[gnu::always_inline]] static inline void add_products(const Activation<KV>* x, int64_t stride,
                                                        const KV* const* from, const KV* const* ahead, int64_t depth,
@@ -46,7 +46,7 @@ template <class KV, int Rows, int Panels>
   for (int64_t k = 0; k < depth; k += Step<KV>::kDepth) {
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; p++) {
-      __builtin_prefetch(ahead[p] + k * kPanel, 0, 3);
+      __builtin_prefetch(ahead[p] + k * kPanel, 0, 2);
       Step<KV> step;
       step.load_from(from[p] + k * kPanel);
 #pragma GCC unroll 2

@@ -47,7 +47,7 @@ static inline int64_t num_units(const Matrix<Weight>& matrix) {
 // Whether a product of so many rows prefetches what is multiplied after a unit; else what it is about to read itself.
 template <class Weight>
 static inline bool asks_for_next(int64_t num_rows, int64_t depth) {
-  const bool takes_one_call = num_rows <= MostRows<Weight>::value;
+  const bool takes_one_call = num_rows <= kMostRows<Weight>;
   return kTileColumns * depth * static_cast<int64_t>(sizeof(Weight)) <= kMostBytesOfUnit &&
          !(kReadsInOrder<Weight> && takes_one_call);
 }
@@ -57,7 +57,7 @@ static inline bool asks_for_next(int64_t num_rows, int64_t depth) {
 template <class Weight, class Finish>
 static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t stride, int64_t num_rows,
                                  const Matrix<Weight>& matrix, Finish&& finish, const void* next = nullptr) {
-  alignas(64) float tile[MostRows<Weight>::value * kTileColumns];
+  alignas(64) float tile[kMostRows<Weight> * kTileColumns];
   const int64_t column = unit * kTileColumns;
   const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, matrix.out_features - column));
   const int panels = columns > kPanel ? 2 : 1;
@@ -65,9 +65,9 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   const bool asks = asks_for_next<Weight>(num_rows, matrix.depth);
   if (!asks) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
   else if (next == nullptr) next = packed + kTileColumns * matrix.depth;
-  Prefetch prefetch(next, asks ? (num_rows + MostRows<Weight>::value - 1) / MostRows<Weight>::value : 1);
+  Prefetch prefetch(next, asks ? (num_rows + kMostRows<Weight> - 1) / kMostRows<Weight> : 1);
   for (int64_t row = 0; row < num_rows;) {
-    const int rows = static_cast<int>(equal_part(num_rows - row, MostRows<Weight>::value));
+    const int rows = static_cast<int>(equal_part(num_rows - row, kMostRows<Weight>));
     multiply_tile<Weight>(rows, x + row * stride, stride, packed, panels, matrix.depth, tile, prefetch);
     if (asks) prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
     else prefetch.stop();
