@@ -125,8 +125,8 @@ def ratio(monkeypatch):
     return ratio
 
 
-@pytest.mark.parametrize(("measured", "is_faster"), [(0.5, False), (1.2, False), (1.5, True)])
-def test_dot_products_are_slow_where_they_take_clearly_longer_than_multiply_adds(ratio, tmp_path, measured, is_faster):
+@pytest.mark.parametrize(("measured", "is_faster"), [(0.5, False), (1.05, False), (1.5, True)])
+def test_dot_products_are_slow_where_they_take_longer_than_multiply_adds(ratio, tmp_path, measured, is_faster):
     ratio.value = measured
     assert multiply_adds_are_faster(tmp_path / "library.so", "one") == is_faster
 
