@@ -24,7 +24,7 @@ from outrider.wire.cluster import LOAD_FIGURES
 from router.front import Front
 from router.node_directory import NodeDirectory
 from router.node_link import NodeLink
-from router.timeline import Move, Span, Step, Timeline, Timelines
+from router.timeline import Span, Step, Timeline, Timelines
 
 LOOP_SECONDS = 2.0
 """How long the event loop may take for a copy."""
@@ -139,7 +139,7 @@ class RouterPages:
         lists: dict[str, Iterable[Any]] = {
             "spans": [_span_json(span, arrived_at) for span in timeline.spans],
             "steps": map(to_json, tuple(timeline.steps)),
-            "moves": [_move_json(move, arrived_at) for move in timeline.moves],
+            "moves": [move._asdict() | {"at": round(move.at - arrived_at, 6)} for move in timeline.moves],
         }
         return _summary_json(timeline, time.monotonic()) | {"num_dropped_steps": timeline.num_dropped_steps}, lists
 
@@ -222,7 +222,3 @@ def _step_json(step: Step, nodes: Sequence[str], arrived_at: float, text: TokenT
     values = step._asdict() | {"node": nodes[step.attempt], "at": round(step.at - arrived_at, 6)}
     shown = {"tokens": values.pop("token_ids"), "rejected": values.pop("rejected_token_ids")}
     return values if text is None else values | {name: list(map(text, ids)) for name, ids in shown.items()}
-
-
-def _move_json(move: Move, arrived_at: float) -> dict[str, Any]:
-    return move._asdict() | {"at": round(move.at - arrived_at, 6)}

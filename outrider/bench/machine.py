@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from outrider.engine.processor import usable_cpus
+from outrider.engine.processor import about_processor, usable_cpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +29,13 @@ class MachineInfo:
 
 def describe_machine() -> MachineInfo:
     return MachineInfo(
-        processor=_processor_name(),
+        processor=about_processor().get("model name") or platform.processor() or platform.machine(),
         num_cores=len(usable_cpus()),
         memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         commit=_commit(),
     )
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit() -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
@@ -197,35 +199,18 @@ def _load_weights(
     return model.eval()
 
 
-class _WeightsBar:
-    """Stands in for the progress bar of transformers' loader and passes counts on."""
+class _WeightsBar(tqdm):
+    """A progress bar of transformers' loader that passes its counts on and draws nothing."""
 
-    def __init__(self, iterable: Any, total: int, progress: Progress) -> None:
-        self._iterable = iterable
-        self._total = total
-        self._done = 0
-        self._progress = progress
+    monitor_interval = 0
 
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._iterable:
-            yield item
-            self.update(1)
+    def __init__(self, report: Progress, *arguments: Any, **keywords: Any) -> None:
+        self._report = report
+        own = {"disable": False, "mininterval": 0.0, "miniters": 1, "file": io.StringIO()}
+        super().__init__(*arguments, **{**keywords, **own})
 
-    def update(self, count: int = 1) -> None:
-        self._done += count
-        self._progress("weights", self._done, self._total)
-
-    def set_postfix(self, *_arguments: Any, **_keywords: Any) -> None: ...
-
-    def refresh(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
+    def display(self, *_arguments: Any, **_keywords: Any) -> None:
+        self._report("weights", self.n, int(self.total or 0))
 
 
 @contextlib.contextmanager
@@ -233,10 +218,7 @@ def _reported_progress(progress: Progress) -> Iterator[None]:
     """Leads transformers' progress bars to `progress`; the hook is the process's, so it is put back afterwards."""
 
     def hook(_factory: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _WeightsBar:
-        iterable = arguments[0] if arguments else keywords.get("iterable")
-        iterable = () if iterable is None else iterable
-        total = keywords.get("total") or (len(iterable) if hasattr(iterable, "__len__") else 0)
-        return _WeightsBar(iterable, int(total), progress)
+        return _WeightsBar(progress, *arguments, **keywords)
 
     previous = transformers_logging.set_tqdm_hook(hook)
     try:

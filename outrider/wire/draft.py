@@ -128,7 +128,7 @@ def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
         proto.prefix_hash,
         tuple(proto.token_ids[:TOO_MANY_TOKENS]),
         DRAFT_NODE,
-        _probability_from(proto.probability),
+        min(proto.probability, 1.0) if proto.probability > 0.0 else 0.0,  # 0 for what is no number
         # Most branches are chains, and certain of their tokens.
         tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
         tuple(parent - 1 for parent in parents[:TOO_MANY_TOKENS]) if parents else (),
@@ -138,11 +138,6 @@ def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
 def _distribution_from(proto: draft_pb2.TokenDistribution) -> TokenDistribution:
     most = MAX_DISTRIBUTION_IDS + 1
     return TokenDistribution(tuple(proto.token_ids[:most]), tuple(proto.probabilities[:most]))
-
-
-def _probability_from(value: float) -> float:
-    """0 to 1; 0 for what is no number."""
-    return min(value, 1.0) if value > 0.0 else 0.0
 
 
 def step_to_proto(step_seconds: float) -> int:

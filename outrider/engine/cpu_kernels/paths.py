@@ -17,6 +17,7 @@ from pathlib import Path
 from outrider.engine.cpu_kernels.compiler import X86_64, CompileError, first_error, path_flags
 from outrider.engine.cpu_kernels.dot_product_speed import multiply_adds_are_faster
 from outrider.engine.cpu_kernels.library_cache import Progress, compiled_library, no_progress
+from outrider.engine.processor import about_processor
 from outrider.errors import ConfigError
 
 AUTO = "auto"
@@ -108,23 +109,13 @@ def _faster_of_same_bits(choice: KernelChoice, progress: Progress) -> KernelChoi
 
 def processor_flags() -> frozenset[str]:
     """What Linux says that this processor has; empty on other systems."""
-    return frozenset(_first_processor().get("flags", "").split())
+    return frozenset(about_processor().get("flags", "").split())
 
 
 def processor_name() -> str:
     """Of this kind of processor, as part of a file's name: "AuthenticAMD-25-17-1"."""
-    about = _first_processor()
+    about = about_processor()
     return "-".join(about.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping"))
-
-
-def _first_processor() -> dict[str, str]:
-    """What /proc/cpuinfo says of the first one; empty on systems without it."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:

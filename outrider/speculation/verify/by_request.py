@@ -43,7 +43,8 @@ class RequestVerifier:
             return self.verifiers[VerificationMethod.COUPLED].queue(logits, drafts)
         by_method: dict[VerificationMethod, list[int]] = {}
         for place, draft in enumerate(drafts):
-            method = _method_of(draft)
+            # With temperature 0 the target has one token only, and all methods are the same.
+            method = VerificationMethod.COUPLED if draft.rows.state.params.is_greedy else draft.method
             assert not draft.parents or method is VerificationMethod.COUPLED, "of other methods' drafts, the chain"
             by_method.setdefault(method, []).append(place)
         starts = row_starts(drafts)
@@ -63,8 +64,3 @@ class RequestVerifier:
             return [found[place] for place in range(len(drafts))]
 
         return Pending(tuple(array for pending in queued for array in pending.arrays), in_order)
-
-
-def _method_of(draft: DraftRows) -> VerificationMethod:
-    """With temperature 0 the target has one token only, and all methods are the same."""
-    return VerificationMethod.COUPLED if draft.rows.state.params.is_greedy else draft.method
