@@ -16,7 +16,7 @@ WIDENING = 1.1  # multiply-adds of bfloat16 take a tenth more than those of floa
 
 
 def multiply_adds_are_faster(file: Path, processor: str) -> bool:
-    """Whether this library would multiply bfloat16 in less time by multiply-adds, as it multiplies float32.
+    """Whether bfloat16 takes less time by multiply-adds, as this library multiplies float32, than by its dot products.
 
     An instruction of AVX512-BF16 does the work of two multiply-adds as wide. Of a thread's, some processors start two
     in a cycle, others one in two cycles, in which they do four multiply-adds. Takes ten milliseconds, once: what was
@@ -48,7 +48,7 @@ def _dot_product_ratio(library: KernelLibrary) -> float:
 
 
 def _product(library: KernelLibrary, dtype: ElementType) -> Callable[[], object]:
-    """Computes one product of zeros, in one thread."""
+    """A function that computes one product of zeros, in one thread."""
     team, workspace = Team(library, 1), Workspace(library)
     packed = create_string_buffer(library.functions.outrider_packed_size(dtype, NUM_FEATURES, NUM_FEATURES))
     matrix = MatrixStruct(addressof(packed), None, None, NUM_FEATURES, NUM_FEATURES, dtype)
