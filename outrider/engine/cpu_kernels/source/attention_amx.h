@@ -10,7 +10,7 @@ static inline void multiply_keys_by_tiles(int rows, const BFloat16* x, int64_t d
   for (int index = 0; index < num; index += 2) {
     const int together = num - index < 2 ? 1 : 2;
     zero_tiles();
-    const auto prefetch = [&](int p, int64_t k) { __builtin_prefetch(keys[index + kPanelsAhead + p] + k * kPanel, 0, 3); };
+    const auto prefetch = [&](int p, int64_t k) { __builtin_prefetch(keys[index + kPanelsAhead + p] + k * kPanel, 0, 2); };
     add_tiles(rows, x, depth, keys + index, together, depth, kLines, prefetch);
     store_tiles(rows, together, to + index * kPanel, kSpan);
   }
@@ -27,7 +27,7 @@ static inline void multiply_values_by_tiles(int rows, const BFloat16* weights, c
     for (int i = 0; i < num; i++) {
       const BFloat16* const from[2] = {values[i] + column * kPanel, values[i] + (column + kPanel) * kPanel};
       const BFloat16* const next = values[i + kPanelsAhead] + column * kPanel;
-      const auto prefetch = [&](int p, int64_t k) { __builtin_prefetch(next + (p * kPanel + k) * kPanel, 0, 3); };
+      const auto prefetch = [&](int p, int64_t k) { __builtin_prefetch(next + (p * kPanel + k) * kPanel, 0, 2); };
       add_tiles(rows, weights + i * kPanel, kSpan, from, together, kPanel, kLines, prefetch);
     }
     store_tiles(rows, together, to + column, head_dim);

@@ -37,8 +37,8 @@ constexpr int kRowsOfCall<BFloat16> = 32;
 template <int Rows, int Panels>
 using Sums = Floats[Rows][Panels][kVectorsPerPanel];
 
-// sums += x [Rows, depth at `stride`] times `Panels` panels of so many inputs at `from`. The second cache (as Prefetch)
-// is asked for what lies at `ahead`, kPanelsAhead before its turn: no processor foresees where a head's next panel is.
+// sums += x [Rows, depth at `stride`] times `Panels` panels of so many inputs at `from`. Prefetches into the second
+// cache (see Prefetch) what lies at `ahead`, kPanelsAhead before its turn: no processor foresees a head's next panel.
 template <class KV, int Rows, int Panels>
 [[gnu::always_inline]] static inline void add_products(const Activation<KV>* x, int64_t stride,
                                                        const KV* const* from, const KV* const* ahead, int64_t depth,
