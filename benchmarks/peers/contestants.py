@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import cpu_flags
 from peer import Peer
 from peer_llama_cpp import LlamaCpp
 from peer_openvino import OpenVino
@@ -15,6 +14,8 @@ from peer_transformers import Transformers
 from peer_vllm import Vllm
 from process import PeerError
 from session import SessionResult
+
+from outrider.engine.cpu_kernels.paths import processor_flags
 
 PEERS: dict[str, Sequence[Callable[[], Peer]]] = {
     "ours": (Ours,),
@@ -44,7 +45,7 @@ def install(
     for name, _, dtype in (entry.partition(":") for entry in names):
         for make in PEERS[name]:
             peer = make()
-            dtypes = (dtype,) if dtype else peer.dtypes(cpu_flags())
+            dtypes = (dtype,) if dtype else peer.dtypes(processor_flags())
             tell(f"{peer.name}: installing")
             try:
                 peer.install(model)

@@ -13,23 +13,15 @@ from reference import read_bandwidth
 from safetensors import safe_open
 
 from outrider.bench.machine import describe_machine
+from outrider.engine.cpu_kernels.paths import processor_flags
 
 TELLING_FLAGS = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
 
 
-def cpu_flags() -> frozenset[str]:
-    """Empty where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(word for line in lines if line.startswith("flags") for word in line.partition(":")[2].split())
-
-
 def machine_facts() -> dict[str, Any]:
-    flags = cpu_flags()
+    flags = processor_flags()
     return {
         **asdict(describe_machine()),
         "cpu_flags": [flag for flag in TELLING_FLAGS if flag in flags],
