@@ -23,7 +23,7 @@ import tomllib
 
 project = tomllib.loads(pathlib.Path("/pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-names = ("router", "node", "store", "openai", "otel")
+names = ("router", "node", "torch", "store", "openai", "otel")
 wanted = [*project["dependencies"], *(requirement for name in names for requirement in extras[name])]
 wanted.remove("outrider[router]")
 pins = pathlib.Path("/constraints.txt").read_text().splitlines()

@@ -9,6 +9,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# What runs, without what develops: `make demo` alone needs no more, where the rest is not there already.
+RUNNABLE := $(VENV)/.runnable
+ENVIRONMENT := $(if $(or $(filter-out demo,$(or $(MAKECMDGOALS),help)),$(wildcard $(INSTALLED))),$(INSTALLED),$(RUNNABLE))
 COMPILED := $(VENV)/.compiled
 KERNELS := outrider/engine/cpu_kernels
 LIBRARIES := $(VENV)/.kernels
@@ -17,8 +20,9 @@ READY := $(COMPILED) $(LIBRARIES)
 # (SERVICES). Otherwise each start would compile it again where this variable is set (10 s instead of 4).
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
-SERVICES := decode_node.node, draft_node.node, outrider.model_hub.load, outrider.cli.main, prefill_node.node, router.__main__, \
+SERVICES := decode_node.node, draft_node.node, outrider.cli.main, prefill_node.node, router.__main__, \
 	grpc._interceptor, grpc._server
+comma := ,
 PYTEST_ARGS ?=
 
 .PHONY: help
@@ -27,18 +31,26 @@ help: ## This list
 
 # First what is one file for everybody, compared by hash, and torch, of which each index has another build: by two
 # processes, as each takes one processor. Then what else that torch needs, and us.
-HALF_OF_LOCK = <(awk '/^[^ \#]/ { n++ } n % 2 == $(1)' requirements.lock)
+HALF_OF_LOCK = <(awk '/^[^ \#]/ { n++ } n % 2 == $(2)' $(1))
+$(RUNNABLE): pyproject.toml constraints.txt requirements-node.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --require-hashes --no-deps -r $(call HALF_OF_LOCK,requirements-node.lock,0) & half=$$!; \
+		$(PIP_INSTALL) --require-hashes --no-deps -r $(call HALF_OF_LOCK,requirements-node.lock,1) \
+		|| { kill $$half; exit 1; }; wait $$half
+	$(PIP_INSTALL) -c constraints.txt -e '.[node]'
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --require-hashes --no-deps -r $(call HALF_OF_LOCK,0) & half=$$!; \
-		{ $(PIP_INSTALL) --require-hashes --no-deps -r $(call HALF_OF_LOCK,1) \
+	$(PIP_INSTALL) --require-hashes --no-deps -r $(call HALF_OF_LOCK,requirements.lock,0) & half=$$!; \
+		{ $(PIP_INSTALL) --require-hashes --no-deps -r $(call HALF_OF_LOCK,requirements.lock,1) \
 		&& $(PIP_INSTALL) --no-deps -c constraints.txt torch; } || { kill $$half; exit 1; }; wait $$half
 	$(PIP_INSTALL) -c constraints.txt -e '.[node,dev]'
 	touch $@
 
-$(COMPILED): $(INSTALLED)
+$(COMPILED): $(ENVIRONMENT)
 	$(BIN)/python -m compileall -q -j 2 outrider router prefill_node decode_node draft_node
-	$(BIN)/python -c 'import $(SERVICES)'
+	$(BIN)/python -c 'import $(SERVICES)$(if $(filter $(INSTALLED),$(ENVIRONMENT)),$(comma) outrider.model_hub.load)'
 	touch $@
 
 # What makes releases, not what is released.
@@ -48,16 +60,18 @@ $(TOOLS)/.installed:
 	$(TOOLS)/bin/pip install -q --disable-pip-version-check uv
 	touch $@
 
+LOCK := $(TOOLS)/bin/uv pip compile -q --generate-hashes --no-annotate --python-version 3.11 \
+	--custom-compile-command 'make lock'
 .PHONY: lock
 lock: $(TOOLS)/.installed ## Hashes of what constraints.txt pins, after a change of it
-	grep -v '^torch==' constraints.txt | $(TOOLS)/bin/uv pip compile -q - --no-deps --generate-hashes --no-annotate \
-		--python-version 3.11 --custom-compile-command 'make lock' -o requirements.lock
+	grep -v '^torch==' constraints.txt | $(LOCK) - --no-deps -o requirements.lock
+	$(LOCK) pyproject.toml --extra node -c constraints.txt -o requirements-node.lock
 
 .PHONY: wheel
 wheel: $(INSTALLED) ## A wheel in dist; nodes compile the kernels when they first start
 	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
 
-$(LIBRARIES): $(wildcard $(KERNELS)/*.py $(KERNELS)/source/*) | $(INSTALLED)
+$(LIBRARIES): $(wildcard $(KERNELS)/*.py $(KERNELS)/source/*) | $(ENVIRONMENT)
 	$(BIN)/python -m outrider.engine.cpu_kernels.build
 	touch $@
 

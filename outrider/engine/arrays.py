@@ -23,6 +23,18 @@ without_warnings = np.errstate(all="ignore")
 """Decorates what computes with logits that are infinite or no numbers: numpy would warn, torch does not."""
 
 
+def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Rounded to the nearest bfloat16, ties to even: numpy has no such type, so its words are uint16."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def from_bfloat16(words: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The same numbers."""
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
 def namespace(array: Array) -> Any:
     """The functions of the array's library, as the array API has them."""
     if isinstance(array, np.ndarray):

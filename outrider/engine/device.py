@@ -1,9 +1,13 @@
-"""Names of devices, as torch writes them: "cpu", "cuda", "cuda:1". Torch-free."""
+"""Names of devices, as torch writes them: "cpu", "cuda", "cuda:1"; the error for a missing torch. Torch-free."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from outrider.errors import ConfigError
 
 DRIVER_LIBRARY = "libcuda.so.1"
 AMD_DRIVER = Path("/dev/kfd")
@@ -21,3 +25,12 @@ def has_gpu_driver() -> bool:
     except OSError:
         return AMD_DRIVER.exists()
     return True
+
+
+@contextmanager
+def needs_torch(what: str) -> Iterator[None]:
+    """Wraps imports of torch and transformers. Raises: ConfigError where they are missing, with what needs them."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what} needs torch and transformers ({error}): install outrider's extra [torch]") from error

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
-from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.engine.cpu_kernels.modules import NativeLayers
-from outrider.engine.cpu_kernels.operators import linear, rms_norm
+from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, linear, rms_norm
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.features import FeatureReduction
 from outrider.engine.kv_cache.paged_cache import PagedKVCache

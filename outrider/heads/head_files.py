@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engine.cpu_kernels.packing import PlainLinear
+from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.spec import HeadSpec
@@ -180,6 +182,10 @@ class Linear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.nn.functional.linear(rows, self.weight, self.bias)
+
+    def plain(self) -> PlainLinear:
+        """For the kernels, in the same memory."""
+        return PlainLinear(words_of(self.weight), None if self.bias is None else words_of(self.bias))
 
     def halves(self) -> tuple[Linear, Linear]:
         """Of the outputs."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.cpu_kernels.decoder_packing import DecoderPacking
+from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.features import rms_norm
+from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.base import Attend
 from outrider.heads.head_files import HeadFiles
@@ -71,7 +72,7 @@ class Rotation:
         turned = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         if turned != 1.0:
             raise files.refusal("rope_parameters.partial_rotary_factor", turned, "1.0")
-        self._scale = 1.0
+        self.scale = 1.0
         if kind == "default":
             frequencies = torch.from_numpy(inverse_frequencies(rope["rope_theta"], head_dim))
         else:
@@ -80,13 +81,13 @@ class Rotation:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
             plain = LlamaConfig(**{**config, "model_type": "llama", "head_dim": head_dim})
-            frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](plain, torch.device("cpu"))
-        self._frequencies = frequencies.to(files.device)  # [head_dim / 2] float32
+            frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](plain, torch.device("cpu"))
+        self.frequencies = frequencies.to(files.device)  # [head_dim / 2] float32
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[num_rows] int64 → cosines and sines [num_rows, 1, head_dim / 2]."""
-        angles = (positions.float()[:, None] * self._frequencies)[:, None]
-        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+        angles = (positions.float()[:, None] * self.frequencies)[:, None]
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
 def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -143,11 +144,12 @@ class DecoderLayer:
 
     def pack(self, packing: DecoderPacking) -> None:
         """For the kernels."""
+        norms = (self._input_norm, self._norm, self._query_norm, self._key_norm)
         packing.add_layer(
             self._index,
-            [self._input_norm, self._norm, self._query_norm, self._key_norm],
-            qkv=[self._projections],
-            output=self._output,
-            gate_up=self._gate_and_up.halves(),
-            down=self._down,
+            [None if norm is None else words_of(norm) for norm in norms],
+            qkv=[self._projections.plain()],
+            output=self._output.plain(),
+            gate_up=[half.plain() for half in self._gate_and_up.halves()],
+            down=self._down.plain(),
         )

@@ -13,15 +13,19 @@ from pathlib import Path
 
 import xxhash
 
+from outrider.engine.device import needs_torch
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.errors import ModelError
-from outrider.heads.locate import head_folder
+from outrider.heads.default_packing import pack_default_head
+from outrider.heads.locate import DEFAULT_HEAD, head_folder
 from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.pack_apart import pack_apart
 from outrider.model_hub.packed_weights import Packed, open_packed
 from outrider.model_hub.progress import no_progress
+from outrider.model_hub.vocabulary import read_json
 
 
 class HeadOfTarget:
@@ -45,9 +49,9 @@ class HeadOfTarget:
             return None
         if (packed := self.packed(model)) is not None:
             return packed.reduction
-        from outrider.heads.checkpoint import Target
-        from outrider.heads.open import read_reduction  # imports torch
-
+        with needs_torch(f"the head {self.folder}"):
+            from outrider.heads.checkpoint import Target
+            from outrider.heads.open import read_reduction
         return read_reduction(self.folder, Target.open(model.directory))
 
 
@@ -61,12 +65,17 @@ def open_packed_head(folder: Path, model: LoadedModel, apart: Callable[[], objec
     content = _content_hash(folder)
 
     def pack() -> Packed | None:
-        from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
-        from outrider.heads.checkpoint import Target
-        from outrider.heads.open import pack_head  # imports torch
-
         assert model.cpu_kernels is not None
-        head = pack_head(folder, Target.open(model.directory), TORCH_DTYPES[model.spec.dtype], model.cpu_kernels)
+        head: PackedHead | None
+        if folder == DEFAULT_HEAD and model.info.revision == DEFAULT_MODEL_REVISION and model.spec.dtype == "bfloat16":
+            window = read_json(model.directory / "config.json")["max_position_embeddings"]
+            head = pack_default_head(folder, model.directory, model.cpu_kernels, window)
+        else:
+            with needs_torch(f"the head {folder}"):
+                from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+                from outrider.heads.checkpoint import Target
+                from outrider.heads.open import pack_head
+            head = pack_head(folder, Target.open(model.directory), TORCH_DTYPES[model.spec.dtype], model.cpu_kernels)
         if head is None or _content_hash(folder) != content:  # its files may be replaced at any time
             return None
         return head.as_packed()

@@ -10,6 +10,7 @@ import pickle
 import sys
 
 from outrider.errors import OutriderError
+from outrider.model_hub import pack_apart
 from outrider.model_hub.config import ModelConfig
 from outrider.parent_death import die_with_parent
 
@@ -20,10 +21,10 @@ def main() -> int:
     config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
     steps = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is none
-    import torch  # noqa: F401 whoever has it packs
-
     from outrider.heads.of_target import HeadOfTarget
     from outrider.model_hub.open import open_model
+
+    pack_apart.packs_here = True
 
     try:
         model = open_model(config, progress=lambda *step: print("step", *step, file=steps))

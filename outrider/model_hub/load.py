@@ -22,7 +22,7 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers
-from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
+from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.model_spec import ModelSpec

@@ -2,7 +2,8 @@
 
 Packed weights are mapped: no torch, no transformers, no packing, no check, and nodes of one machine
 share them. A node that finds none has them made by a process that ends (`pack_apart`). If that fails,
-it loads the checkpoint as outrider.model_hub.load does, and leaves packed weights for the next.
+it makes them itself, and leaves them for the next. The default model is packed without torch (`default_packing`);
+others are loaded by torch and transformers, as outrider.model_hub.load does.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from functools import partial
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.device import needs_torch
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ModelError
-from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
+from outrider.model_hub.default_packing import pack_default_model
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
 from outrider.model_hub.loaded_model import LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
@@ -40,9 +44,14 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         key = PackedKey.of(config, location.directory, kernels)
     except (ModelError, OSError):
         return _load(config, progress)  # which says what is wrong with the checkpoint
-    loaded: list[LoadedModel] = []  # none where there were packed weights
+    loaded: list[LoadedModel] = []  # by torch; none where there were packed weights
+    started: list[CpuKernels] = []  # by whoever packed here
 
     def pack() -> Packed | None:
+        if config.id == DEFAULT_MODEL_ID:
+            started.append(start_kernels(kernels, config))
+            if (made := pack_default_model(location.directory, config, started[0])) is not None:
+                return Packed({"spec": asdict(made[0]), "shape": asdict(made[1].shape)}, made[1].blobs)
         loaded.append(_load(config, progress))
         native = loaded[0].native
         if not isinstance(native, NativeDecoder):
@@ -52,7 +61,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     packed, problem = open_packed(key, pack, apart=partial(pack_apart, config, progress), progress=progress)
     if packed is None:
         return loaded[0]
-    started = loaded[0].cpu_kernels if loaded else None
+    if loaded and loaded[0].cpu_kernels is not None:
+        started.append(loaded[0].cpu_kernels)
     weights = DecoderWeights(DecoderShape.of_json(packed.about["shape"]), packed.blobs)
     return describe_model(
         config=config,
@@ -61,13 +71,15 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         device=device,
         spec=ModelSpec(**packed.about["spec"]),
         model=None,
-        native=NativeDecoder(started or start_kernels(kernels, config), weights),
+        native=NativeDecoder(started[0] if started else start_kernels(kernels, config), weights),
         weights_from=f"checkpoint; packed weights are not kept: {problem}" if problem else "packed weights, mapped",
         packed_key=key,
     )
 
 
 def _load(config: ModelConfig, progress: Progress) -> LoadedModel:
-    from outrider.model_hub.load import load_model  # imports transformers
-
+    with needs_torch(
+        f"model.id {config.id!r}, which is not a plain Llama of a size and dtype that native kernels take,"
+    ):
+        from outrider.model_hub.load import load_model
     return load_model(config, progress=progress)

@@ -1,4 +1,4 @@
-"""Packing in a process of its own, whose memory for torch goes with it: nodes on native kernels run without torch."""
+"""Packing in a process of its own, whose memory goes with it, that for torch too: native nodes run without torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ PACKER = "outrider.heads.packer"
 """What it runs: packs a model and its head, whose code this package does not import."""
 
 
+packs_here = False
+"""Set by that process itself."""
+
+
 def pack_apart(config: ModelConfig, progress: Progress) -> None:
     """Lets another process pack what `config` names; returns when it has ended.
 
     A process that has torch anyway packs by itself. So it does what the other one could not, and says why it cannot.
     """
-    if "torch" in sys.modules:
+    if packs_here or "torch" in sys.modules:
         return
     try:
         with subprocess.Popen(  # noqa: S603 our own interpreter
@@ -42,4 +46,4 @@ def pack_apart(config: ModelConfig, progress: Progress) -> None:
     except OSError as error:  # no process can be started, or it has ended before it read what to pack
         problem = str(error)
     if problem:
-        sys.stderr.write(f"{PACKER} failed ({problem}): this process packs by itself, and keeps torch in memory\n")
+        sys.stderr.write(f"{PACKER} failed ({problem}): this process packs by itself\n")

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class PackedKey:
             file_sha256(directory / "config.json"),  # with what a fingerprint leaves out, such as its dtype
             (config.weights, config.max_model_len, kernels.path),
         )
-        code = (file_sha256(kernels.library), _source_hash(), version("torch"), version("transformers"))
+        code = (file_sha256(kernels.library), _source_hash(), _version("torch"), _version("transformers"))
         return cls(cache_directory(config) / "packed", _digest(model), _digest(code))
 
     def of_addition(self, name: str, content: str) -> PackedKey:
@@ -233,6 +233,14 @@ def write_packed(key: PackedKey, packed: Packed) -> None:
         (unfinished / HEADER).write_text(json.dumps(header | {"hash": _header_hash(header)}), encoding="utf-8")
         shutil.rmtree(key.folder, ignore_errors=True)  # a damaged one
         unfinished.rename(key.folder)
+
+
+def _version(package: str) -> str:
+    """Empty where it is not installed: what was packed then was packed without it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _digest(parts: tuple[object, ...]) -> str:

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.cpu_kernels.decoder_weights import (
-    BIAS,
-    LAYER_NORMS,
-    MODEL_TYPES,
-    PACKED,
-    SCALES,
-    DecoderShape,
-    DecoderWeights,
-    PackedReduction,
-)
+from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
-from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES, PackedMatrix, WeightArena
+from outrider.engine.cpu_kernels.matrices import Floats
+from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES
+from outrider.engine.cpu_kernels.packing import WIDTH_STEP, DecoderPacking, PlainLinear
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.features import FeatureReduction
+from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.rotation import cosines_and_sines, inverse_frequencies
+from outrider.engine.rotation import inverse_frequencies
 from outrider.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WIDTH_STEP = 32
-"""Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
-
-_POSITIONS_AT_ONCE = 4096
 _COMPARED_POSITIONS = 64
 _ALLOWED_ANGLE = 2.5e-7
 """For each position: two units in the last place of a frequency."""
@@ -101,19 +90,20 @@ def pack_decoder(
         norms = (layer.input_layernorm, layer.post_attention_layernorm, *by_head)
         packing.add_layer(
             index,
-            [None if norm is None else norm.weight for norm in norms],
-            qkv=[attention.q_proj, attention.k_proj, attention.v_proj],
-            output=attention.o_proj,
-            gate_up=[mlp.gate_proj, mlp.up_proj],
-            down=mlp.down_proj,
+            [None if norm is None else words_of(norm.weight) for norm in norms],
+            qkv=[_plain(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)],
+            output=_plain(attention.o_proj),
+            gate_up=[_plain(mlp.gate_proj), _plain(mlp.up_proj)],
+            down=_plain(mlp.down_proj),
         )
         _drop_weights(layer)
-    for name, table in zip(("cosines", "sines"), _rotation_tables(base.rotary_emb, spec.max_model_len), strict=True):
-        packing.add(name, table)
-    packing.add_matrix("head", [head])
+    rotary = base.rotary_emb
+    tables = packing.add_rotation(_frequencies(rotary), spec.max_model_len, rotary.attention_scaling)
+    _compare_with_own(rotary, *tables)
+    packing.add_matrix("head", [_plain(head)])
     if not is_tied:
-        packing.add("embedding", base.embed_tokens.weight.detach().clone())
-    packing.add_norm("final_norm", base.norm.weight)
+        packing.add("embedding", words_of(base.embed_tokens.weight).copy())
+    packing.add_norm("final_norm", words_of(base.norm.weight))
     for module in (head, base.embed_tokens, base.norm):
         _drop_weights(module)
     shape = DecoderShape(
@@ -132,100 +122,45 @@ def pack_decoder(
     return DecoderWeights(shape, packing.blobs)
 
 
-class DecoderPacking:
-    """What has been packed so far, by its name in DecoderWeights."""
-
-    def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
-        self._kernels = kernels
-        self._quantise = quantise
-        self._arena = WeightArena()
-        self.blobs: dict[str, np.ndarray] = {}
-        self.matrix_sizes: dict[str, tuple[int, int]] = {}
-
-    def add(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            self.blobs[name] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-    def add_norm(self, name: str, weight: Tensor | None) -> None:
-        """In float32."""
-        self.add(name, None if weight is None else weight.float())
-
-    def add_matrix(self, name: str, linears: Sequence[Any], *, interleave: bool = False) -> None:
-        matrix = PackedMatrix(
-            self._kernels,
-            self._arena,
-            [linear.weight for linear in linears],
-            [linear.bias for linear in linears],
-            interleave=interleave,
-            quantise=self._quantise,
-        )
-        self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
-        for part, tensor in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
-            self.add(f"{name}.{part}", tensor)
-
-    def add_layer(
-        self,
-        index: int,
-        norms: Sequence[Tensor | None],
-        *,
-        qkv: Sequence[Any],
-        output: Any,
-        gate_up: Sequence[Any],
-        down: Any,
-    ) -> None:
-        """`norms`: by LAYER_NORMS. The others have a weight and a bias each."""
-        for name, norm in zip(LAYER_NORMS, norms, strict=True):
-            self.add_norm(f"{index}.{name}", norm)
-        self.add_matrix(f"{index}.qkv", qkv)
-        self.add_matrix(f"{index}.output", [output])
-        self.add_matrix(f"{index}.gate_up", gate_up, interleave=True)
-        self.add_matrix(f"{index}.down", [down])
-
-
 def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: ElementType) -> PackedReduction:
     """Of a FeatureReduction. `element_type`: of the model, to which taps and projection are rounded."""
     assert isinstance(reduction, FeatureReduction)
     packing = DecoderPacking(kernels)
-    packing.add_norm("reduction.tap_norms", reduction.tap_norms)
-    packing.add_norm("reduction.norm", reduction.norm)
+    for name in ("tap_norms", "norm"):
+        if (norm := getattr(reduction, name)) is not None:
+            packing.add_norm(f"reduction.{name}", words_of(norm.float()))
     if reduction.projection is not None:
         (dtype,) = (dtype for dtype, element in ELEMENT_TYPES.items() if element is element_type)
-        projection = SimpleNamespace(weight=reduction.projection.to(dtype), bias=reduction.bias)
-        packing.add_matrix("reduction.projection", [projection])
+        bias = None if reduction.bias is None else words_of(reduction.bias)
+        packing.add_matrix("reduction.projection", [PlainLinear(words_of(reduction.projection.to(dtype)), bias)])
     spec = {field.name: getattr(reduction, field.name) for field in fields(FeatureSpec)}
     return PackedReduction(**spec, element_type=element_type, blobs=packing.blobs)
 
 
-def _rotation_tables(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, by our own arithmetic: each [num_positions, head_dim / 2].
-
-    Raises: ModelError where the model's own differ, at its far positions too.
-    """
-    frequencies = rotary.inv_freq.float().numpy()  # [head_dim / 2]
+def _frequencies(rotary: Any) -> Floats:
+    """[head_dim / 2]: by our own arithmetic where the model has the usual ones."""
+    frequencies: Floats = rotary.inv_freq.float().numpy()
     if rotary.rope_type == "default":
         own = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], 2 * len(frequencies))
         if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model means something else by it
-            frequencies = own
-    positions = np.arange(num_positions, dtype=np.float32)
-    tables = [
-        cosines_and_sines(positions[start : start + _POSITIONS_AT_ONCE, None] * frequencies)
-        for start in range(0, num_positions, _POSITIONS_AT_ONCE)
-    ]
-    scaling = np.float32(rotary.attention_scaling)
-    cosines, sines = (torch.from_numpy(np.concatenate(parts) * scaling) for parts in zip(*tables, strict=True))
-    _compare_with_own(rotary, cosines, sines)
-    return cosines, sines
+            return own
+    return frequencies
 
 
-def _compare_with_own(rotary: Any, cosines: Tensor, sines: Tensor) -> None:
-    """Raises: ModelError."""
+def _compare_with_own(rotary: Any, cosines: Floats, sines: Floats) -> None:
+    """Each [num_positions, head_dim / 2]. Raises: ModelError where the model's own differ, at its far positions too."""
     num_positions, half = cosines.shape
     positions = torch.linspace(0, num_positions - 1, _COMPARED_POSITIONS).long()
     for ours, theirs in zip((cosines, sines), rotary(torch.empty(1), positions.unsqueeze(0)), strict=True):
-        difference = float((ours[positions] - theirs[0, :, :half]).abs().max())
+        difference = float(np.abs(ours[positions.numpy()] - theirs[0, :, :half].numpy()).max())
         allowed = _ALLOWED_ANGLE * max(num_positions, 1)  # angles are rounded to float32
         if not difference <= max(allowed, 1e-5):
             raise ModelError(f"the model rotates otherwise than its frequencies say, by {difference:.2g}")
+
+
+def _plain(linear: Any) -> PlainLinear:
+    """Of a module with a weight and a bias."""
+    return PlainLinear(words_of(linear.weight), None if linear.bias is None else words_of(linear.bias))
 
 
 def _drop_weights(module: nn.Module) -> None:

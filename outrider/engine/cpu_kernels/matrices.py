@@ -1,4 +1,7 @@
-"""Weights in the layout of the kernels, in memory made of huge pages where the system has them."""
+"""Weights in the layout of the kernels, in memory made of huge pages where the system has them. Torch-free.
+
+Plain weights are `Words`: float32 as numpy has it, bfloat16 as uint16.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
+from outrider.engine.arrays import from_bfloat16
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType, MatrixStruct
+from outrider.engine.kv_cache.array_plane import Words
 
-ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType.BFLOAT16}
+Floats = npt.NDArray[np.float32]
+
+WORD_TYPES = {np.dtype(np.float32): ElementType.FLOAT32, np.dtype(np.uint16): ElementType.BFLOAT16}
 PANEL = 16
 """Output features of a panel: what interleaved halves alternate by."""
 
@@ -28,18 +35,18 @@ class WeightArena:
     """
 
     def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk = np.empty(0, dtype=np.uint8)
         self._used = 0
 
-    def take(self, num_bytes: int) -> Tensor:
+    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """[num_bytes] uint8 of zeros; keeps its chunk alive."""
-        if self._used + num_bytes > self._chunk.numel():
+        if self._used + num_bytes > self._chunk.size:
             size = -(-max(num_bytes, _CHUNK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = mmap.mmap(-1, size)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a kernel without them
                     memory.madvise(mmap.MADV_HUGEPAGE)
-            self._chunk = torch.frombuffer(memory, dtype=torch.uint8)
+            self._chunk = np.frombuffer(memory, dtype=np.uint8)
             self._used = 0
         taken = self._chunk[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -53,8 +60,8 @@ class PackedMatrix:
         self,
         kernels: CpuKernels,
         arena: WeightArena,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None] = (),
+        weights: Sequence[Words],
+        biases: Sequence[Words | None] = (),
         *,
         interleave: bool = False,
         quantise: bool = False,
@@ -64,7 +71,7 @@ class PackedMatrix:
         Args:
             kernels: pack and later multiply.
             arena: where the packed weights lie.
-            weights: each [out_features_i, in_features], float32 or bfloat16, all alike.
+            weights: each [out_features_i, in_features], all of one type.
             biases: as many, each [out_features_i] or None.
             interleave: two weights, gate and up, whose panels alternate.
             quantise: keep weights as int8 with one scale for each output feature, and multiply with int8 rows (lossy).
@@ -74,58 +81,62 @@ class PackedMatrix:
         sizes = [weight.shape[0] for weight in weights]
         padded = [-(-size // PANEL) * PANEL for size in sizes] if interleave else sizes
         self.out_features = sum(padded)
-        self.type = ElementType.INT8 if quantise else ELEMENT_TYPES[weights[0].dtype]
+        self.type = ElementType.INT8 if quantise else WORD_TYPES[weights[0].dtype]
         self.packed = arena.take(self._functions.outrider_packed_size(self.type, self.out_features, self.in_features))
-        scales = torch.ones(self.out_features)
-        bias = torch.zeros(self.out_features)
+        scales = np.ones(self.out_features, np.float32)
+        bias = np.zeros(self.out_features, np.float32)
         first = 0
         for index, (weight, size, room) in enumerate(zip(weights, sizes, padded, strict=True)):
-            plain = weight.detach().contiguous()
+            plain = np.ascontiguousarray(weight)
             if quantise:
                 plain, scale = quantise_rows(plain)
                 scales[first : first + size] = scale
             self._functions.outrider_pack(
                 kernels.team.handle,
                 self.type,
-                plain.data_ptr(),
+                plain.ctypes.data,
                 first,
                 size,
                 self.out_features,
                 self.in_features,
                 int(interleave),
-                self.packed.data_ptr(),
+                self.packed.ctypes.data,
             )
             if biases and (own := biases[index]) is not None:
-                bias[first : first + size] = own.detach().float()
+                bias[first : first + size] = to_float32(own)
             first += room
         order = _interleaved(self.out_features) if interleave else slice(None)
         has_bias = any(own is not None for own in biases)
-        self.bias = bias[order].contiguous() if has_bias else None
-        self.scales = scales[order].contiguous() if quantise else None
+        self.bias = np.ascontiguousarray(bias[order]) if has_bias else None
+        self.scales = np.ascontiguousarray(scales[order]) if quantise else None
         self.struct = MatrixStruct(
-            self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            None if self.scales is None else self.scales.data_ptr(),
+            self.packed.ctypes.data,
+            None if self.bias is None else self.bias.ctypes.data,
+            None if self.scales is None else self.scales.ctypes.data,
             self.out_features,
             self.in_features,
             self.type,
         )
 
-    def row(self, index: int) -> Tensor:
-        """One row of W as it was packed: [in_features] float32."""
-        plain = torch.empty(self.in_features)
-        self._functions.outrider_unpack_row(ctypes.byref(self.struct), index, plain.data_ptr())
+    def row(self, index: int) -> Floats:
+        """One row of W as it was packed: [in_features]."""
+        plain = np.empty(self.in_features, np.float32)
+        self._functions.outrider_unpack_row(ctypes.byref(self.struct), index, plain.ctypes.data)
         return plain
 
 
-def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def to_float32(words: Words) -> Floats:
+    """The same numbers."""
+    return words if words.dtype == np.float32 else from_bfloat16(words)
+
+
+def quantise_rows(weight: Words) -> tuple[npt.NDArray[np.int8], Floats]:
     """Symmetric int8 for each row: [n, k] → ([n, k] int8, [n] float32 scales). The largest becomes ±127."""
-    scales = (weight.float().abs().amax(dim=1) / 127.0).clamp_min(torch.finfo(torch.float32).tiny)
-    quantised = torch.round(weight.float() / scales.unsqueeze(1)).clamp(-127, 127).to(torch.int8)
-    return quantised.contiguous(), scales
+    values = to_float32(weight)
+    scales = np.maximum(np.abs(values).max(axis=1) / np.float32(127), np.finfo(np.float32).tiny)
+    return np.clip(np.rint(values / scales[:, None]), -127, 127).astype(np.int8), scales
 
 
-def _interleaved(out_features: int) -> Tensor:
-    """Where the features of two padded halves lie once their panels alternate: [out_features] int64."""
-    panels = torch.arange(out_features).view(2, -1, PANEL)
-    return panels.transpose(0, 1).reshape(-1)
+def _interleaved(out_features: int) -> npt.NDArray[np.int64]:
+    """Where the features of two padded halves lie once their panels alternate: [out_features]."""
+    return np.arange(out_features).reshape(2, -1, PANEL).swapaxes(0, 1).reshape(-1)

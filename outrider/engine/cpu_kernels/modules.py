@@ -16,6 +16,7 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.cpu_kernels.operators import linear, rms_norm
+from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
 _LARGEST_VECTOR = 64
@@ -30,7 +31,13 @@ class NativeLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._owner = owner
-        self._matrix = PackedMatrix(owner.kernels, owner.arena, [weight], [bias], quantise=owner.quantise)
+        self._matrix = PackedMatrix(
+            owner.kernels,
+            owner.arena,
+            [words_of(weight)],
+            [None if bias is None else words_of(bias)],
+            quantise=owner.quantise,
+        )
 
     def forward(self, rows: Tensor) -> Tensor:
         """[…, in_features] → […, out_features], of the input's dtype."""
@@ -41,7 +48,7 @@ class NativeLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """A plain copy, [out_features, in_features] float32, for the rare code that asks a layer for its weight."""
-        return torch.stack([self._matrix.row(index) for index in range(self.out_features)])
+        return torch.stack([torch.from_numpy(self._matrix.row(index)) for index in range(self.out_features)])
 
 
 class NativeRMSNorm(nn.Module):

@@ -14,12 +14,17 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import AttentionStruct, BatchStruct, MatrixStruct, PanelsStruct, Workspace
-from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
+from outrider.engine.cpu_kernels.library import (
+    AttentionStruct,
+    BatchStruct,
+    ElementType,
+    MatrixStruct,
+    PanelsStruct,
+    Workspace,
+)
 from outrider.errors import InternalError
 
-HEAD_DIM_STEP = 16
-"""What attention wants the dimensions of a head to be a multiple of."""
+ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType.BFLOAT16}
 
 
 def linear(kernels: CpuKernels, workspace: Workspace, matrix: MatrixStruct, x: Tensor, y: Tensor) -> None:

@@ -26,6 +26,12 @@ def tensor_of(values: Words | Tensor) -> Tensor:
     return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
 
 
+def words_of(tensor: Tensor) -> Words:
+    """The numbers of a tensor on the CPU, in its memory where that is contiguous."""
+    tensor = tensor.detach().contiguous()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 class TensorMemory:
     """A `PlaneMaker`: planes on one device, whose frames are copied on one stream."""
 

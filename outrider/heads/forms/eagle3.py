@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.cpu_kernels.decoder_packing import WIDTH_STEP, DecoderPacking, pack_reduction
+from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
-from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
+from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES
+from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP, WIDTH_STEP, DecoderPacking
 from outrider.engine.features import FeatureReduction, rms_norm
+from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.heads.base import Attend, HeadModel, HeadRows, named_architectures
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
@@ -105,14 +106,12 @@ class Eagle3(HeadModel):
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
         for layer in self._layers:
             layer.pack(packing)
-        positions = torch.arange(self.spec.max_model_len)
-        for name, table in zip(("cosines", "sines"), self._rotation.at(positions, torch.float32), strict=True):
-            packing.add(name, table)
-        packing.add("embedding", self._embedding)
-        packing.add_norm("feature_norm", self._hidden_norm)
-        packing.add_norm("final_norm", self._norm)
-        packing.add_matrix("head", [self._output])
-        packing.add("target_ids", self.target_ids)
+        packing.add_rotation(self._rotation.frequencies.numpy(), self.spec.max_model_len, self._rotation.scale)
+        packing.add("embedding", words_of(self._embedding))
+        packing.add_norm("feature_norm", words_of(self._hidden_norm))
+        packing.add_norm("final_norm", words_of(self._norm))
+        packing.add_matrix("head", [self._output.plain()])
+        packing.add("target_ids", None if self.target_ids is None else self.target_ids.numpy())
         del self._layers, self._output
         weights = DecoderWeights(
             DecoderShape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PANEL, quantise_rows
+from outrider.engine.kv_cache.tensor_planes import words_of
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS
 from tests.engine.cpu_kernels.operations import assert_within, differing_rows, linear, pack, rounding_of
 
@@ -56,7 +58,7 @@ class Problem:
         """What the kernels multiply with: [out_features, in_features] float64."""
         if not self.is_quantised:
             return self.weight.double()
-        quantised, scales = quantise_rows(self.weight)
+        quantised, scales = map(torch.from_numpy, quantise_rows(words_of(self.weight)))
         return quantised.double() * scales.double().unsqueeze(1)
 
     def multiplied_rows(self):
@@ -132,7 +134,7 @@ def test_several_weights_packed_together_are_one_after_the_other(kernels, kind, 
 def test_a_row_of_the_packed_weight_comes_back(kernels, kind):
     problem = Problem(kind, 1, 37, 45)
     matrix = problem.pack(kernels)
-    rows = torch.stack([matrix.row(index) for index in range(45)])
+    rows = torch.from_numpy(np.stack([matrix.row(index) for index in range(45)]))
     assert torch.equal(rows, problem.packed_weight().float())
 
 

@@ -1,0 +1,96 @@
+"""Collects the packed weights of a decoder, from plain ones. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.engine.cpu_kernels.decoder_weights import BIAS, LAYER_NORMS, PACKED, SCALES
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.matrices import Floats, PackedMatrix, WeightArena, to_float32
+from outrider.engine.kv_cache.array_plane import Words
+from outrider.engine.rotation import cosines_and_sines
+
+WIDTH_STEP = 32
+"""Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
+HEAD_DIM_STEP = 16
+"""What attention wants the dimensions of a head to be a multiple of."""
+
+_POSITIONS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """W and b of y = x Wᵀ + b."""
+
+    weight: Words  # [out_features, in_features]
+    bias: Words | None = None  # [out_features]
+
+
+class DecoderPacking:
+    """What has been packed so far, by its name in DecoderWeights."""
+
+    def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
+        self._kernels = kernels
+        self._quantise = quantise
+        self._arena = WeightArena()
+        self.blobs: dict[str, np.ndarray] = {}
+        self.matrix_sizes: dict[str, tuple[int, int]] = {}
+
+    def add(self, name: str, values: np.ndarray | None) -> None:
+        """As it is; nothing for None."""
+        if values is not None:
+            self.blobs[name] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    def add_norm(self, name: str, weight: Words | None) -> None:
+        """In float32."""
+        self.add(name, None if weight is None else to_float32(weight))
+
+    def add_matrix(self, name: str, linears: Sequence[PlainLinear], *, interleave: bool = False) -> None:
+        """Several of the same input become one matrix; see PackedMatrix."""
+        matrix = PackedMatrix(
+            self._kernels,
+            self._arena,
+            [linear.weight for linear in linears],
+            [linear.bias for linear in linears],
+            interleave=interleave,
+            quantise=self._quantise,
+        )
+        self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
+        for part, values in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
+            self.add(f"{name}.{part}", values)
+
+    def add_layer(
+        self,
+        index: int,
+        norms: Sequence[Words | None],
+        *,
+        qkv: Sequence[PlainLinear],
+        output: PlainLinear,
+        gate_up: Sequence[PlainLinear],
+        down: PlainLinear,
+    ) -> None:
+        """`norms`: by LAYER_NORMS."""
+        for name, norm in zip(LAYER_NORMS, norms, strict=True):
+            self.add_norm(f"{index}.{name}", norm)
+        self.add_matrix(f"{index}.qkv", qkv)
+        self.add_matrix(f"{index}.output", [output])
+        self.add_matrix(f"{index}.gate_up", gate_up, interleave=True)
+        self.add_matrix(f"{index}.down", [down])
+
+    def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0) -> tuple[Floats, Floats]:
+        """Cosines and sines of all positions times these frequencies [head_dim / 2], multiplied by `scaling`.
+
+        Returns both, each [num_positions, head_dim / 2].
+        """
+        positions = np.arange(num_positions, dtype=np.float32)
+        parts = [
+            cosines_and_sines(positions[start : start + _POSITIONS_AT_ONCE, None] * frequencies)
+            for start in range(0, num_positions, _POSITIONS_AT_ONCE)
+        ]
+        cosines, sines = (np.concatenate(part) * np.float32(scaling) for part in zip(*parts, strict=True))
+        self.add("cosines", cosines)
+        self.add("sines", sines)
+        return cosines, sines
