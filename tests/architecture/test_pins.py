@@ -1,4 +1,4 @@
-"""constraints.txt names versions, requirements.lock the hashes of the same packages."""
+"""constraints.txt names versions, requirements.lock the hashes of the same packages, requirements-node.lock of some."""
 
 from __future__ import annotations
 
@@ -16,15 +16,25 @@ def name_of(pin):
     return re.sub(r"[-_.]+", "-", name).lower(), version
 
 
+def read_lock(name):
+    """(version by package, number of hashes by package)"""
+    locked, hashes = {}, {}
+    for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+        if "==" in line:
+            package, version = name_of(line.removesuffix("\\").strip())
+            locked[package], hashes[package] = version, 0
+        elif "--hash=sha256:" in line:
+            hashes[package] += 1
+    return locked, hashes
+
+
 def test_what_is_pinned_is_locked_by_hash():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(name_of(line) for line in lines if line and not line.startswith("#"))
-    locked, hashes = {}, {}
-    for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines():
-        if "==" in line:
-            name, version = name_of(line.removesuffix("\\").strip())
-            locked[name], hashes[name] = version, 0
-        elif "--hash=sha256:" in line:
-            hashes[name] += 1
+    locked, hashes = read_lock("requirements.lock")
     assert locked == {name: version for name, version in pinned.items() if name not in WITHOUT_HASHES}, "make lock"
     assert min(hashes.values()) >= 1
+    of_nodes, hashes = read_lock("requirements-node.lock")
+    assert of_nodes.items() <= locked.items(), "make lock"
+    assert min(hashes.values()) >= 1
+    assert not {"torch", "transformers", "accelerate"} & set(of_nodes), "nodes on native kernels need none of these"

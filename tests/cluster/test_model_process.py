@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.cluster.plan import plan_children
+from outrider.model_hub.default_model import default_directory
 from tests.cluster.test_heads_of_a_cluster import cluster_of
 
 
