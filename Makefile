@@ -9,9 +9,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# What runs, without what develops: `make demo` alone needs no more, where the rest is not there already.
+# What runs the default model, without torch and the developers' tools. `make demo` needs no more, unless no compiler
+# builds the native kernels, in whose place torch computes.
 RUNNABLE := $(VENV)/.runnable
-ENVIRONMENT := $(if $(or $(filter-out demo,$(or $(MAKECMDGOALS),help)),$(wildcard $(INSTALLED))),$(INSTALLED),$(RUNNABLE))
+COMPILER := $(shell command -v $${CXX:-c++ g++ clang++})
+NEEDS_ALL := $(or $(filter-out demo,$(or $(MAKECMDGOALS),help)),$(wildcard $(INSTALLED)),$(if $(COMPILER),,torch))
+ENVIRONMENT := $(if $(NEEDS_ALL),$(INSTALLED),$(RUNNABLE))
 COMPILED := $(VENV)/.compiled
 KERNELS := outrider/engine/cpu_kernels
 LIBRARIES := $(VENV)/.kernels
