@@ -42,6 +42,11 @@ class DraftTree:
         return len(self.token_ids)
 
     @property
+    def was_drawn(self) -> bool:
+        """Whether it comes with what it was drawn from, for rejection sampling: then it is a chain."""
+        return bool(self.distributions)
+
+    @property
     def is_well_formed(self) -> bool:
         """Whether parents, if there are any, come before their children, and siblings differ."""
         if not self.parents:

@@ -111,7 +111,8 @@ class PathTree:
         self.num_wasted_tokens = 0  # decided, and dropped without having been committed
         self._head = head
         self._num_without_row = 0 if head is None else 1  # leading tokens
-        self._stop_token_ids = frozenset(start.options.stop_token_ids)
+        # Of rejection sampling, a draft whose length tells of its tokens would be biased: it goes on past a stop token.
+        self._stop_token_ids = frozenset(() if start.wants_distributions else start.options.stop_token_ids)
         self._max_length = min(max_model_len, start.prompt_length + start.options.sampling.max_tokens)
         self.token_ids = list(token_ids)
         """The committed tokens; not to be changed by the reader."""

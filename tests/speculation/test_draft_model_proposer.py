@@ -299,11 +299,13 @@ def test_a_block_that_a_failed_forward_did_not_copy_is_computed_again(model):
 @pytest.mark.parametrize("params", [HOT, dataclasses.replace(HOT, top_k=0, top_p=1.0)], ids=["filtered", "all"])
 def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
     reference, proposer = Reference(model), proposer_of(model)
-    start = start_of(params, takes_trees=True, verification_method=VerificationMethod.REJECTION)
+    kept = dataclasses.replace(params, top_k=min(params.top_k or 32, 32))
+    expected = reference.continuation(PROMPT, kept, 5)
+    method = VerificationMethod.REJECTION
+    start = start_of(params, takes_trees=True, verification_method=method, stop_token_ids=expected[2:3])
     request = ProposalRequest(1, PROMPT, 5, start)
     (proposal,) = drafts_of(proposer, request)
-    kept = dataclasses.replace(params, top_k=min(params.top_k or 32, 32))
-    assert proposal.tree.token_ids == reference.continuation(PROMPT, kept, 5)
+    assert proposal.tree.token_ids == expected, "also past a stop token: what was drawn does not say where it ends"
     assert len(proposal.tree.distributions) == 5
     assert not proposal.tree.parents, "runners-up were not drawn"
     for index, (token_id, distribution) in enumerate(
