@@ -180,26 +180,25 @@ class DraftController:
         found: Mapping[int, DraftTree],
         *,
         seconds: float,
-        num_missed: int | None,
+        num_read: int | None,
     ) -> None:
         """What a proposer has made of these requests, and how long it took.
 
-        `num_missed` None: it read more than these need.
+        `asked`: but for sequences whose text is still to be read. `num_read`: tokens that it has read; None: it read
+        more than these need.
         """
-        if not asked:
-            self._asked_seconds += seconds
-            return
         known = self._sources[source]
         if any(draft.was_drawn for draft in found.values()):  # how long it took depends on what was drawn
-            self._asked_seconds += known.cost.seconds(max(asked.values()), sum(asked.values()), num_missed or 0)
+            self._asked_seconds += known.cost.seconds(max(asked.values()), sum(asked.values()), num_read or 0)
         else:
             self._asked_seconds += seconds
-        if num_missed is None:
+        if num_read is None or not (asked or num_read):
             return
         depths = [found[key].depth if key in found else number for key, number in asked.items()]
-        known.cost.observe(seconds, depth=max(depths), num_tokens=sum(depths), num_missed=num_missed)
+        known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_missed=num_read)
         if self.is_cheap(source):
             return
+        known.observe_trial(asked, num_read=num_read)
         for (sequence_id, number), depth in zip(asked.items(), depths, strict=True):
             draft = found.get(sequence_id)
             probabilities = () if draft is None else self._ranked(sequence_id, draft)[1]

@@ -269,7 +269,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
         for _ in range(20):
             asked = controller.choose_asked("head", {1: 5}, {1: lookup}, {1: 1})
             # It takes the longer the more tokens it has: a time that is not to be looked at in this step.
-            controller.observe_asked("head", {1: 5}, {1: draft}, seconds=0.002 * length, num_missed=1)
+            controller.observe_asked("head", {1: 5}, {1: draft}, seconds=0.002 * length, num_read=1)
             controller.observe_added("head", {1: [draft, lookup]})
             better = controller.better(1, draft, lookup).source
             chosen = controller.choose([(1, draft, 5), (2, draft_of(5), 5)], room_for(2, max_rows=4))

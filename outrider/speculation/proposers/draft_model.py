@@ -344,6 +344,7 @@ class DraftModelProposer:
             sequence_id=request.sequence_id,
             tree=tree.proposed(answer, 0, num_offered),
             progress=progress,
+            num_behind=tree.num_behind,
         )
 
     def _due(self, request: ProposalRequest, tree: PathTree) -> Iterator[AheadBranch]:
