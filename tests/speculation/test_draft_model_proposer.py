@@ -179,6 +179,25 @@ def test_catching_up_takes_the_shortest_first_within_its_budget(model):
     check_proposer(proposer)
 
 
+def test_a_long_prefix_is_computed_while_shorter_ones_keep_coming(model):
+    proposer = proposer_of(model, max_catch_up_rows=40)
+    long = ProposalRequest(0, [(7 * i) % 300 for i in range(200)], 2, start_of(GREEDY))
+    for key in range(1, 40):
+        short = [ProposalRequest(10 * key + n, [key, n, *PROMPT], 2, start_of(GREEDY)) for n in range(3)]
+        if proposer.propose([long, *short])[0].progress is not Progress.CATCHING_UP:
+            break
+    assert key < 30
+
+
+def test_what_needs_a_forward_waits_for_one_call_at_most_while_others_are_answered_without(model):
+    proposer = proposer_of(model)
+    ready, new = (ProposalRequest(key, [key, *PROMPT], 3, start_of(GREEDY)) for key in (1, 2))
+    drafts_of(proposer, ready)
+    calls = [proposer.propose([ready, new]) for _ in range(8)]
+    assert all(proposal.progress is Progress.DONE for proposal, _ in calls)
+    assert [len(proposal.tree) for _, proposal in calls] == [0] * 5 + [3] * 3, "three forwards, in every second call"
+
+
 def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
     proposer = proposer_of(model, num_blocks=300)
     text = [(7 * i) % 300 for i in range(400)]
