@@ -226,23 +226,23 @@ class DraftGatherer:
             most_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
             keys = [sample.sequence.key for sample in samples]
             taken = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
-        trees, requested = {key: tree for key, tree in taken.trees.items() if tree}, set(taken.requested)
+        trees = {key: tree for key, tree in taken.trees.items() if tree}
         self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
         wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
-            requested.update(self._ask(local, samples, wanted, trees))
+            self._ask(local, samples, wanted, trees)
         self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in taken.requested})
-        return replace(taken, trees=trees, requested=requested)
+        return replace(taken, trees=trees)
 
     def _ask(
         self, local: LocalProposer, samples: Sequence[Sample], wanted: Mapping[int, int], trees: dict[int, DraftTree]
-    ) -> Iterable[int]:
-        """Betters the drafts at hand by that proposer's where this pays. Returns the sequences it is asked for."""
+    ) -> None:
+        """Betters the drafts at hand by that proposer's where this pays."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
-                return ()
+                return
             wanted = {sample.sequence.key: wanted[sample.sequence.key] for sample in samples}
         is_cheap = controller.is_cheap(source)
         asked = controller.choose_asked(
@@ -263,7 +263,6 @@ class DraftGatherer:
             at_hand = trees.get(sequence_id)
             trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
             self._drafts.setdefault(sequence_id, []).append(tree)
-        return asked
 
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
@@ -314,6 +313,7 @@ class DraftGatherer:
         if self._client.needs_features:
             tables = {each.sequence.key: kv for each, _ in drafting if (kv := each.sequence.kv) is not None}
         num_wanted = self._controller.num_wanted
+        self._client.min_reach = self._controller.min_reach(DRAFT_NODE, len(drafting))
         self._client.update(
             [
                 (sample.sequence.key, token_ids, num_wanted(sample.sequence.key, sample.max_draft_tokens, DRAFT_NODE))
