@@ -16,7 +16,7 @@ from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
-from outrider.heads.layouts import Layout, check_flags, check_parallel, check_taps
+from outrider.heads.layouts import Layout, check_options, check_parallel, check_taps
 
 _FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter of layers that are refused
 
@@ -31,7 +31,7 @@ class DFlash(HeadModel):
         self._layout = Layout.read(files, *_FLAGS)
         # z-lab's options are in `dflash_config`, or beside it.
         within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
-        check_flags(files, within, _FLAGS)
+        check_options(files, within, _FLAGS)
         self._options = {**files.config, **within}
         # By inputs of layers, as speculators counts; z-lab counts outputs.
         name, offset = ("aux_hidden_state_layer_ids", 0) if self._layout.is_nested else ("target_layer_ids", 1)
