@@ -24,8 +24,8 @@ class DraftTree:
     in the order of their worth, parents before their children, so the first n of them are a tree as well, and of two
     siblings the first is the likelier one.
 
-    A value: never changed once it is made. Not declared frozen, as one is made for every sequence and step and that
-    would make its construction take three times as long.
+    A value: never changed once its source is known. Not declared frozen, as one is made for every sequence and step and
+    that would make its construction take three times as long.
     """
 
     length: int
