@@ -268,6 +268,7 @@ class DraftBook:
         node.num_unsolicited = 0
         if answer.status is DraftStatus.NO_ROOM:
             node.has_refused(served.stream_id, now)
+            drafted.num_refusals += 1
             self._unassign(drafted, served)
             self._assign(drafted, now)
             return True
@@ -345,7 +346,8 @@ class DraftBook:
         self._note_news(drafted)
 
     def _assign_unserved(self, now: float) -> None:
-        for drafted in tuple(self._unserved):
+        # One that is too long for every node does not take the turn of others.
+        for drafted in sorted(self._unserved, key=lambda each: each.num_refusals):
             self._assign(drafted, now)
 
     def _unassign(self, drafted: DraftedSequence, served: Assignment) -> None:

@@ -126,6 +126,7 @@ class DraftedSequence:
     assignment: Assignment | None = None
     has_news: bool = True  # that its node was not told
     refused: set[int] = field(default_factory=set)  # ids of nodes that have answered nonsense about it
+    num_refusals: int = 0  # for want of room
     trees: ProposalTable = field(default_factory=ProposalTable)
 
     def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
