@@ -73,11 +73,11 @@ class DFlash(HeadModel):
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions, rows.features.dtype)
         context = rms_norm(rows.features, self._context_norm, self._epsilon)
-        is_parallel = (rows.depths > 0)[:, None]
-        hidden = torch.where(is_parallel, self._embedding[rows.token_ids], context)
+        (places,) = torch.nonzero(rows.depths, as_tuple=True)  # of the parallel rows
+        hidden = self._embedding[rows.token_ids[places]]
         for layer in self._layers:
-            hidden = layer(hidden, angles, attend, torch.where(is_parallel, layer.normed(hidden), context))
-        return hidden
+            hidden = layer(hidden, angles, attend, context.index_copy(0, places, layer.normed(hidden)), places=places)
+        return torch.zeros_like(context).index_copy(0, places, hidden)
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         return self._output(rms_norm(hidden, self._norm, self._epsilon)).float()
