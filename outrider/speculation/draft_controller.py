@@ -388,8 +388,8 @@ class DraftController:
             if total == offer.max_rows:
                 break
             price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
-            if price >= self._probe_credit:
-                break
+            if price >= self._probe_credit < MAX_PROBE_CREDIT * offer.plain_seconds:
+                break  # full, it pays for any: the debt is paid before the next one
             self._probe_credit -= price
             num_rows[place] = 1
             total += 1

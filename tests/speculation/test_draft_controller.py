@@ -136,6 +136,21 @@ def test_all_drafts_are_verified_at_any_price_where_that_is_asked_for():
     assert controller.num_wanted(3, 0, DRAFT_NODE) == 0
 
 
+@pytest.mark.parametrize("num_waiting", [0, 50])
+def test_a_trial_comes_in_bounded_time_also_where_it_costs_more_than_can_be_saved_up(num_waiting):
+    controller, clock, num_trials = DraftController(4), CURVES["steep"], 0
+    for _ in range(60):
+        controller.observe_verdict(1, draft_of(4), ())
+    for _ in range(2000):
+        chosen = controller.choose([(1, draft_of(4), 4)], room_for(1), num_waiting=num_waiting)
+        for draft in chosen.values():
+            controller.observe_verdict(1, draft, ())
+        num_trials += bool(chosen)
+        num_rows = 1 + sum(map(len, chosen.values()))
+        controller.observe_step(clock(num_rows), num_rows=num_rows, num_sequences=1, num_prompt_rows=0)
+    assert 2 < num_trials < 60
+
+
 def test_drafts_that_begin_to_be_right_are_verified_again():
     own = controlled(SimulatedBatch("hopeless", "linear", 1, length=10_000))
     texts = own.batch._texts
