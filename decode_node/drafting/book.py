@@ -113,14 +113,13 @@ class DraftBook:
         missing: list[tuple[int, int, FeatureRange]] = []
         for sequence_id, num_available in available.items():
             drafted = self._sequences.get(sequence_id)
-            served = None if drafted is None else drafted.assignment
-            if served is not None and served.features is not None:
-                start, room = served.features.end, served.features.room
-                num_missing = num_available - start
-                num_steps = num_missing * self._feature_bytes / MAX_COPIED_BYTES
-                if num_missing > 0 and room > 0 and num_steps < drafted.num_left:
-                    each = FeatureRange(sequence_id, start, min(num_available, start + room))
-                    missing.append((num_missing, -sequence_id, each))
+            if drafted is None or drafted.assignment is None or (features := drafted.assignment.features) is None:
+                continue
+            start, num_missing = features.end, num_available - features.end
+            num_steps = num_missing * self._feature_bytes / MAX_COPIED_BYTES
+            if num_missing > 0 and features.room > 0 and num_steps < drafted.num_left:
+                each = FeatureRange(sequence_id, start, min(num_available, start + features.room))
+                missing.append((num_missing, -sequence_id, each))
         held = [each.assignment.features for each in self._served.values() if each.assignment is not None]
         num_unacked = sum(features.num_bytes for features in held if features is not None)
         num_left = min(MAX_COPIED_BYTES, MAX_ALL_UNACKED_BYTES - num_unacked) // max(self._feature_bytes, 1)

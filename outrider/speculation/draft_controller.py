@@ -346,9 +346,9 @@ class DraftController:
 
         Of a drawn draft, whatever its length: the probabilities of as many as it might have had.
         """
-        record = self._record(sequence_id, draft.source).of(draft.grade)
+        record = self._record(sequence_id, draft.source)
         if draft.was_drawn:
-            return draft, record.chain
+            return draft, record.of(draft.grade).chain
         tree, found = record.ranked(draft)
         return tree, found[: self.num_speculative_tokens]
 
