@@ -132,8 +132,8 @@ class StepReport:
 
     samples: Sequence[Sample]
     verdicts: Sequence[Verdict]  # of each sample
-    requested: AbstractSet[int]  # sequences that wanted drafts
-    hits: AbstractSet[int]  # of them, those that found a draft node's waiting
+    requested: AbstractSet[int]  # sequences that wanted a draft node's drafts
+    hits: AbstractSet[int]  # of them, those that found one waiting
     stats: StepStats
 
     def events(self) -> Iterator[tuple[SequenceGroup, SequenceGroupEvent]]:

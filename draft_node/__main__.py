@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from prometheus_client import REGISTRY
 
@@ -14,8 +13,7 @@ from draft_node.node import DraftNode
 from outrider.engine.processor import prepare_environment
 from outrider.service.announce import announce_progress
 from outrider.service.server import ServiceProcess
-from outrider.service.telemetry.logging import get_logger
-from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
+from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,25 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         remembered_tokens=config.remembered_tokens,
         model=config.draft_model(sections["model"]),
         kv_cache=sections["kv_cache"],
-        on_reload=_log_reload,
         other_memory_bytes=max_held_bytes(has_head=config.proposer == "head"),
     )
     service = DraftNode(
         config,
-        lambda: make_ladder(config.proposer, config.second_proposer, settings, progress=announce_progress),
+        lambda: make_proposer(config.proposer, settings, progress=announce_progress),
         name=process.config.name,
         registry=REGISTRY,
         tracer=process.tracer,
     )
     return process.run(service)
-
-
-def _log_reload(folder: Path, error: Exception | None) -> None:
-    log = get_logger("draft_node")
-    if error is None:
-        log.info("new head in use", folder=str(folder))
-    else:
-        log.error("new head refused, the old one goes on", folder=str(folder), error=str(error))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.service.config import SERVICE_SECTIONS
 from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
-from outrider.speculation.proposers.factory import (
-    LOOKUP_NAMES,
-    NO_PROPOSER,
-    PROPOSER_NAMES,
-    PROPOSER_SUMMARY,
-)
+from outrider.speculation.proposers.factory import LOOKUP_NAMES, PROPOSER_NAMES, PROPOSER_SUMMARY
 
 MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
 """All of them and the main path fit one message."""
@@ -25,9 +20,6 @@ class DraftNodeConfig:
     """Section `draft_node`."""
 
     proposer: str = setting("ngram", choices=PROPOSER_NAMES, help=f"What guesses: {PROPOSER_SUMMARY}.")
-    second_proposer: str = setting(
-        NO_PROPOSER, choices=(NO_PROPOSER, *LOOKUP_NAMES), help="What guesses where the first has nothing."
-    )
     model: str = setting("", help="The draft model: a directory or a Hugging Face id; the folder of a head.")
     remembered_tokens: int = setting(
         0,

@@ -231,6 +231,7 @@ class DraftLoop:
             looks_ahead=looks_ahead,
             owner=held.peer.peer_id,
             features=held.features,
+            min_reach=held.min_reach,
         )
 
     def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:

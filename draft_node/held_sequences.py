@@ -71,6 +71,7 @@ class HeldSequence:
     tokens: HashedTokens
     features: HeldFeatures | None = None  # None: the node needs none
     num_wanted: int = 0
+    min_reach: float = 0.0  # of the draft that is wanted
     verified_by: float = 0.0  # clock seconds: until then its target verifies what was answered
     num_branches_left: int = 0  # ahead, until the next update
 
@@ -163,7 +164,7 @@ class HeldSequences:
         if held.features is not None:
             held.features.extend(update.feature_start, update.features)
         held.tokens.extend(update.token_ids[len(held.tokens) - update.start_length :])
-        held.num_wanted = update.num_wanted
+        held.num_wanted, held.min_reach = update.num_wanted, update.min_reach
         return held if held.tokens.hash == update.prefix_hash else DraftStatus.UNKNOWN_PREFIX
 
     def close(self, peer: DraftPeer, sequence_id: int) -> None:

@@ -30,6 +30,9 @@ MAX_TOKENS_PER_MESSAGE = 16_384
 MAX_COPIED_BYTES = 1 << 20
 """Of features, from their plane in one step: what a node has lost comes back in parts."""
 
+MAX_ALL_UNACKED_BYTES = 64 << 20
+"""Of features, of all sequences: while so many are not acknowledged, none are copied."""
+
 UNANSWERED_SECONDS = 10.0
 """A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
 
@@ -80,6 +83,8 @@ class DraftBook:
         self._stream_ids = itertools.count(1)
         self.counters = DraftCounters()
         self.has_unsent = False
+        self.min_reach = 0.0
+        """How likely a draft token must be reached for another one after it to pay; see ProposalRequest."""
 
     # The engine thread's side.
 
@@ -98,23 +103,28 @@ class DraftBook:
             self._note_news(drafted)
 
     def missing_features(self, available: Mapping[int, int]) -> list[FeatureRange]:
-        """What to copy for nodes that need features, at most `MAX_COPIED_BYTES`. Those with the fewest come first.
+        """What to copy for nodes that need features, at most `MAX_COPIED_BYTES`.
+
+        Sequences that lack the fewest come first, and of equals the newest: a head drafts once it has all, so that many
+        transfers at a time would end too late. What cannot end before the sequence's last token is not begun.
 
         `available`: by sequence id, of how many tokens from the first on the plane has them.
         """
-        ranges: list[FeatureRange] = []
+        missing: list[tuple[int, int, FeatureRange]] = []
         for sequence_id, num_available in available.items():
             drafted = self._sequences.get(sequence_id)
-            served = None if drafted is None else drafted.assignment
-            if served is not None and served.features is not None:
-                start = served.features.end
-                end = min(num_available, start + served.features.room)
-                if end > start:
-                    ranges.append(FeatureRange(sequence_id, start, end))
-        ranges.sort(key=lambda each: each.end - each.start)
-        num_left = MAX_COPIED_BYTES // max(self._feature_bytes, 1)
+            if drafted is None or drafted.assignment is None or (features := drafted.assignment.features) is None:
+                continue
+            start, num_missing = features.end, num_available - features.end
+            num_steps = num_missing * self._feature_bytes / MAX_COPIED_BYTES
+            if num_missing > 0 and features.room > 0 and num_steps < drafted.num_left:
+                each = FeatureRange(sequence_id, start, min(num_available, start + features.room))
+                missing.append((num_missing, -sequence_id, each))
+        held = [each.assignment.features for each in self._served.values() if each.assignment is not None]
+        num_unacked = sum(features.num_bytes for features in held if features is not None)
+        num_left = min(MAX_COPIED_BYTES, MAX_ALL_UNACKED_BYTES - num_unacked) // max(self._feature_bytes, 1)
         cut: list[FeatureRange] = []
-        for each in ranges:
+        for *_, each in sorted(missing):
             if num_left > 0:
                 cut.append(each._replace(end=min(each.end, each.start + num_left)))
                 num_left -= each.end - each.start
@@ -212,6 +222,7 @@ class DraftBook:
                     now,
                     max_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left),
                     max_feature_bytes=feature_bytes_left,
+                    min_reach=self.min_reach,
                 )
                 node.asked[served.stream_id] = now
                 tokens_left -= len(update.token_ids)
@@ -256,6 +267,7 @@ class DraftBook:
         node.num_unsolicited = 0
         if answer.status is DraftStatus.NO_ROOM:
             node.has_refused(served.stream_id, now)
+            drafted.num_refusals += 1
             self._unassign(drafted, served)
             self._assign(drafted, now)
             return True
@@ -333,7 +345,8 @@ class DraftBook:
         self._note_news(drafted)
 
     def _assign_unserved(self, now: float) -> None:
-        for drafted in tuple(self._unserved):
+        # One that is too long for every node does not take the turn of others.
+        for drafted in sorted(self._unserved, key=lambda each: each.num_refusals):
             self._assign(drafted, now)
 
     def _unassign(self, drafted: DraftedSequence, served: Assignment) -> None:

@@ -37,8 +37,8 @@ class StepDrafts:
     """Drafts for one step, by sequence id; sequences without one are absent."""
 
     trees: Mapping[int, DraftTree] = field(default_factory=dict)
-    requested: AbstractSet[int] = frozenset()  # sequences that wanted some
-    hits: AbstractSet[int] = frozenset()  # of them, those that found a draft node's waiting for them
+    requested: AbstractSet[int] = frozenset()  # sequences that wanted a draft node's
+    hits: AbstractSet[int] = frozenset()  # of them, those that found one waiting for them
     waited_seconds: float = 0.0  # for draft nodes
 
 
@@ -97,6 +97,8 @@ class DraftClient:
             addresses, open_peer=self._open_link, resolver=resolver, interval_seconds=resolve_interval_seconds
         )
         self._open_channel = open_channel
+        self.min_reach = 0.0
+        """Of drafts that `update` asks for: see ProposalRequest. Engine thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -131,6 +133,7 @@ class DraftClient:
         """
         copied = self._copy_features(tables) if tables else ()
         with self._changed:
+            self._book.min_reach = self.min_reach
             for sequence_id, new_token_ids, num_wanted in updates:
                 self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted)
             for feature_range, payload in copied:

@@ -32,7 +32,7 @@ KEEP_UP_TOKENS = 32
 RESEND_SECONDS = 1.0
 """Between two times that a sequence is sent from its start to the same node."""
 
-MAX_UNACKED_BYTES = 512 << 10
+MAX_UNACKED_BYTES = 1 << 20
 """Of one sequence: what its draft node has not acknowledged is kept here, and no more is copied from the plane."""
 
 
@@ -51,6 +51,10 @@ class UnackedFeatures:
     def end(self) -> int:
         """Tokens whose features are acknowledged or here: those from this one on are to be copied."""
         return self.num_acked + len(self._data) // self._size
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._data)
 
     @property
     def room(self) -> int:
@@ -122,6 +126,7 @@ class DraftedSequence:
     assignment: Assignment | None = None
     has_news: bool = True  # that its node was not told
     refused: set[int] = field(default_factory=set)  # ids of nodes that have answered nonsense about it
+    num_refusals: int = 0  # for want of room
     trees: ProposalTable = field(default_factory=ProposalTable)
 
     def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
@@ -135,6 +140,11 @@ class DraftedSequence:
                 return
         self.has_news = True
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still generate."""
+        return self.start.prompt_length + self.start.options.sampling.max_tokens - len(self.committed)
+
     def add_features(self, start: int, payload: bytes) -> None:
         """The engine's side: features of tokens from `start` on."""
         features = self.assignment.features if self.assignment is not None else None
@@ -142,7 +152,7 @@ class DraftedSequence:
             self.has_news |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
 
     def make_update(
-        self, served: Assignment, now: float, *, max_tokens: int, max_feature_bytes: int = 0
+        self, served: Assignment, now: float, *, max_tokens: int, max_feature_bytes: int = 0, min_reach: float = 0.0
     ) -> SequenceUpdate:
         """What its node does not have, at most `max_tokens` of it; drafts are asked for once it has all.
 
@@ -174,6 +184,8 @@ class DraftedSequence:
             num_wanted,
             feature_start=feature_start,
             features=payload,
+            # A drawn draft would come sooner where it ends sooner: what was drawn must not decide whether it is judged.
+            min_reach=0.0 if self.start.wants_distributions else min_reach,
         )
 
     def is_plausible(self, served: Assignment, answer: SequenceProposals) -> bool:

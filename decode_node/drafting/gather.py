@@ -47,7 +47,6 @@ class LocalProposer:
         self._starts: dict[int, SequenceStart] = {}
         self._unread: dict[int, Sequence[int]] = {}  # tokens that it does not know yet, by sequence
         self._num_read: dict[int, int] = {}  # tokens that it knows, by sequence
-        self._behind: set[int] = set()  # sequences that it was asked for, and was still reading
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
         self._starts[sequence_id] = start
@@ -57,7 +56,6 @@ class LocalProposer:
     def close(self, sequence_id: int) -> None:
         self._unread.pop(sequence_id, None)
         self._num_read.pop(sequence_id, None)
-        self._behind.discard(sequence_id)
         if self._starts.pop(sequence_id, None) is not None:
             self._proposer.forget(sequence_id)
 
@@ -67,10 +65,10 @@ class LocalProposer:
 
     def propose(
         self, wanted: Sequence[tuple[Sample, int]], *, reads_ahead: bool, min_reach: float = 0.0
-    ) -> tuple[dict[int, DraftTree], int | None]:
+    ) -> tuple[dict[int, DraftTree], set[int], int | None]:
         """Drafts of at most so many tokens, by sequence; asks until they are complete.
 
-        Also tells how many tokens it has read for them; None: not known, as it has read prompts besides.
+        Also tells which of them are still to be read, and how many tokens it has read; None: prompts besides.
 
         With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way.
         `min_reach`: see ProposalRequest.
@@ -92,8 +90,8 @@ class LocalProposer:
                 )
             )
         requested = {request.sequence_id for request in requests}
-        num_read = sum(self.num_missed(sample) for sample, _ in wanted)
-        was_behind = not self._behind.isdisjoint(requested)
+        num_missed = sum(self.num_missed(sample) for sample, _ in wanted)
+        behind: set[int] = set()
         ahead: list[ProposalRequest] = []
         if reads_ahead:
             ahead = [
@@ -110,17 +108,17 @@ class LocalProposer:
                 if proposal.tree:
                     proposal.tree.source = self.source
                     trees[sequence_id] = proposal.tree
+                if proposal.progress is Progress.DRAFTING:
+                    drafting.append(request)
+                    continue
+                self._num_read[sequence_id] = len(request.token_ids) - proposal.num_behind
                 if proposal.progress is Progress.DONE:
                     unread.pop(sequence_id, None)
-                    self._num_read[sequence_id] = len(request.token_ids)
-                    self._behind.discard(sequence_id)
-                elif proposal.progress is Progress.CATCHING_UP:
-                    self._behind.add(sequence_id)
                 else:
-                    drafting.append(request)
+                    behind.add(sequence_id)
             requests = drafting
-        is_behind = was_behind or not self._behind.isdisjoint(requested)
-        return trees, None if is_behind or ahead else num_read
+        num_read = num_missed - sum(self.num_missed(sample) for sample, _ in wanted)
+        return trees, behind, None if ahead else max(0, num_read)  # less where what was read is forgotten
 
 
 class MisreadWatch:
@@ -228,23 +226,23 @@ class DraftGatherer:
             most_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
             keys = [sample.sequence.key for sample in samples]
             taken = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
-        trees, requested = {key: tree for key, tree in taken.trees.items() if tree}, set(taken.requested)
+        trees = {key: tree for key, tree in taken.trees.items() if tree}
         self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
         wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
-            requested.update(self._ask(local, samples, wanted, trees))
+            self._ask(local, samples, wanted, trees)
         self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in taken.requested})
-        return replace(taken, trees=trees, requested=requested)
+        return replace(taken, trees=trees)
 
     def _ask(
         self, local: LocalProposer, samples: Sequence[Sample], wanted: Mapping[int, int], trees: dict[int, DraftTree]
-    ) -> Iterable[int]:
-        """Betters the drafts at hand by that proposer's where this pays. Returns the sequences it is asked for."""
+    ) -> None:
+        """Betters the drafts at hand by that proposer's where this pays."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
-                return ()
+                return
             wanted = {sample.sequence.key: wanted[sample.sequence.key] for sample in samples}
         is_cheap = controller.is_cheap(source)
         asked = controller.choose_asked(
@@ -254,17 +252,17 @@ class DraftGatherer:
             {} if is_cheap else {sample.sequence.key: local.num_missed(sample) for sample in samples},
         )
         started = self._clock()
-        found, num_read = local.propose(
+        found, behind, num_read = local.propose(
             [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
             reads_ahead=is_cheap,
             min_reach=controller.min_reach(source, len(asked)),
         )
-        controller.observe_asked(source, asked, found, seconds=self._clock() - started, num_missed=num_read)
+        read = {key: number for key, number in asked.items() if key not in behind}
+        controller.observe_asked(source, read, found, seconds=self._clock() - started, num_read=num_read)
         for sequence_id, tree in found.items():
             at_hand = trees.get(sequence_id)
             trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
             self._drafts.setdefault(sequence_id, []).append(tree)
-        return asked
 
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
@@ -315,6 +313,7 @@ class DraftGatherer:
         if self._client.needs_features:
             tables = {each.sequence.key: kv for each, _ in drafting if (kv := each.sequence.kv) is not None}
         num_wanted = self._controller.num_wanted
+        self._client.min_reach = self._controller.min_reach(DRAFT_NODE, len(drafting))
         self._client.update(
             [
                 (sample.sequence.key, token_ids, num_wanted(sample.sequence.key, sample.max_draft_tokens, DRAFT_NODE))

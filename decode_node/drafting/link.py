@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import xxhash
 
-from decode_node.drafting.book import DraftBook
+from decode_node.drafting.book import UNANSWERED_SECONDS, DraftBook
 from decode_node.drafting.drafted_sequence import is_well_formed
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
@@ -38,6 +38,9 @@ HELLO_TIMEOUT_SECONDS = 5.0
 
 LOOK_SECONDS = 0.25
 """How often a stream looks for updates that were put off and are due."""
+
+ANSWERS_AT_ONCE = 64
+"""Two milliseconds of the event loop, which has tokens to send as well."""
 
 DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
@@ -181,7 +184,8 @@ class DraftLink:
             if has_lost_an_update:
                 raise PeerLostError(f"{self.address} does not answer", node=self.address)
             if updates:
-                await call.write(updates_to_proto(updates, step_seconds=step_seconds))
+                async with asyncio.timeout(UNANSWERED_SECONDS):  # of a node that reads nothing, the window is full
+                    await call.write(updates_to_proto(updates, step_seconds=step_seconds))
 
     async def _read(self, call: DraftCall) -> None:
         """Takes proposals in until the stream ends. Raises: PeerLostError, grpc.RpcError."""
@@ -193,7 +197,11 @@ class DraftLink:
             num_branches = sum(len(answer.branches) for answer in message.sequences)
             if num_answers > MAX_ANSWERS_PER_MESSAGE or num_branches > MAX_BRANCHES_PER_MESSAGE:
                 raise PeerLostError(f"{self.address} sends {num_answers} answers at once", node=self.address)
-            num_refused = sum([not self._take(proto) for proto in message.sequences])
+            num_refused = 0
+            for start in range(0, num_answers, ANSWERS_AT_ONCE):
+                answers = message.sequences[start : start + ANSWERS_AT_ONCE]
+                num_refused += sum([not self._take(proto) for proto in answers])
+                await asyncio.sleep(0)
             with self._changed:
                 self._changed.notify_all()
                 has_unsent = self._book.has_unsent
@@ -213,5 +221,5 @@ class DraftLink:
 
 
 def draft_rank(hello: DraftHello, address: str) -> int:
-    """Rendezvous hashing: each decode node has an order of its own among draft nodes, whoever comes and goes."""
+    """Rendezvous hashing: each decode node has an order of its own among draft nodes, as nodes join and leave."""
     return xxhash.xxh3_64_intdigest(hello.incarnation + address.encode())

@@ -126,16 +126,26 @@ class DecoderLayer:
         return self._by(self._input_norm, rows)
 
     def __call__(
-        self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, attention_input: Tensor | None = None
+        self,
+        rows: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        attention_input: Tensor | None = None,
+        *,
+        places: Tensor | None = None,
     ) -> Tensor:
-        """[num_rows, hidden_size] → the same. Attention is given `normed(rows)`, unless it is told otherwise."""
+        """[num_rows, hidden_size] → the same. Attention is given `normed(rows)`, unless it is told otherwise.
+
+        `places`: [num_rows] int64, where `rows` stand among those of `attention_input`; None: they are the same.
+        """
         head_dim = self._shape.head_dim
         projected = self._projections(self.normed(rows) if attention_input is None else attention_input)
         query, key, value = (
-            part.view(len(rows), -1, head_dim) for part in torch.split(projected, list(self._sizes), -1)
+            part.view(len(projected), -1, head_dim) for part in torch.split(projected, list(self._sizes), -1)
         )
         query, key = rotate(self._by(self._query_norm, query), angles), rotate(self._by(self._key_norm, key), angles)
-        rows = rows + self._output(attend(self._index, query, key, value, head_dim**-0.5).reshape(len(rows), -1))
+        attended = attend(self._index, query, key, value, head_dim**-0.5).reshape(len(projected), -1)
+        rows = rows + self._output(attended if places is None else attended[places])
         gate, up = self._gate_and_up(self._by(self._norm, rows)).chunk(2, -1)
         return rows + self._down(torch.nn.functional.silu(gate) * up)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,23 @@ from outrider.heads.spec import HeadSpec
 
 _LAYER_TYPES = ("llama", "qwen3")
 _HARMLESS = frozenset(
-    {"use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "output_hidden_states", "qk_norm"}
+    {
+        "use_cache",
+        "do_sample",
+        "tie_word_embeddings",
+        "embed_requires_grad",
+        "return_dict",
+        "output_hidden_states",
+        "qk_norm",
+    }
     | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # tensors tell of biases and of qk_norm
+    | {"initializer_factor", "partial_rotary_factor"}  # of training; looked at by Rotation
 )
-"""Flags of published configurations that change nothing here when they are true."""
+"""Options of published configurations that change nothing here, or are read elsewhere."""
+
+_SCALE = re.compile("scal|multiplier|factor")
+_BOUND = re.compile("cap(ping)?$|limit|clip")
+"""Names of numbers that change what is computed, unless they are 1 or 0."""
 
 MAX_PARALLEL = 64
 """Tokens of one forward."""
@@ -40,7 +54,7 @@ class Layout:
         if model_type not in _LAYER_TYPES:
             raise files.refusal("transformer_layer_config.model_type", model_type, ", ".join(_LAYER_TYPES))
         for part in (options, own):
-            check_flags(files, part, flags)
+            check_options(files, part, flags)
         shape, vocab_size = LayerShape.read(files, own), int(own["vocab_size"])
         files.check_fits(
             hidden_size=(int(options.get("target_hidden_size") or shape.hidden_size), target.hidden_size),
@@ -59,11 +73,19 @@ class Layout:
         return files.spec(form, **{**own, "width": shape.hidden_size, **fields})
 
 
-def check_flags(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raises: ConfigError for a flag that is on and unknown: it may change what is computed."""
+def check_options(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raises: ConfigError for what may change what is computed and is unknown: a flag that is on, a scale or a bound.
+
+    `known`: names of options that the form reads.
+    """
     for name, value in part.items():
-        if value is True and name not in _HARMLESS and name not in known:
-            raise files.refusal(name, value, f"{', '.join(known)} among flags")
+        if name in _HARMLESS or name in known:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_scale = is_number and _SCALE.search(name) is not None and value != 1
+        is_bound = is_number and _BOUND.search(name) is not None and value != 0
+        if value is True or is_scale or is_bound:
+            raise files.refusal(name, value, f"{', '.join(known) or 'none'} among such options")
 
 
 def check_taps(files: HeadFiles, name: str, taps: tuple[int, ...]) -> tuple[int, ...]:

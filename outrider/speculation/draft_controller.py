@@ -7,6 +7,9 @@ again with a single token now and then, for a small share of the time.
 
 To ask a proposer in this process costs time as well (`AskCost`): it is asked for those sequences whose draft at hand
 it is expected to better by more than that (`choose_asked`), and tried again now and then as above.
+
+A draft that was drawn for the ratio test of rejection sampling counts as what was expected before it was drawn: the
+test is exact only where no drawn token decides whether it, or another draft, is judged.
 """
 
 from __future__ import annotations
@@ -177,31 +180,39 @@ class DraftController:
         found: Mapping[int, DraftTree],
         *,
         seconds: float,
-        num_missed: int | None,
+        num_read: int | None,
     ) -> None:
         """What a proposer has made of these requests, and how long it took.
 
-        `num_missed` None: it read more than these need.
+        `asked`: but for sequences whose text is still to be read. `num_read`: tokens that it has read; None: it read
+        more than these need.
         """
-        self._asked_seconds += seconds
-        if not asked or num_missed is None:
-            return
         known = self._sources[source]
+        if any(draft.was_drawn for draft in found.values()):  # how long it took depends on what was drawn
+            self._asked_seconds += known.cost.seconds(max(asked.values()), sum(asked.values()), num_read or 0)
+        else:
+            self._asked_seconds += seconds
+        if num_read is None or not (asked or num_read):
+            return
         depths = [found[key].depth if key in found else number for key, number in asked.items()]
-        known.cost.observe(seconds, depth=max(depths), num_tokens=sum(depths), num_missed=num_missed)
+        known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_missed=num_read)
         if self.is_cheap(source):
             return
-        for sequence_id, depth in zip(asked, depths, strict=True):
-            chain = self._record(sequence_id, source).overall.chain
-            probabilities = self._probabilities(sequence_id, found[sequence_id]) if sequence_id in found else ()
+        known.observe_trial(asked, num_read=num_read)
+        for (sequence_id, number), depth in zip(asked.items(), depths, strict=True):
+            draft = found.get(sequence_id)
+            probabilities = () if draft is None else self._ranked(sequence_id, draft)[1]
+            was_drawn = draft is not None and draft.was_drawn
+            expected = self._record(sequence_id, source).overall.chain[: number if was_drawn else depth]
             known.observe_worth(
-                expected=worth(chain[:depth], self.row_price), found=worth(probabilities, self.row_price)
+                expected=worth(expected, self.row_price),
+                found=worth(probabilities[:number] if was_drawn else probabilities, self.row_price),
             )
 
     def observe_added(self, source: str, drafts: Mapping[int, Sequence[DraftTree]]) -> None:
         """What that proposer's drafts were worth beside others. `drafts`: of all, by sequence that it was asked for."""
         for sequence_id, trees in drafts.items():
-            tokens = {each.source: sum(self._probabilities(sequence_id, each)) for each in trees}
+            tokens = {each.source: sum(self._ranked(sequence_id, each)[1]) for each in trees}
             own = tokens.pop(source, 0.0)
             self._record(sequence_id, source).observe_added(max(own - max(tokens.values(), default=0.0), 0.0))
 
@@ -209,7 +220,7 @@ class DraftController:
         """The draft of a sequence that is expected to win more."""
         values = []
         for draft in (one, other):
-            found = self._record(sequence_id, draft.source).ranked(draft)[1]
+            found = self._ranked(sequence_id, draft)[1]
             values.append((worth(found, self.row_price), sum(found)))
         return one if values[0] >= values[1] else other
 
@@ -229,14 +240,10 @@ class DraftController:
         trees: list[DraftTree] = []
         probabilities: list[Sequence[float]] = []
         for sequence_id, draft, limit in offers:
-            record = self._record(sequence_id, draft.source).of(draft.grade)
-            tree, found = record.ranked(draft)
-            max_tokens = max(0, min(limit, self.num_speculative_tokens))
-            if len(found) > max_tokens:
-                found = found[:max_tokens]
-            records.append(record)
+            tree, found = self._ranked(sequence_id, draft)
+            records.append(self._record(sequence_id, draft.source).of(draft.grade))
             trees.append(tree)
-            probabilities.append(found)
+            probabilities.append(found[: max(0, limit)])
         self._num_waiting = num_waiting + len(room.prompts)
         offer = _Offer(
             probabilities,
@@ -324,7 +331,7 @@ class DraftController:
         for sequence_id, most in wanted.items():
             if most > 0:
                 draft = drafts.get(sequence_id)
-                at_hand = () if draft is None else self._record(sequence_id, draft.source).ranked(draft)[1][:most]
+                at_hand = () if draft is None else self._ranked(sequence_id, draft)[1][:most]
                 chain = self._record(sequence_id, source).overall.chain[:most]
                 missed = num_missed.get(sequence_id, 0)
                 candidates.append(Candidate(sequence_id, chain, worth(at_hand, row_price), missed, known.more))
@@ -334,9 +341,16 @@ class DraftController:
         )
         return asked
 
-    def _probabilities(self, sequence_id: int, draft: DraftTree) -> Sequence[float]:
-        """Of the draft's tokens that may be verified."""
-        return self._record(sequence_id, draft.source).ranked(draft)[1][: self.num_speculative_tokens]
+    def _ranked(self, sequence_id: int, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
+        """As `AcceptanceRecord.ranked`, of as many tokens as may be verified.
+
+        Of a drawn draft, whatever its length: the probabilities of as many as it might have had.
+        """
+        record = self._record(sequence_id, draft.source)
+        if draft.was_drawn:
+            return draft, record.of(draft.grade).chain
+        tree, found = record.ranked(draft)
+        return tree, found[: self.num_speculative_tokens]
 
     def _with_other_rows(self, offer: _Offer, choice: RowChoice) -> RowChoice:
         """The choice, or one of another number of rows whose time is not known well, when there is credit for it.
@@ -374,8 +388,8 @@ class DraftController:
             if total == offer.max_rows:
                 break
             price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
-            if price >= self._probe_credit:
-                break
+            if price >= self._probe_credit < MAX_PROBE_CREDIT * offer.plain_seconds:
+                break  # full, it pays for any: the debt is paid before the next one
             self._probe_credit -= price
             num_rows[place] = 1
             total += 1

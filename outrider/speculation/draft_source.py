@@ -22,7 +22,7 @@ WORTH_RATE = 0.02
 class DraftSource:
     """What is known of one source of drafts over all sequences. Not thread-safe."""
 
-    __slots__ = ("_credit", "_num_found", "_trial_seconds", "acceptance", "cost", "more", "overall", "records")
+    __slots__ = ("_credit", "_max_credit", "_num_found", "_trial", "acceptance", "cost", "more", "overall", "records")
 
     def __init__(self) -> None:
         self.acceptance: dict[int, SourceAcceptance] = {}
@@ -34,14 +34,16 @@ class DraftSource:
         """Tokens that a draft is worth, on average, beyond what was expected of its chain before it was made: it has
         branches, and its grade tells which tokens are worth their rows."""
         self._num_found = 0  # drafts of which `more` is the mean
-        self._credit = 0.0  # seconds, for trials
-        self._trial_seconds = 0.0  # that the next one takes
+        self._credit = 0.0  # seconds, for trials; below 0 after one that took more
+        self._max_credit = float("inf")
+        self._trial: int | None = None  # sequence that is being tried: it may take several calls to read its text
         self.records: dict[int, SourceRecord] = {}
         """By sequence."""
 
     def earn(self, seconds: float, *, most: float) -> None:
-        """Adds time for trials, of which at most `most` is saved up, or what the next trial takes."""
-        self._credit = min(self._credit + seconds, max(most, self._trial_seconds))
+        """Adds time for trials, of which at most `most` is saved up."""
+        self._max_credit = most
+        self._credit = min(self._credit + seconds, most)
 
     def observe_worth(self, *, expected: float, found: float) -> None:
         """In tokens: what a draft's chain was expected to be worth, and what the whole draft is."""
@@ -49,19 +51,41 @@ class DraftSource:
         self.more += max(WORTH_RATE, 1 / self._num_found) * (found - expected - self.more)
 
     def add_trial(self, asked: dict[int, int], num_missed: Mapping[int, int], *, before: int) -> None:
-        """Asks for a token of the sequence that was not asked for longest, if not since that step, as credit allows.
+        """Asks for a token of one sequence that was not asked for since that step, as credit allows.
+
+        Of those that it pays for, the one that was not asked for longest. Where it is full and pays for none, the
+        cheapest: the debt is paid before the next trial, so that each comes, however much is to be read. One that has
+        begun goes on until its text is read.
 
         `num_missed`: by sequence that may be tried, tokens that are not read yet.
         """
-        records = self.records
-        due = min(num_missed.keys() - asked.keys(), key=lambda key: (records[key].last_asked, key), default=None)
-        if due is None or records[due].last_asked > before:
+        if self._trial not in num_missed or self._trial in asked:
+            self._trial = self._next_trial(asked, num_missed, before=before)
+        if self._trial is not None:
+            asked[self._trial] = 1
+
+    def observe_trial(self, asked: Mapping[int, int], *, num_read: int) -> None:
+        """Pays for the trial that was added, if one was, at the price that is known now.
+
+        `asked`: those whose text is read; `num_read`: tokens that were read for all of them.
+        """
+        if self._trial is None:
             return
-        self._trial_seconds = self.cost.seconds(0 if asked else 1, 1, num_missed[due])
-        if self._trial_seconds <= self._credit:
-            self._credit -= self._trial_seconds
-            self._trial_seconds = 0.0
-            asked[due] = 1
+        self._credit -= self.cost.seconds(1 if asked.keys() <= {self._trial} else 0, 1, num_read)
+        if self._trial in asked:
+            self._trial = None
+
+    def _next_trial(self, asked: Mapping[int, int], num_missed: Mapping[int, int], *, before: int) -> int | None:
+        records = self.records
+        seconds = {
+            key: self.cost.seconds(0 if asked else 1, 1, num_missed[key])
+            for key in num_missed.keys() - asked.keys()
+            if records[key].last_asked <= before
+        }
+        paid = [key for key, each in seconds.items() if each <= self._credit]
+        if not paid and self._credit >= self._max_credit:
+            return min(seconds, key=lambda key: (seconds[key], key), default=None)
+        return min(paid, key=lambda key: (records[key].last_asked, key), default=None)
 
 
 class SourceRecord:

@@ -94,6 +94,7 @@ class SequenceUpdate(NamedTuple):
     closed: bool = False
     feature_start: int = 0  # those of the tokens before were acknowledged
     features: bytes = b""  # of tokens from there on, in the hello's format; they end before the newest token
+    min_reach: float = 0.0  # see ProposalRequest
 
 
 class DraftStatus(enum.Enum):

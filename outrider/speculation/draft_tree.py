@@ -24,8 +24,8 @@ class DraftTree:
     in the order of their worth, parents before their children, so the first n of them are a tree as well, and of two
     siblings the first is the likelier one.
 
-    A value: never changed once it is made. Not declared frozen, as one is made for every sequence and step and that
-    would make its construction take three times as long.
+    A value: never changed once its source is known. Not declared frozen, as one is made for every sequence and step and
+    that would make its construction take three times as long.
     """
 
     length: int
@@ -40,6 +40,11 @@ class DraftTree:
     def __len__(self) -> int:
         """Tokens proposed."""
         return len(self.token_ids)
+
+    @property
+    def was_drawn(self) -> bool:
+        """Whether it comes with what it was drawn from, for rejection sampling: then it is a chain."""
+        return bool(self.distributions)
 
     @property
     def is_well_formed(self) -> bool:

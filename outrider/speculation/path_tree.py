@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, MAX_SIBLINGS, SequenceStart
@@ -111,7 +111,8 @@ class PathTree:
         self.num_wasted_tokens = 0  # decided, and dropped without having been committed
         self._head = head
         self._num_without_row = 0 if head is None else 1  # leading tokens
-        self._stop_token_ids = frozenset(start.options.stop_token_ids)
+        # Of rejection sampling, a draft whose length tells of its tokens would be biased: it goes on past a stop token.
+        self._stop_token_ids = frozenset(() if start.wants_distributions else start.options.stop_token_ids)
         self._max_length = min(max_model_len, start.prompt_length + start.options.sampling.max_tokens)
         self.token_ids = list(token_ids)
         """The committed tokens; not to be changed by the reader."""
@@ -186,8 +187,19 @@ class PathTree:
         path.kv.free()
 
     def answer(self, *, may_be_spare: bool) -> DraftPath:
-        """The path to send: the main one, unless a head's guess from before the commit will do until that begins."""
-        return self.spare if may_be_spare and self.spare and not self.main else self.main
+        """The path to send: the main one. As long as a head's guess from before the commit agrees, its rest follows."""
+        main, spare = self.main, self.spare
+        if not may_be_spare or spare is None or len(spare) <= len(main) or not self._is_spare_right(spare):
+            return main
+        return replace(main, decided=[*main.decided, *spare.decided[len(main) :]])
+
+    def drop_wrong_spare(self) -> None:
+        """Once the main path leaves it, what was sent of it is to be sent anew."""
+        main, spare = self.main, self.spare
+        if spare is not None and not self._is_spare_right(spare):
+            main.num_sent = min(main.num_sent, _num_common(main.token_ids, spare.token_ids))
+            self.num_wasted_tokens += spare.num_decided
+            self.spare = None
 
     # --- growth ---------------------------------------------------------------------------
 
@@ -313,6 +325,9 @@ class PathTree:
         return tuple(token_id for *_, token_id in tokens), tuple(indices.get(place - 1, ROOT) for _, place, _ in tokens)
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _is_spare_right(self, spare: DraftPath) -> bool:
+        return _num_common(self.main.token_ids, spare.token_ids) == min(len(self.main), len(spare))
 
     @property
     def _max_own_rows(self) -> int:

@@ -56,7 +56,7 @@ class DraftHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., features: _Optional[_Union[_node_pb2.FeatureFormat, _Mapping]] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
-    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "closed", "feature_start", "features")
+    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "closed", "feature_start", "features", "min_reach")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     START_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class SequenceUpdate(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     FEATURE_START_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    MIN_REACH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     start: SequenceStart
     start_length: int
@@ -77,7 +78,8 @@ class SequenceUpdate(_message.Message):
     closed: bool
     feature_start: int
     features: bytes
-    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ..., feature_start: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
+    min_reach: float
+    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ..., feature_start: _Optional[int] = ..., features: _Optional[bytes] = ..., min_reach: _Optional[float] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
     __slots__ = ("sample", "options", "prompt_length", "takes_trees", "traceparent")
@@ -116,20 +118,22 @@ class SequenceProposals(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., acked_features: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., status: _Optional[_Union[DraftStatus, str]] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("length", "prefix_hash", "token_ids", "probability", "distributions", "parents")
+    __slots__ = ("length", "prefix_hash", "token_ids", "probability", "distributions", "parents", "grade")
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    GRADE_FIELD_NUMBER: _ClassVar[int]
     length: int
     prefix_hash: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     probability: float
     distributions: _containers.RepeatedCompositeFieldContainer[TokenDistribution]
     parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., probability: _Optional[float] = ..., distributions: _Optional[_Iterable[_Union[TokenDistribution, _Mapping]]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    grade: int
+    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., probability: _Optional[float] = ..., distributions: _Optional[_Iterable[_Union[TokenDistribution, _Mapping]]] = ..., parents: _Optional[_Iterable[int]] = ..., grade: _Optional[int] = ...) -> None: ...
 
 class TokenDistribution(_message.Message):
     __slots__ = ("token_ids", "probabilities")

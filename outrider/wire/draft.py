@@ -25,6 +25,9 @@ DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 TOO_MANY_TOKENS = 256
 """More than any branch may have; the decode node looks at no more to see that."""
 
+MAX_GRADE = 16
+"""Acceptance is kept for each grade, so a peer cannot make more of them."""
+
 MAX_STEP_MICROSECONDS = 10_000_000
 """No step takes longer, and no draft node looks ahead for longer."""
 
@@ -63,6 +66,7 @@ def updates_to_proto(updates: Iterable[SequenceUpdate], *, step_seconds: float) 
             num_wanted=update.num_wanted,
             feature_start=update.feature_start,
             features=update.features,
+            min_reach=update.min_reach,
         )
         if update.start is not None:
             added.start.CopyFrom(_START.to_proto(update.start))
@@ -81,6 +85,7 @@ def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:
         closed=proto.closed,
         feature_start=proto.feature_start,
         features=proto.features,
+        min_reach=proto.min_reach,
     )
 
 
@@ -96,6 +101,7 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
                 token_ids=branch.token_ids,
                 probability=branch.probability,
                 parents=[parent + 1 for parent in branch.parents],
+                grade=branch.grade,
                 distributions=[
                     draft_pb2.TokenDistribution(token_ids=each.token_ids, probabilities=each.probabilities)
                     for each in branch.distributions
@@ -132,6 +138,7 @@ def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
         # Most branches are chains, and certain of their tokens.
         tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
         tuple(parent - 1 for parent in parents[:TOO_MANY_TOKENS]) if parents else (),
+        min(proto.grade, MAX_GRADE),
     )
 
 

@@ -13,7 +13,6 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.factory import PROPOSER_NAMES, ProposerSettings, make_proposer
-from outrider.speculation.proposers.ladder import LadderProposer
 from tests.support.head_files import make_head
 from tests.support.scripted_proposer import ScriptedProposer
 from tests.support.tiny_model import make_tiny_model
@@ -60,12 +59,10 @@ class KnownFeatures:
         return self.rows[start:end]
 
 
-@pytest.fixture(params=[*PROPOSER_NAMES, "scripted", "ladder"])
+@pytest.fixture(params=[*PROPOSER_NAMES, "scripted"])
 def proposer(request, one_thread, tmp_path):
     if request.param == "scripted":
         return ScriptedProposer([TEXT])
-    if request.param == "ladder":
-        return LadderProposer([ScriptedProposer([]), make_proposer("suffix")])
     settings = ProposerSettings()
     if request.param == "head":
         target = request.getfixturevalue("tiny_model")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import MAX_UPDATES_PER_STEP
 from outrider.speculation.draft_stream import DraftStatus, SequenceUpdate
@@ -11,13 +9,10 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import Progress, Proposal
 from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS
-from outrider.speculation.proposers.ladder import LadderProposer
-from outrider.speculation.proposers.reloading import LOOK_SECONDS, ReloadingProposer
 from tests.support.draft_messages import hello_of, update_of
 from tests.support.fake_clock import FakeClock
 from tests.support.fake_head import FakeHead, feature_bytes
 from tests.support.scripted_proposer import ScriptedProposer
-from tests.support.waiting import PATIENCE_SECONDS
 
 TEXT = tuple(range(1, 60))
 
@@ -223,45 +218,9 @@ def test_a_head_drafts_once_it_has_the_features_of_all_tokens_but_the_newest():
     assert not loop.has_work
 
 
-def test_while_features_lag_behind_a_second_proposer_has_its_turn():
-    loop = loop_of(LadderProposer([FakeHead([TEXT]), ScriptedProposer([(*TEXT[:10], 7, 7, 7)])]))
-    peer = connect(loop)
-    (answer,) = answers_to(loop, peer, with_features(update_of(TEXT[:10]), 0, 5))
-    assert answer.branches[0].token_ids == (7, 7, 7)
-    (answer,) = answers_to(loop, peer, with_features(update_of(TEXT[:10], since=10), 5, 9))
-    assert answer.branches[0].token_ids == TEXT[10:13]
-
-
 def test_a_proposer_that_needs_no_features_gets_none():
     proposer = ScriptedProposer([TEXT])
     loop = loop_of(proposer)
     (answer,) = answers_to(loop, connect(loop), with_features(update_of(TEXT[:10]), 0, 9))
     assert (answer.status, answer.acked_features) == (DraftStatus.PROPOSED, 0)
     assert proposer.requests[0].features is None
-
-
-def test_after_a_new_head_is_loaded_sequences_go_on_with_the_tokens_and_features_that_are_held(tmp_path):
-    heads = [FakeHead([TEXT]), FakeHead([TEXT])]
-    to_load, may_load, clock = iter(heads), threading.Event(), FakeClock(100.0)
-
-    def load():
-        head = next(to_load)
-        assert head is heads[0] or may_load.wait(PATIENCE_SECONDS)
-        return head
-
-    (tmp_path / "model.safetensors").write_text("old")
-    proposer = ReloadingProposer(tmp_path, load=load, build=lambda head: head, clock=clock)
-    loop = loop_of(proposer)
-    peer = connect(loop)
-    answers_to(loop, peer, with_features(update_of(TEXT[:10]), 0, 9))
-    (tmp_path / "model.safetensors").write_text("newer")
-    for length in range(11, 14):
-        clock.advance(LOOK_SECONDS)
-        answers_to(loop, peer, with_features(update_of(TEXT[:length], since=length - 1), length - 2, length - 1))
-    may_load.set()
-    proposer._loading.result(PATIENCE_SECONDS)
-    (answer,) = answers_to(loop, peer, with_features(update_of(TEXT[:14], since=13), 12, 13))
-    assert answer.branches[0].token_ids == TEXT[14:17]
-    (request,) = heads[1].requests
-    assert (len(request.token_ids), len(request.features)) == (14, 13)
-    assert not heads[1].wrong

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import grpc
 from prometheus_client import CollectorRegistry
 
@@ -19,7 +21,6 @@ from outrider.service.profiling import ProfileDesk
 from outrider.service.reflection import add_reflection
 from outrider.service.server import make_server
 from outrider.session import Rejected, RejectReason
-from outrider.speculation.proposers.ladder import LadderProposer
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc, session_pb2_grpc
 from prefill_node.jobs import JobEnded, PrefillJob
@@ -139,5 +140,7 @@ class ThreadedServices(WatchedLoop):
 
 
 def _make_proposer():
-    """One that needs features, which may be any bytes, and one that takes whatever tokens come."""
-    return LadderProposer([FakeHead([]), NgramProposer()])
+    """One that is said to need features, which may be any bytes, and takes whatever tokens come."""
+    proposer = NgramProposer()
+    proposer.info = replace(proposer.info, features=FakeHead([]).info.features)
+    return proposer

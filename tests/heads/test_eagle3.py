@@ -134,6 +134,7 @@ def test_what_is_not_known_is_refused_by_name(plain, changes, named):
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"vocab_size": 97}, "vocab_size 97 of the head, 96 of the target"),
         ({"is_gated": True}, "is_gated"),
+        ({"query_pre_attn_scalar": 144}, "query_pre_attn_scalar is 144"),
     ],
 )
 def test_a_layer_that_is_not_known_is_refused_by_name(plain, changes, named):

@@ -119,7 +119,9 @@ def test_a_missing_tensor_is_named(tmp_path):
     ("name", "field", "value"),
     [
         ("medusa-own-output", "medusa_num_heads", 0),
+        ("medusa-own-output", "residual_multiplier", 0.5),
         ("mlp-speculator", "architectures", ["ArcticLSTMSpeculatorPreTrainedModel"]),
+        ("mlp-speculator", "embedding_scale", 2.0),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_field(name, field, value, tmp_path):

@@ -90,12 +90,20 @@ def test_a_block_is_masks_and_where_rows_see_each_other_the_newest_token_before_
         ({"block_size": None}, "block_size"),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
         ({"markov_gate": True}, "markov_gate"),
+        ({"dflash_config": {"input_embedding_scale": 45.25}}, "input_embedding_scale is 45.25"),
+        ({"dflash_config": {"final_logit_softcapping": 30}}, "final_logit_softcapping is 30"),
+        ({"output_multiplier": 0.5}, "output_multiplier is 0.5"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(dflash, changes, named):
     rewrite_config(dflash.head, **changes)
     with pytest.raises(ConfigError, match=named):
         opened(dflash)
+
+
+def test_numbers_that_change_nothing_are_no_reason_to_refuse(dflash):
+    rewrite_config(dflash.head, input_embedding_scale=1.0, initializer_factor=0.5, logit_cap=0, max_window_layers=36)
+    opened(dflash)
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2", "xpress"])

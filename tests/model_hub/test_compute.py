@@ -7,7 +7,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig
 from outrider.speculation.proposers.base import MAX_INDEX_BYTES
-from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
+from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from tests.decode_node.tiny_node import TinyNode
 from tests.support.tiny_model import make_tiny_model
 
@@ -39,8 +39,7 @@ def test_a_decode_nodes_cache_leaves_room_for_its_proposer(model):
     assert beside / without == pytest.approx(1 - MAX_INDEX_BYTES / FREE_BYTES, rel=0.01)
 
 
-def test_a_draft_models_cache_leaves_room_for_what_the_node_holds_and_for_the_second_proposer(model):
+def test_a_draft_models_cache_leaves_room_for_what_the_node_holds(model):
     settings = ProposerSettings(model=model, kv_cache=HALF, other_memory_bytes=OTHER_BYTES)
-    memory_bytes = make_ladder("draft_model", "ngram", settings).info.memory_bytes
-    cache_bytes = (FREE_BYTES - OTHER_BYTES - MAX_INDEX_BYTES) / 2
-    assert memory_bytes == pytest.approx(cache_bytes + MAX_INDEX_BYTES, rel=0.01)
+    memory_bytes = make_proposer("draft_model", settings).info.memory_bytes
+    assert memory_bytes == pytest.approx((FREE_BYTES - OTHER_BYTES) / 2, rel=0.01)

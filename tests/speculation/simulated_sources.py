@@ -16,7 +16,7 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
-from outrider.speculation.proposers.base import Proposal, ProposerInfo
+from outrider.speculation.proposers.base import Progress, Proposal, ProposerInfo, nothing
 from tests.speculation.simulated_batch import CURVES, MAX_DRAFT_TOKENS, SimulatedBatch, cost_model
 from tests.support.fake_drafts import NoDrafts
 
@@ -102,6 +102,7 @@ class SimulatedProposer:
     forward_seconds: float = 0.0
     row_seconds: float = 2e-6
     read_seconds: float = 0.0
+    max_read: int = 1 << 30  # tokens of a sequence in one call
     num_wasted_tokens: int = 0
     num_calls: int = 0  # for drafts
     asked: dict[int, list[int]] = field(default_factory=dict)  # by sequence: tokens of each draft
@@ -116,8 +117,13 @@ class SimulatedProposer:
         proposals = []
         for request in requests:
             key, size, num_wanted = request.sequence_id, len(request.token_ids), request.num_wanted
-            seconds += num_wanted * self.row_seconds + (size - self._num_read.get(key, 0)) * self.read_seconds
-            self._num_read[key] = size
+            num_missed = size - self._num_read.get(key, 0)
+            num_read = min(num_missed, self.max_read)
+            seconds += num_wanted * self.row_seconds + num_read * self.read_seconds
+            self._num_read[key] = size - num_missed + num_read
+            if num_read < num_missed:
+                proposals.append(nothing(request, Progress.CATCHING_UP, num_behind=num_missed - num_read))
+                continue
             if num_wanted:
                 self.asked.setdefault(key, []).append(num_wanted)
             text, position = self.batch.texts[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
@@ -11,6 +12,7 @@ from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.draft_controller import PROBE_STEPS, TRIAL_STEPS, DraftController
 from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
 from outrider.speculation.step_cost import StepCostModel
+from outrider.speculation.token_distribution import certain
 from tests.speculation.simulated_batch import (
     CURVES,
     KINDS,
@@ -134,6 +136,21 @@ def test_all_drafts_are_verified_at_any_price_where_that_is_asked_for():
     assert controller.num_wanted(3, 0, DRAFT_NODE) == 0
 
 
+@pytest.mark.parametrize("num_waiting", [0, 50])
+def test_a_trial_comes_in_bounded_time_also_where_it_costs_more_than_can_be_saved_up(num_waiting):
+    controller, clock, num_trials = DraftController(4), CURVES["steep"], 0
+    for _ in range(60):
+        controller.observe_verdict(1, draft_of(4), ())
+    for _ in range(2000):
+        chosen = controller.choose([(1, draft_of(4), 4)], room_for(1), num_waiting=num_waiting)
+        for draft in chosen.values():
+            controller.observe_verdict(1, draft, ())
+        num_trials += bool(chosen)
+        num_rows = 1 + sum(map(len, chosen.values()))
+        controller.observe_step(clock(num_rows), num_rows=num_rows, num_sequences=1, num_prompt_rows=0)
+    assert 2 < num_trials < 60
+
+
 def test_drafts_that_begin_to_be_right_are_verified_again():
     own = controlled(SimulatedBatch("hopeless", "linear", 1, length=10_000))
     texts = own.batch._texts
@@ -244,6 +261,53 @@ def test_a_tree_is_cut_to_its_likeliest_tokens():
     for _ in range(20):
         controller.observe_verdict(1, tree, (1,))  # the sibling was right
     assert set(choose(controller, [(1, tree)], room_for(1, max_rows=2))[1].token_ids) == {10, 11}
+
+
+def drawn(length, source=DRAFT_NODE):
+    """As for rejection sampling: what each token was drawn from comes with it."""
+    token_ids = tuple(range(length))
+    return DraftTree(0, None, token_ids, source, distributions=tuple(map(certain, token_ids)))
+
+
+def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
+    """Its length may tell what was drawn, as where it ends with a stop token: see tests/statistical."""
+    decided = []
+    for length in (1, 2, 5):
+        controller, clock = DraftController(5), CURVES["stairs"]
+        controller.choose_asked("head", {1: 5, 2: 5}, {}, {})
+        for num_rows in (2, 4, 7, 12) * 20:
+            controller.observe_step(clock(num_rows), num_rows=num_rows, num_sequences=2, num_prompt_rows=0)
+        for _ in range(20):
+            controller.observe_verdict(1, drawn(5, "head"), range(2))
+            controller.observe_verdict(1, draft_of(5, source="lookup"), range(3))
+        draft, lookup = drawn(length, "head"), draft_of(2, source="lookup")
+        for _ in range(20):
+            asked = controller.choose_asked("head", {1: 5}, {1: lookup}, {1: 1})
+            # It takes the longer the more tokens it has: a time that is not to be looked at in this step.
+            controller.observe_asked("head", {1: 5}, {1: draft}, seconds=0.002 * length, num_read=1)
+            controller.observe_added("head", {1: [draft, lookup]})
+            better = controller.better(1, draft, lookup).source
+            chosen = controller.choose([(1, draft, 5), (2, draft_of(5), 5)], room_for(2, max_rows=4))
+            controller.observe_step(clock(6), num_rows=6, num_sequences=2, num_prompt_rows=0)
+            decided.append((asked, better, 1 in chosen, len(chosen.get(2, ()))))
+    assert decided[:20] == decided[20:40] == decided[40:]
+
+
+def test_of_two_drafts_the_better_one_is_that_whose_tokens_can_be_verified():
+    """A draft node's may be longer than a step verifies, for the steps after it."""
+    controller, rng = DraftController(5, row_price=0.02), random.Random(1)
+    for source, acceptance in (("head", 0.85), (DRAFT_NODE, 0.8)):
+        for _ in range(300):
+            num_accepted = next((place for place in range(5) if rng.random() > acceptance), 5)
+            controller.observe_verdict(1, draft_of(5, source=source), range(num_accepted))
+
+    def with_siblings(depth, source):
+        parents = (*range(ROOT, depth - 1), *(place // 3 - 1 for place in range(8)))
+        return DraftTree(0, None, tuple(range(len(parents))), source, parents=parents)
+
+    near, far = with_siblings(5, "head"), with_siblings(13, DRAFT_NODE)
+    assert controller.better(1, near, far) is near
+    assert controller.better(1, far, near) is near
 
 
 def test_no_more_is_verified_than_a_request_allows():

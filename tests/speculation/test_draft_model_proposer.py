@@ -179,6 +179,25 @@ def test_catching_up_takes_the_shortest_first_within_its_budget(model):
     check_proposer(proposer)
 
 
+def test_a_long_prefix_is_computed_while_shorter_ones_keep_coming(model):
+    proposer = proposer_of(model, max_catch_up_rows=40)
+    long = ProposalRequest(0, [(7 * i) % 300 for i in range(200)], 2, start_of(GREEDY))
+    for key in range(1, 40):
+        short = [ProposalRequest(10 * key + n, [key, n, *PROMPT], 2, start_of(GREEDY)) for n in range(3)]
+        if proposer.propose([long, *short])[0].progress is not Progress.CATCHING_UP:
+            break
+    assert key < 30
+
+
+def test_what_needs_a_forward_waits_for_one_call_at_most_while_others_are_answered_without(model):
+    proposer = proposer_of(model)
+    ready, new = (ProposalRequest(key, [key, *PROMPT], 3, start_of(GREEDY)) for key in (1, 2))
+    drafts_of(proposer, ready)
+    calls = [proposer.propose([ready, new]) for _ in range(8)]
+    assert all(proposal.progress is Progress.DONE for proposal, _ in calls)
+    assert [len(proposal.tree) for _, proposal in calls] == [0] * 5 + [3] * 3, "three forwards, in every second call"
+
+
 def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
     proposer = proposer_of(model, num_blocks=300)
     text = [(7 * i) % 300 for i in range(400)]
@@ -299,11 +318,13 @@ def test_a_block_that_a_failed_forward_did_not_copy_is_computed_again(model):
 @pytest.mark.parametrize("params", [HOT, dataclasses.replace(HOT, top_k=0, top_p=1.0)], ids=["filtered", "all"])
 def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
     reference, proposer = Reference(model), proposer_of(model)
-    start = start_of(params, takes_trees=True, verification_method=VerificationMethod.REJECTION)
+    kept = dataclasses.replace(params, top_k=min(params.top_k or 32, 32))
+    expected = reference.continuation(PROMPT, kept, 5)
+    method = VerificationMethod.REJECTION
+    start = start_of(params, takes_trees=True, verification_method=method, stop_token_ids=expected[2:3])
     request = ProposalRequest(1, PROMPT, 5, start)
     (proposal,) = drafts_of(proposer, request)
-    kept = dataclasses.replace(params, top_k=min(params.top_k or 32, 32))
-    assert proposal.tree.token_ids == reference.continuation(PROMPT, kept, 5)
+    assert proposal.tree.token_ids == expected, "also past a stop token: what was drawn does not say where it ends"
     assert len(proposal.tree.distributions) == 5
     assert not proposal.tree.parents, "runners-up were not drawn"
     for index, (token_id, distribution) in enumerate(

@@ -262,6 +262,25 @@ def test_a_spare_serves_until_the_text_leaves_it(head):
     head.check()
 
 
+def test_the_rest_of_the_spare_follows_the_new_path_while_they_agree(head):
+    """What is at hand for the next step must not shrink because the head begins anew."""
+    head.draft(head.tree.main, *range(10, 16))
+    head.tree.follow([*PROMPT, 10, 11])
+    main = head.tree.main
+    for num_drafted in range(3):
+        assert head.tree.answer(may_be_spare=True).token_ids == [12, 13, 14, 15]
+        assert head.tree.answer(may_be_spare=False).token_ids == [12, 13][:num_drafted]
+        head.draft(main, 12 + num_drafted)
+    main.num_sent = 4
+    head.tree.drop_wrong_spare()
+    assert (head.tree.spare is None, main.num_sent) == (False, 4)
+    head.draft(main, 20)
+    assert head.tree.answer(may_be_spare=True) is main
+    head.tree.drop_wrong_spare()
+    assert (head.tree.spare, main.num_sent) == (None, 3), "what follows is to be sent anew"
+    head.check()
+
+
 def test_an_alternative_that_was_right_becomes_the_spare(head):
     head.draft(head.tree.main, 10, 11, 12)
     alternative = head.draft(head.open(), 31, 32)

@@ -157,6 +157,23 @@ def test_a_head_is_not_asked_while_long_lookups_are_accepted_and_found_again_whe
     assert batch.proposers[HEAD].num_calls - before > 80
 
 
+@pytest.mark.parametrize(("num_sequences", "max_read"), [(1, 1 << 30), (1, 64), (4, 64)])
+def test_a_head_is_asked_again_after_a_time_in_which_its_calls_were_slow(num_sequences, max_read):
+    """A text that goes on has more and more to read: a trial must not wait until that can be paid at the old price."""
+    settings = {"forward_seconds": 0.0008, "row_seconds": 0.0, "read_seconds": 2e-5, "max_read": max_read}
+    batch = SourcesBatch(
+        "depths", f"measured {num_sequences}", num_sequences, sources=[(HEAD, settings), LOOKUPS], length=ENDLESS
+    )
+    batch.rate(WARM_UP_STEPS + 200)
+    proposer = batch.proposers[HEAD]
+    for factor in (10.0, 0.1):
+        proposer.forward_seconds *= factor
+        proposer.read_seconds *= factor
+        num_calls = proposer.num_calls
+        batch.rate(600)
+    assert proposer.num_calls - num_calls > 0.25 * 600, "it was given up for the first part of these steps at most"
+
+
 def test_drafts_of_a_draft_node_compete_with_those_of_this_process():
     verified = {}
     for kind in ("hot", "chat"):

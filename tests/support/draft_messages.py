@@ -29,8 +29,10 @@ def hello_of(
     )
 
 
-def start_of(prompt_length: int, *, seed: int = 1, max_tokens: int = 1000, takes_trees: bool = False) -> SequenceStart:
-    options = RequestOptions(sampling=SamplingParams(seed=seed, max_tokens=max_tokens))
+def start_of(
+    prompt_length: int, *, seed: int = 1, max_tokens: int = 1000, takes_trees: bool = False, **options: Any
+) -> SequenceStart:
+    options = RequestOptions(sampling=SamplingParams(seed=seed, max_tokens=max_tokens), **options)
     return SequenceStart(options=options, sample=0, prompt_length=prompt_length, takes_trees=takes_trees)
 
 

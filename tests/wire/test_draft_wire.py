@@ -43,7 +43,9 @@ START = SequenceStart(
         ),
         SequenceUpdate(sequence_id=1, start_length=3, token_ids=(4,), length=4, prefix_hash=0),
         SequenceUpdate(sequence_id=1, closed=True),
-        SequenceUpdate(sequence_id=1, start_length=9, length=9, feature_start=4, features=bytes(range(32))),
+        SequenceUpdate(
+            sequence_id=1, start_length=9, length=9, feature_start=4, features=bytes(range(32)), min_reach=0.25
+        ),
     ],
     ids=["first", "later", "closed", "features"],
 )
@@ -68,7 +70,7 @@ def test_a_traceparent_without_end_is_not_held():
             acked_length=9,
             branches=(
                 DraftTree(9, 2**64 - 1, (1, 2)),
-                DraftTree(9, 7, (1, 2, 3), parents=(-1, -1, 1)),
+                DraftTree(9, 7, (1, 2, 3), parents=(-1, -1, 1), grade=3),
                 DraftTree(8, 0, (3,), distributions=(TokenDistribution((3, 2**32 - 1), (0.75, 0.25)),)),
             ),
         ),

@@ -16,7 +16,7 @@ from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
-from outrider.heads.layouts import Layout, check_flags, check_parallel, check_taps
+from outrider.heads.layouts import Layout, check_options, check_parallel, check_taps
 
 _FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter of layers that are refused
 
@@ -31,7 +31,7 @@ class DFlash(HeadModel):
         self._layout = Layout.read(files, *_FLAGS)
         # z-lab's options are in `dflash_config`, or beside it.
         within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
-        check_flags(files, within, _FLAGS)
+        check_options(files, within, _FLAGS)
         self._options = {**files.config, **within}
         # By inputs of layers, as speculators counts; z-lab counts outputs.
         name, offset = ("aux_hidden_state_layer_ids", 0) if self._layout.is_nested else ("target_layer_ids", 1)
@@ -73,11 +73,11 @@ class DFlash(HeadModel):
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions, rows.features.dtype)
         context = rms_norm(rows.features, self._context_norm, self._epsilon)
-        is_parallel = (rows.depths > 0)[:, None]
-        hidden = torch.where(is_parallel, self._embedding[rows.token_ids], context)
+        (places,) = torch.nonzero(rows.depths, as_tuple=True)  # of the parallel rows
+        hidden = self._embedding[rows.token_ids[places]]
         for layer in self._layers:
-            hidden = layer(hidden, angles, attend, torch.where(is_parallel, layer.normed(hidden), context))
-        return hidden
+            hidden = layer(hidden, angles, attend, context.index_copy(0, places, layer.normed(hidden)), places=places)
+        return torch.zeros_like(context).index_copy(0, places, hidden)
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         return self._output(rms_norm(hidden, self._norm, self._epsilon)).float()

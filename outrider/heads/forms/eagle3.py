@@ -23,7 +23,7 @@ from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.heads.base import Attend, HeadModel, HeadRows, named_architectures
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
-from outrider.heads.layouts import Layout, check_flags, check_taps
+from outrider.heads.layouts import Layout, check_options, check_taps
 from outrider.heads.packed_head import PackedHead
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -131,7 +131,7 @@ class Eagle3(HeadModel):
 def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:
     """By inputs of layers, as speculators counts; the flat layout counts outputs."""
     eagle_config = files.config.get("eagle_config") or {}
-    check_flags(files, eagle_config, _OF_EAGLE_CONFIG)
+    check_options(files, eagle_config, _OF_EAGLE_CONFIG)
     for flag in _OF_EAGLE_CONFIG:
         if eagle_config.get(flag) is False:
             raise files.refusal(f"eagle_config.{flag}", False, "True")

@@ -22,8 +22,10 @@ from torch.nn import functional
 from outrider.errors import ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles, Linear
+from outrider.heads.layouts import check_options
 
 _PREFIX = re.compile(r"^medusa_heads?\.")
+_OPTIONS = ("logit_scale", "original_lm_head")
 _OF_TARGET = ("model.", "lm_head.")
 _BLOCK_OF_VLLM = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
 
@@ -62,6 +64,7 @@ class Medusa(HeadModel):
 
     def load(self, files: HeadFiles) -> None:
         config, width = files.config, files.target.hidden_size
+        check_options(files, config, _OPTIONS)
         # A checkpoint that is the whole target as well keeps the target's num_hidden_layers beside medusa_num_heads.
         keys = (
             ("medusa_num_heads", "medusa_num_layers")

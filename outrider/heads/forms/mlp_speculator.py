@@ -21,9 +21,11 @@ from torch.nn import functional
 
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
+from outrider.heads.layouts import check_options
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 EPSILON = 1e-6
+_OPTIONS = ("scale_input", "tie_weights")
 
 
 class _Stage(NamedTuple):
@@ -51,6 +53,7 @@ class MLPSpeculator(HeadModel):
             emb_dim=(int(config["emb_dim"]), hidden_size),
             vocab_size=(int(config["vocab_size"]), files.target.vocab_size),
         )
+        check_options(files, config, _OPTIONS)
         if config.get("architectures", [ARCHITECTURE]) != [ARCHITECTURE]:
             raise files.refusal("architectures", config["architectures"], ARCHITECTURE)
         files.rename(lambda name: name.removeprefix("speculator."))

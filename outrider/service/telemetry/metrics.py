@@ -147,8 +147,8 @@ class EngineMetrics:
             "Draft tokens accepted, by position in the draft.",
             "position",
         )
-        self._wanting = family.counter("outrider:draft_wanting_steps", "Steps that wanted proposals.")
-        self._hits = family.counter("outrider:draft_hit_steps", "Steps that found proposals waiting.")
+        self._wanting = family.counter("outrider:draft_wanting_steps", "Steps that wanted a draft node's proposals.")
+        self._hits = family.counter("outrider:draft_hit_steps", "Steps that found them waiting.")
         self._lead = family.counter("outrider:draft_lead_seconds", "How long proposals had waited when found.")
         self._ahead = family.counter("outrider:draft_ahead_tokens", "Draft tokens sent before they were asked for.")
         self._wasted = family.counter("outrider:draft_wasted_tokens", "Draft tokens made that were never committed.")

@@ -57,6 +57,7 @@ class Proposal:
     sequence_id: int
     tree: DraftTree
     progress: Progress = Progress.DONE
+    num_behind: int = 0  # committed tokens that are still to be read, of a request that is CATCHING_UP
     ahead: tuple[AheadBranch, ...] = ()  # where the request looks ahead: branches to send
     has_more: bool = False  # look-ahead can continue in another call
 
@@ -71,10 +72,10 @@ MAX_INDEX_BYTES = 256 << 20
 """Of all texts that a proposer indexes: ten million tokens for `ngram`, half a million for `suffix`."""
 
 
-def nothing(request: ProposalRequest, progress: Progress = Progress.DONE, *, has_more: bool = False) -> Proposal:
-    """No guess, or none yet."""
+def nothing(request: ProposalRequest, progress: Progress = Progress.DONE, **fields: Any) -> Proposal:
+    """No guess, or none yet. `fields`: others of a Proposal."""
     tree = DraftTree(len(request.token_ids))
-    return Proposal(sequence_id=request.sequence_id, tree=tree, progress=progress, has_more=has_more)
+    return Proposal(sequence_id=request.sequence_id, tree=tree, progress=progress, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

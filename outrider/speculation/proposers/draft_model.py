@@ -39,6 +39,9 @@ NUM_EXTRA_TOKENS = 2
 MAX_CATCH_UP_ROWS = 512
 """Prefix rows of one forward, shortest prefixes first: with more, a forward's time grows faster than they help."""
 
+FIRST_SHARE = 0.25
+"""Of these rows, for the request that has waited longest."""
+
 CATCH_UP_SECONDS = 0.1
 """About how long prefixes are computed in one forward: the drafts of other sequences wait for it."""
 
@@ -101,6 +104,7 @@ class DraftModelProposer:
         self._catch_up = CatchUpBudget(max_rows=max_catch_up_rows, seconds=catch_up_seconds)
         self._clock = clock
         self._budget = RowBudget()  # by forwards of one row a path
+        self._has_passed_over = False  # whether the last call made no forward, as it had answers without one
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
         self.num_wasted_tokens = 0
 
@@ -110,8 +114,11 @@ class DraftModelProposer:
         trees = [self._tree(request) for request in requests]
         served = [(request, tree) for request, tree in zip(requests, trees, strict=True) if tree]
         waiting = [(request, tree) for request, tree in served if not request.looks_ahead]
-        if not any(self._is_drafted(request, tree) for request, tree in waiting):
-            self._plan_answers(plan, waiting)
+        undrafted = [(request, tree) for request, tree in waiting if not self._is_drafted(request, tree)]
+        # What needs no forward is answered at once, unless others have waited for that in the last call.
+        self._has_passed_over = len(undrafted) < len(waiting) and not (undrafted and self._has_passed_over)
+        if not self._has_passed_over:
+            self._plan_answers(plan, undrafted)
             self._plan_look_ahead(plan, [(request, tree) for request, tree in served if request.looks_ahead])
             self._run(plan)
         return [self._proposal(plan, request, tree) for request, tree in zip(requests, trees, strict=True)]
@@ -182,14 +189,27 @@ class DraftModelProposer:
     # --- planning -------------------------------------------------------------------------
 
     def _plan_answers(self, plan: _Plan, waiting: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
-        """Rows of drafts that are waited for, the shortest missing prefixes first."""
+        """Rows of drafts that are waited for, the shortest missing prefixes first.
+
+        A part of the budget is the first request's with a prefix to compute: a long one is not put off for ever.
+        """
         busy = [tree for _, tree in waiting]
         budget = self._catch_up.num_rows
-        for request, tree in sorted(waiting, key=lambda each: each[1].num_missing(each[1].main)):
-            main = tree.main
-            num_missing = tree.num_missing(main) if request.num_wanted > 0 else tree.num_behind
-            is_draft = num_missing <= tree.most_draft_rows and (bool(main) or self._head is not None)
-            num_rows = num_missing if is_draft else min(num_missing, budget)
+        missing: dict[int, int] = {}  # rows, by sequence
+        catching_up: list[int] = []
+        for request, tree in waiting:
+            num_missing = tree.num_missing(tree.main) if request.num_wanted > 0 else tree.num_behind
+            missing[request.sequence_id] = num_missing
+            if num_missing > tree.most_draft_rows or not (tree.main or self._head is not None):
+                catching_up.append(request.sequence_id)
+        first = next(iter(catching_up), None)
+        kept = int(FIRST_SHARE * budget)  # for it
+        for request, tree in sorted(waiting, key=lambda each: missing[each[0].sequence_id]):
+            main, num_missing = tree.main, missing[request.sequence_id]
+            is_draft = request.sequence_id not in catching_up
+            if request.sequence_id == first:
+                kept = 0
+            num_rows = num_missing if is_draft else min(num_missing, max(0, budget - kept))
             if num_rows < num_missing:
                 plan.behind.add(request.sequence_id)
             if num_rows == 0:
@@ -339,19 +359,24 @@ class DraftModelProposer:
             progress = Progress.CATCHING_UP
         num_offered = 0
         if progress is Progress.DONE:
-            answer.num_sent = num_offered = min(len(answer), request.num_wanted)
+            # What look-ahead has made already goes along: the rest serves the next step.
+            most = most_tokens_offered(request.num_wanted) if request.max_alternatives else request.num_wanted
+            tree.main.num_sent = num_offered = min(len(answer), most) if request.num_wanted > 0 else 0
         return Proposal(
             sequence_id=request.sequence_id,
             tree=tree.proposed(answer, 0, num_offered),
             progress=progress,
+            num_behind=tree.num_behind,
         )
 
     def _due(self, request: ProposalRequest, tree: PathTree) -> Iterator[AheadBranch]:
         """Branches to send: paths with twice the tokens that were sent, if these win enough, and complete ones."""
         num_wanted = request.num_wanted
-        for path in tree.paths:
+        tree.drop_wrong_spare()
+        for each in tree.paths:
+            path = tree.answer(may_be_spare=True) if each is tree.main else each
             # The main path has two drafts: what is verified now, and after one more token the next.
-            is_next = path is tree.main and len(path) > num_wanted + 1
+            is_next = each is tree.main and len(path) > num_wanted + 1
             num_before = num_wanted + 1 if is_next else path.num_assumed
             size, told = len(path) - num_before, max(0, path.num_sent - num_before)
             is_complete = size >= num_wanted or tree.is_over(path)
@@ -360,7 +385,7 @@ class DraftModelProposer:
             estimates = tree.estimates
             gain = tree.probability(path, num_before) * (estimates.tokens_won(size) - estimates.tokens_won(told))
             if is_complete or gain >= MIN_GAIN:
-                path.num_sent = len(path)
+                each.num_sent = len(path)
                 # The main path begins earlier if there is room, for a target that verifies less than it asked for.
                 most = most_tokens_offered(num_wanted)
                 start = path.num_assumed or min(num_before, max(0, len(path) - most))

@@ -6,7 +6,7 @@ Settings, `--draft` and help texts take their choices from here. Torch-free: tor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
@@ -14,9 +14,7 @@ from outrider.heads.locate import head_folder
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.proposers.base import Proposer
-from outrider.speculation.proposers.ladder import LadderProposer
 from outrider.speculation.proposers.ngram import NgramProposer
-from outrider.speculation.proposers.reloading import OnReload, ReloadingProposer, no_report
 from outrider.speculation.proposers.suffix import SuffixProposer
 
 NO_PROPOSER = "none"
@@ -29,7 +27,6 @@ class ProposerSettings:
     remembered_tokens: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)  # of a head: the target, with `model.head`
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
-    on_reload: OnReload = no_report  # of a head, whose folder is watched
     other_memory_bytes: int = 0  # of main memory, that the node takes besides: a model's cache leaves it free
 
 
@@ -48,12 +45,7 @@ def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
     if folder is None:
         raise ConfigError(f"no head comes with the model {settings.model.id}: name the folder of one")
     target = HeadTarget.locate(settings.model, progress=progress)
-    return ReloadingProposer(
-        folder,
-        load=lambda: load_head(folder, target),
-        build=lambda head: make_head_proposer(head, target),
-        on_reload=settings.on_reload,
-    )
+    return make_head_proposer(load_head(folder, target), target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +55,7 @@ class ProposerKind:
     name: str
     summary: str
     make: Callable[[ProposerSettings, Progress], Proposer]
-    needs: str = ""  # a "MODEL" or a "DIR"; those that need nothing work on any vocabulary and may be the second one
+    needs: str = ""  # a "MODEL" or a "DIR"; those that need nothing work on any vocabulary
 
 
 PROPOSERS = (
@@ -101,21 +93,6 @@ def parse_draft_choice(text: str) -> DraftChoice:
     if text != NO_PROPOSER and (kind is None or bool(kind.needs) is not bool(model_id.strip())):
         raise ValueError(f"draft must be one of {', '.join(DRAFT_CHOICES)}, not {text!r}")
     return DraftChoice(name, model_id)
-
-
-def make_ladder(
-    name: str, second: str, settings: ProposerSettings | None = None, *, progress: Progress = no_progress
-) -> Proposer:
-    """The proposer of this name and, unless it is "none", a second one for what the first has nothing for.
-
-    Raises: as `make_proposer`.
-    """
-    if second in (NO_PROPOSER, name):
-        return make_proposer(name, settings, progress=progress)
-    settings = settings or ProposerSettings()
-    below = make_proposer(second, settings)
-    settings = replace(settings, other_memory_bytes=settings.other_memory_bytes + below.info.memory_bytes)
-    return LadderProposer([make_proposer(name, settings, progress=progress), below])
 
 
 def make_proposer(name: str, settings: ProposerSettings | None = None, *, progress: Progress = no_progress) -> Proposer:

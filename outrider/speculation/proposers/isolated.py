@@ -52,7 +52,10 @@ class IsolatedProposer:
         if self._all_cooldown_until <= now:
             tried = [each for each in requests if self._cooldown_until.get(each.sequence_id, now) <= now]
             self._search(tried, found, now)
-        return [found.get(request.sequence_id) or nothing(request) for request in requests]
+        return [
+            found.get(request.sequence_id) or nothing(request, num_behind=len(request.token_ids))
+            for request in requests
+        ]
 
     def forget(self, sequence_id: int) -> None:
         self._cooldown_until.pop(sequence_id, None)

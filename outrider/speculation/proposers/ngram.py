@@ -212,7 +212,7 @@ class NgramProposer:
                 index.extend(text, end)
                 num_left -= end - start
             if end < len(text):
-                found[request.sequence_id] = nothing(request, Progress.CATCHING_UP)
+                found[request.sequence_id] = nothing(request, Progress.CATCHING_UP, num_behind=len(text) - end)
                 continue
             token_ids, grade = index.continuation(text, request.num_wanted) if request.num_wanted > 0 else ((), 0)
             tree = DraftTree(len(text), token_ids=token_ids, grade=grade)

@@ -120,8 +120,8 @@ class SuffixProposer:
                 num_left -= num_new
                 self._num_tokens += num_new
             if num_new < num_missing:
-                is_full = self._num_tokens >= self._max_tokens
-                found[request.sequence_id] = nothing(request, Progress.DONE if is_full else Progress.CATCHING_UP)
+                progress = Progress.DONE if self._num_tokens >= self._max_tokens else Progress.CATCHING_UP
+                found[request.sequence_id] = nothing(request, progress, num_behind=num_missing - num_new)
                 continue
             takes_siblings = request.start is not None and request.start.takes_siblings
             tree = self._tree(text, request.num_wanted, max_children=MAX_CHILDREN if takes_siblings else 1)

@@ -6,6 +6,7 @@ import pytest
 
 from decode_node.drafting import book as book_module
 from decode_node.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
+from outrider.request import VerificationMethod
 from outrider.speculation.draft_stream import SequenceUpdate
 from outrider.speculation.prefix_hash import prefix_hash
 from tests.decode_node.drafting.books import Book, answer_to, catching_up, unknown_prefix
@@ -27,6 +28,14 @@ def test_the_first_update_carries_the_start_and_later_ones_only_what_was_not_ack
     (second,) = book.take()
     assert second.start is None
     assert (second.start_length, second.token_ids, second.length) == (2, (7, 8), 4)
+
+
+def test_a_draft_may_end_where_it_no_longer_pays_unless_its_tokens_are_drawn(book):
+    """A drawn draft that ended sooner would come sooner: what was drawn would decide whether it is judged."""
+    book.book.min_reach = 0.25
+    book.open(1, 5)
+    book.open(2, 6, verification_method=VerificationMethod.REJECTION)
+    assert [update.min_reach for update in book.take()] == [0.25, 0.0]
 
 
 def test_a_slow_sequence_does_not_hold_the_others_back(book):

@@ -187,6 +187,27 @@ def test_a_sequence_without_room_moves_to_a_node_that_has_some():
     assert book.num_sequences == [0, 2], "the full one is left alone"
 
 
+def test_a_sequence_for_which_there_is_never_room_takes_no_turn_of_others():
+    book = Book(1)
+    book.open(1, *range(100))
+    waits = []
+    for sequence_id in range(2, 12):
+        is_open = False
+        for quarter in range(40):
+            for update in book.take():
+                too_long = update.length == 100
+                is_open |= not too_long
+                book.answer(no_room(update) if too_long else answer_to(update))
+            if is_open:
+                waits.append(quarter)
+                break
+            if quarter == 4:
+                book.open(sequence_id, 1, 2)
+            book.clock.advance(0.25)
+    assert len(waits) == 10
+    assert max(waits) <= 4 + 4 * 2.0
+
+
 def test_a_full_node_is_tried_ever_more_rarely_and_with_one_sequence():
     book = Book(1)
     for sequence_id in range(5):

@@ -143,6 +143,39 @@ def test_a_step_copies_a_limited_number_of_bytes_and_the_fewest_first(monkeypatc
     assert copy(book, s1=29, s2=3, s3=2) == [(1, 5, 15)]
 
 
+def test_of_prompts_that_lack_as_much_one_is_ended_before_the_next_the_newest_first(monkeypatch):
+    """Copied by turns, all would end late: with wide features, after their sequences."""
+    monkeypatch.setattr(book_module, "MAX_COPIED_BYTES", 10 * SIZE)
+    book = book_of()
+    for sequence_id in (1, 2, 3):
+        book.open(sequence_id, *range(30))
+    assert copy(book, s1=29, s2=29, s3=29) == [(3, 0, 10)]
+    assert copy(book, s1=29, s2=29, s3=29) == [(3, 10, 20)]
+    book.update(1, [30], num_wanted=3)
+    assert copy(book, s1=30, s2=29, s3=29) == [(3, 20, 29), (2, 0, 1)]
+
+
+def test_a_transfer_that_cannot_end_before_its_sequence_is_not_begun(monkeypatch):
+    monkeypatch.setattr(book_module, "MAX_COPIED_BYTES", 10 * SIZE)
+    book = book_of()
+    book.open(1, *range(30), max_tokens=2)
+    book.open(2, *range(50), max_tokens=20)
+    assert copy(book, s1=29, s2=49) == [(2, 0, 10)]
+    book.update(2, range(17), num_wanted=3)
+    assert copy(book, s2=66) == []
+
+
+def test_what_all_nodes_have_not_acknowledged_is_limited(monkeypatch):
+    monkeypatch.setattr(book_module, "MAX_ALL_UNACKED_BYTES", 10 * SIZE)
+    book = book_of()
+    for sequence_id in (1, 2):
+        book.open(sequence_id, *range(30))
+    assert copy(book, s1=4, s2=29) == [(1, 0, 4), (2, 0, 6)]
+    assert copy(book, s1=4, s2=29) == []
+    book.answer(*map(held_by_node, book.take()))
+    assert copy(book, s1=4, s2=29) == [(2, 6, 16)]
+
+
 def test_what_is_not_acknowledged_is_limited():
     size = MAX_UNACKED_BYTES // 4
     book = Book(feature_bytes=size)

@@ -14,7 +14,7 @@ from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE
 from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_tree import DRAFT_NODE
 from outrider.speculation.proposers.base import Progress
-from tests.support.fake_drafts import TextDrafts
+from tests.support.fake_drafts import NoDrafts, TextDrafts
 from tests.support.scripted_proposer import ScriptedProposer
 
 PROMPT = tuple(range(1, 21))  # longer than what the node computes itself
@@ -137,6 +137,16 @@ def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_wha
     assert accepted["scripted"] == sum(stats.num_accepted_draft_tokens for stats in node.stats) > 0
     controller = node.loop._drafts._controller
     assert controller._sources[DRAFT_NODE].acceptance[0].mean < PRIOR_ACCEPTANCE, "they were all wrong"
+
+
+@pytest.mark.usefixtures("steps_take_a_set_time")
+def test_only_steps_that_asked_a_draft_node_count_as_hits_or_misses_of_one(make_scripted_node):
+    node = node_with(make_scripted_node, drafts=NoDrafts(), proposers=[Oracle(lambda: node.model)])
+    node.open(sampling={"max_tokens": 20})
+    node.run()
+    counts = [event.speculation for event in node.events if isinstance(event, SampleTokens)]
+    assert any(each.num_accepted_draft_tokens for each in counts)
+    assert not any(each.num_wanting_steps for each in counts)
 
 
 class Oracle(ScriptedProposer):

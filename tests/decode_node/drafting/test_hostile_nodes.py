@@ -6,6 +6,8 @@ import asyncio
 import itertools
 from dataclasses import replace
 
+import pytest
+
 from decode_node.drafting import book, link
 from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftStatus, SequenceProposals
 from outrider.speculation.draft_tree import DraftTree
@@ -144,3 +146,19 @@ async def test_a_node_that_sends_too_many_answers_at_once_loses_its_stream():
         open_sequence(client, 7)
         await until(lambda: not is_connected(client)())
         assert client.status().counters.num_stale_answers == 0
+
+
+async def test_a_node_that_reads_nothing_is_given_up_also_in_the_middle_of_a_message(monkeypatch):
+    """Its window is full, so that the write does not return: what is unanswered is looked at between writes only."""
+    monkeypatch.setattr(link, "UNANSWERED_SECONDS", 0.05)
+
+    class Full:
+        async def write(self, _message):
+            await asyncio.Event().wait()
+
+    async with client_of(1) as client:  # nobody is there
+        client._book.connected(client.links[0].node)
+        open_sequence(client, 7)
+        async with asyncio.timeout(GENEROUS_WAIT_SECONDS):
+            with pytest.raises(TimeoutError):
+                await client.links[0]._write(Full())
