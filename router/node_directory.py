@@ -111,6 +111,14 @@ class NodeDirectory:
         numbers = [model.num_speculative_tokens for model in _models((*decodes, *drafts))]
         return max(names, key=lambda name: ":" in name, default=""), next(iter(numbers), 0)
 
+    @property
+    def misses_decode_node(self) -> bool:
+        """Whether a decode target has not said yet what it is: it has no address, or what is there does not serve."""
+        nodes = self._nodes[NodeRole.DECODE]
+        return bool(nodes.unresolved) or any(
+            not (link.is_serving or link.refusal or link.is_alias) for link in nodes.peers
+        )
+
     def statuses(self) -> list[NodeStatus]:
         """Every node, by role and name; names are unique. A target without an address is one that is not there."""
         found: list[NodeStatus] = []
@@ -136,8 +144,7 @@ class NodeDirectory:
 
     def link_of(self, status: NodeStatus) -> NodeLink | None:
         """None: a target without an address."""
-        where = (status.role, status.target)
-        return next((link for link in self._links() if (link.role, link.address) == where), None)
+        return None if status.role is None else self._nodes[status.role].find(status.target)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """`listener` is called when nodes come and go, and when their standing changes. It must not block."""

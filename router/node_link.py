@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
@@ -28,6 +29,8 @@ POLL_SECONDS = 0.1
 IDENTIFY_SECONDS = 2.0
 MAX_CONDITION = 200
 """Characters of `NodeStatus.condition`."""
+MAX_REFUSALS = 16
+"""Kept of a node: requests of so many sizes."""
 NOTICE_SECONDS = 0.1
 """Between a call's end and the end of the reports, where a process has ended."""
 
@@ -282,7 +285,6 @@ class PrefillLink(NodeLink):
                 raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
             figures = work.result()
         except OutriderError as error:
-            self.breaker.fail()
             if error.reason == UNREACHABLE:  # the end of the process is noticed with it, or a little later
                 await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
             reason = UNREACHABLE if lost.done() else None
@@ -300,24 +302,43 @@ class PrefillLink(NodeLink):
                     await work
 
 
+class Size(NamedTuple):
+    """Of a request, as far as it decides how much room it needs on a decode node."""
+
+    num_tokens: int
+    num_samples: int
+
+
+NOTHING = Size(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A decode node had no room. It is not asked again with a whole prompt before a report shows what was missing.
+    """A decode node had no room for a request of this size. Of smaller ones that says nothing, but for `wait_seconds`.
 
-    After `NO_ROOM_RETRY_SECONDS` it is asked whatever the report shows.
+    The node is not asked again with a whole prompt that is no smaller before a report shows what was missing, as much
+    of this router's has ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
     """
 
     rejected: Rejected
     at: float  # monotonic seconds
+    size: Size = NOTHING
+    freed: Size = NOTHING  # `DecodeLink.freed` at that time
 
-    def has_waited(self, now: float) -> bool:
-        """As long as the node asked for."""
-        return now >= self.at + self.rejected.wait_seconds
-
-    def is_over(self, load: NodeLoad, now: float) -> bool:
-        has_blocks = load.kv_blocks_free >= self.rejected.kv_blocks_needed
-        has_room = has_blocks and load.num_sequences_free >= self.rejected.num_sequences_needed
-        return now >= self.at + NO_ROOM_RETRY_SECONDS or (self.has_waited(now) and has_room)
+    def keeps_out(self, size: Size, load: NodeLoad, freed: Size, now: float) -> bool:
+        """Whether the node is not to be asked now for room of this size."""
+        wanted = self.rejected
+        if now >= self.at + NO_ROOM_RETRY_SECONDS:
+            return False
+        if now < self.at + wanted.wait_seconds:
+            return True  # the node makes this router wait, whatever it asks for
+        num_sequences = min(size.num_samples, wanted.num_sequences_needed)
+        if max(load.num_sequences_free, freed.num_samples - self.freed.num_samples) < num_sequences:
+            return True
+        has_blocks = load.kv_blocks_free >= wanted.kv_blocks_needed
+        is_freed = freed.num_tokens - self.freed.num_tokens >= self.size.num_tokens
+        is_smaller = size.num_tokens < self.size.num_tokens or size.num_samples < self.size.num_samples
+        return not (is_smaller or has_blocks or is_freed)
 
 
 class DecodeLink(NodeLink):
@@ -325,7 +346,8 @@ class DecodeLink(NodeLink):
 
     session: DecodeSession | None = None
     num_placed = 0  # requests that this router placed there
-    no_room: Refusal | None = None
+    refusals: Sequence[Refusal] = ()  # that may still count, the latest last
+    freed = NOTHING  # by requests of this router that have ended there, all together
 
     @property
     def is_serving(self) -> bool:
@@ -346,9 +368,23 @@ class DecodeLink(NodeLink):
             self._owner.link_changed()  # nothing is placed there any more
             session.close(error)
 
-    def has_room(self, now: float) -> bool:
-        """False: it has refused a request, and its last report shows no more room."""
-        return self.no_room is None or self.report is None or self.no_room.is_over(self.report.load, now)
+    def has_room(self, size: Size, now: float) -> bool:
+        """False: it has refused a request that was no larger, and nothing shows that there is more room."""
+        if not self.refusals or self.report is None:
+            return True
+        load, freed = self.report.load, self.freed
+        return not any(refusal.keeps_out(size, load, freed, now) for refusal in self.refusals)
+
+    def add_refusal(self, rejected: Rejected, size: Size) -> None:
+        """It had no room for a request of this size."""
+        now = time.monotonic()
+        load = NodeLoad() if self.report is None else self.report.load
+        others = (
+            refusal
+            for refusal in self.refusals
+            if refusal.size != size and refusal.keeps_out(refusal.size, load, self.freed, now)
+        )
+        self.refusals = (*others, Refusal(rejected, now, size, self.freed))[-MAX_REFUSALS:]
 
     def open_session(self) -> DecodeSession:
         """The session in force. Raises: PeerLostError."""
