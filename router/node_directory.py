@@ -252,11 +252,9 @@ class NodeDirectory:
             await self._has_model.wait()
             self._check_vocabulary(info.name, info.model)
             return info.model.fingerprint
-        async with self._adopting:
-            if self.served is None:
-                self.served = await self._adopt(link, info.name, info.model)
-                self._has_model.set()
-        served = self.served
+        if self.served is None:
+            await self._adopt(link, info.name, info.model)
+        served = self.model()
         if info.model.fingerprint != served.info.fingerprint:
             raise MismatchError(
                 f"{info.name} serves {info.model.name} with fingerprint {info.model.fingerprint}, this router"
@@ -298,12 +296,25 @@ class NodeDirectory:
                 f" {served.info.vocabulary_fingerprint} (from {served.node})"
             )
 
-    async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> ServedModel:
-        files = await link.transport.tokenizer_files()
-        tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
-        _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
-        constraints = ConstraintChecker(files["tokenizer.json"], model)
-        return ServedModel(model, tokenizer, files, constraints, name)
+    async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> None:
+        """The model of the first node that has sent its tokenizer; one that stops half-way keeps no other from that."""
+        sent = asyncio.ensure_future(link.transport.tokenizer_files())
+        tasks = (sent, asyncio.ensure_future(self._has_model.wait()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            async with self._adopting:
+                if self.served is not None:
+                    return
+                files = sent.result()
+                tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
+                _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
+                constraints = ConstraintChecker(files["tokenizer.json"], model)
+                self.served = ServedModel(model, tokenizer, files, constraints, name)
+                self._has_model.set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:
