@@ -310,10 +310,7 @@ class Size(NamedTuple):
     num_samples: int
 
 
-NOTHING = Size(0, 0)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refusal:
     """A decode node had no room for a request of this size. Of smaller ones that says nothing, but for `wait_seconds`.
 
@@ -323,23 +320,21 @@ class Refusal:
 
     rejected: Rejected
     at: float  # monotonic seconds
-    size: Size = NOTHING
-    freed: Size = NOTHING  # `DecodeLink.freed` at that time
+    size: Size
+    num_freed: int = 0  # tokens of requests of this router that have ended there since
 
-    def keeps_out(self, size: Size, load: NodeLoad, freed: Size, now: float) -> bool:
+    def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
         """Whether the node is not to be asked now for room of this size."""
         wanted = self.rejected
         if now >= self.at + NO_ROOM_RETRY_SECONDS:
             return False
         if now < self.at + wanted.wait_seconds:
             return True  # the node makes this router wait, whatever it asks for
-        num_sequences = min(size.num_samples, wanted.num_sequences_needed)
-        if max(load.num_sequences_free, freed.num_samples - self.freed.num_samples) < num_sequences:
+        if load.num_sequences_free < min(size.num_samples, wanted.num_sequences_needed):
             return True
-        has_blocks = load.kv_blocks_free >= wanted.kv_blocks_needed
-        is_freed = freed.num_tokens - self.freed.num_tokens >= self.size.num_tokens
+        has_blocks = load.kv_blocks_free >= wanted.kv_blocks_needed or self.num_freed >= self.size.num_tokens
         is_smaller = size.num_tokens < self.size.num_tokens or size.num_samples < self.size.num_samples
-        return not (is_smaller or has_blocks or is_freed)
+        return not (is_smaller or has_blocks)
 
 
 class DecodeLink(NodeLink):
@@ -348,7 +343,6 @@ class DecodeLink(NodeLink):
     session: DecodeSession | None = None
     num_placed = 0  # requests that this router placed there
     refusals: Sequence[Refusal] = ()  # that may still count, the latest last
-    freed = NOTHING  # by requests of this router that have ended there, all together
 
     @property
     def is_serving(self) -> bool:
@@ -373,19 +367,15 @@ class DecodeLink(NodeLink):
         """False: it has refused a request that was no larger, and nothing shows that there is more room."""
         if not self.refusals or self.report is None:
             return True
-        load, freed = self.report.load, self.freed
-        return not any(refusal.keeps_out(size, load, freed, now) for refusal in self.refusals)
+        load = self.report.load
+        return not any(refusal.keeps_out(size, load, now) for refusal in self.refusals)
 
     def add_refusal(self, rejected: Rejected, size: Size) -> None:
         """It had no room for a request of this size."""
         now = time.monotonic()
         load = NodeLoad() if self.report is None else self.report.load
-        others = (
-            refusal
-            for refusal in self.refusals
-            if refusal.size != size and refusal.keeps_out(refusal.size, load, self.freed, now)
-        )
-        self.refusals = (*others, Refusal(rejected, now, size, self.freed))[-MAX_REFUSALS:]
+        others = [other for other in self.refusals if other.size != size and other.keeps_out(other.size, load, now)]
+        self.refusals = (*others, Refusal(rejected, now, size))[-MAX_REFUSALS:]
 
     def open_session(self) -> DecodeSession:
         """The session in force. Raises: PeerLostError."""

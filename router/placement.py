@@ -271,7 +271,8 @@ class Placement:
         if rejected is not None:
             decode.add_refusal(rejected, size)
         else:
-            decode.freed = Size(decode.freed.num_tokens + size.num_tokens, decode.freed.num_samples + size.num_samples)
+            for refusal in decode.refusals:
+                refusal.num_freed += size.num_tokens
         self.on_room()
 
     def _choose_decode(

@@ -22,8 +22,9 @@ LOOK_AGAIN_SECONDS = 0.25
 """How often the head of the queue is offered to placement when no report does it."""
 
 
-Turn = tuple[int, float, int]
+Turn = tuple[float, ...]
 """(minus the priority, the client's share at its arrival, its arrival): the smallest goes first."""
+_Entry = tuple[Turn, "QueuedRequest"]
 
 
 class QueuedRequest:
@@ -34,45 +35,17 @@ class QueuedRequest:
         self.priority = priority
         self.client = client
         self.cost = num_samples + len(demand.token_ids) / COST_TOKENS  # of its client's share
-        self.turn: Turn | None = None  # set when it first asks
+        self.turn: Turn = ()  # empty until it first asks
         self.was_accepted = False  # the bounds of the queue do not apply to it any more
         self.was_placed = False  # it has had a place once: no other request displaces it
         self.place: asyncio.Future[Place] | None = None  # set while it is in the queue, and until its task goes on
-        self.lane: _Lane | None = None  # set while it is in the queue
+        self.lane: list[_Entry] | None = None  # set while it is in the queue
         self.lacks_decode = self.lacks_prefill = False  # it has found no such node with room, and others would pass it
         self.num_counted_tokens: int | None = None  # while it counts against the queue's bounds
 
     @property
     def num_tokens(self) -> int:
         return len(self.demand.token_ids)
-
-
-class _Lane:
-    """Requests of one family and of about one size, in their order: no other one is tried before the first."""
-
-    def __init__(self, family: Family, size: tuple[int, ...]) -> None:
-        self.family = family
-        self.size = size
-        self.num_waiting = 0
-        self._heap: list[tuple[Turn, QueuedRequest]] = []  # may hold some that left
-
-    def add(self, waiting: QueuedRequest) -> None:
-        assert waiting.turn is not None, "it has asked"
-        waiting.lane = self
-        self.num_waiting += 1
-        heapq.heappush(self._heap, (waiting.turn, waiting))
-
-    def remove(self, waiting: QueuedRequest) -> None:
-        waiting.lane = None
-        self.num_waiting -= 1
-        if len(self._heap) > 2 * self.num_waiting + 16:  # many left from behind a first that stays
-            self._heap = [entry for entry in self._heap if entry[1].lane is self]
-            heapq.heapify(self._heap)
-
-    def first(self) -> tuple[Turn, QueuedRequest] | None:
-        while self._heap and self._heap[0][1].lane is not self:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
 
 
 class RequestQueue:
@@ -99,7 +72,9 @@ class RequestQueue:
         self._max_waiting_tokens = max_waiting_tokens
         self._no_node_timeout_seconds = no_node_timeout_seconds
         self._clock = clock
-        self._lanes: dict[tuple[Family, tuple[int, ...]], _Lane] = {}  # by family and about the size
+        # By family and, about, size: heaps, which may hold some that left. Nobody is tried before the first of a lane.
+        self._lanes: dict[tuple[Family, tuple[int, ...]], list[_Entry]] = {}
+        self._num_gone = 0  # that the lanes may hold
         self._stranded: dict[Family, float] = {}  # families that no serving node could take, and since when
         self._order = FairOrder()
         self._arrivals = itertools.count()
@@ -120,13 +95,14 @@ class RequestQueue:
         Raises: CapacityError when it would have to wait and the queue is full; PeerLostError when no node that could
         take it has served for too long. Cancelling leaves the queue.
         """
-        if waiting.turn is None:
+        if not waiting.turn:
             stamp = self._order.stamp(waiting.client, waiting.cost)
             waiting.turn = (-waiting.priority, stamp, next(self._arrivals))
         if not self._lanes and (place := self._placement.place(waiting.demand)) is not None:
             self._note_place(waiting)
             return place
-        waiting.place = future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        waiting.place = future
         self._join_lane(waiting)
         try:
             self.pump()
@@ -171,7 +147,7 @@ class RequestQueue:
             return
         placement = self._placement
         usable = self._tend_stranded()
-        heads = [head for lane in self._lanes.values() if lane.family in usable and (head := lane.first())]
+        heads = [lane[0] for (family, _), lane in self._lanes.items() if family in usable]
         heapq.heapify(heads)
         blocked: list[QueuedRequest] = []  # in this round
         reserved: frozenset[bytes] | None = frozenset()  # None: to be found out
@@ -193,8 +169,8 @@ class RequestQueue:
                 self._leave_lane(first)
                 self._note_place(first)
                 first.place.set_result(place)
-                if (head := lane.first()) is not None:
-                    heapq.heappush(heads, head)
+                if _drop_gone(lane):
+                    heapq.heappush(heads, lane[0])
                 continue
             if not blocked or first.priority < blocked[-1].priority:
                 reserved = None
@@ -219,29 +195,17 @@ class RequestQueue:
 
     def _tend_stranded(self) -> set[Family]:
         """The families that a serving node could take. Ends the wait of others when it has been long enough."""
-        now = self._clock()
-        lanes = {lane.family: lane for lane in self._lanes.values()}
-        usable = {
-            family
-            for family, lane in lanes.items()
-            if (head := lane.first()) and self._placement.is_usable(head[1].demand)
-        }
-        since = self._stranded
-        self._stranded = {family: since.get(family, now) for family in lanes.keys() - usable}
-        if any(now - at >= self._no_node_timeout_seconds for at in self._stranded.values()):
-            self._end_stranded(now)
+        now, since, timeout = self._clock(), self._stranded, self._no_node_timeout_seconds
+        self._lanes = {key: lane for key, lane in self._lanes.items() if _drop_gone(lane)}
+        demands = {family: lane[0][1].demand for (family, _), lane in self._lanes.items()}
+        usable = {family for family, demand in demands.items() if self._placement.is_usable(demand)}
+        self._stranded = {family: since.get(family, now) for family in demands.keys() - usable}
+        ended = {family for family, at in self._stranded.items() if now - at >= timeout}
+        if ended:
+            long = itertools.takewhile(lambda item: now - item[1] >= timeout, self._waiting_since.items())
+            for waiting in [waiting for waiting, _ in long if waiting.demand.family in ended]:
+                self.withdraw(waiting, PeerLostError("no decode node serves", reason="NO_NODE"))
         return usable
-
-    def _end_stranded(self, now: float) -> None:
-        due = []
-        for waiting, since in self._waiting_since.items():
-            if now - since < self._no_node_timeout_seconds:
-                break  # as the later ones
-            stranded_since = self._stranded.get(waiting.demand.family, now)
-            if waiting.lane is not None and now - stranded_since >= self._no_node_timeout_seconds:
-                due.append(waiting)
-        for waiting in due:
-            self.withdraw(waiting, PeerLostError("no decode node serves", reason="NO_NODE"))
 
     def withdraw(self, waiting: QueuedRequest, error: OutriderError) -> None:
         """Ends the wait of a request that is in the queue; others do not notice."""
@@ -254,7 +218,6 @@ class RequestQueue:
         self._mean_service_seconds += 0.1 * (seconds - self._mean_service_seconds)
 
     def _note_place(self, waiting: QueuedRequest) -> None:
-        assert waiting.turn is not None, "it has asked"
         waiting.was_placed = True
         self._order.serve(waiting.turn[1])
 
@@ -270,7 +233,7 @@ class RequestQueue:
         while (error := self._why_full(waiting, without=displaced)) is not None:
             if behind is None:
                 others = (other for other in self._waiting_since if other.lane is not None and not other.was_placed)
-                behind = sorted((other for other in others if _turn(other) > _turn(waiting)), key=_turn)
+                behind = sorted((o for o in others if o.turn > waiting.turn), key=lambda other: other.turn)
             if not behind:
                 raise error
             displaced[behind.pop()] = error
@@ -293,38 +256,37 @@ class RequestQueue:
             waiting.num_counted_tokens = None
 
     def _why_full(self, waiting: QueuedRequest, *, without: Collection[QueuedRequest]) -> CapacityError | None:
-        retry_after = min(max(self._mean_service_seconds, 0.1), _MAX_RETRY_SECONDS)
-        if self.num_waiting - len(without) + 1 > self._max_waiting:
-            return CapacityError(
-                f"{self.num_waiting} requests are waiting; at most {self._max_waiting} may",
-                retry_after_seconds=retry_after,
-                reason="QUEUE_FULL",
-            )
         num_tokens = self.num_waiting_tokens - sum(other.num_tokens for other in without)
-        if num_tokens + waiting.num_tokens > self._max_waiting_tokens:
-            return CapacityError(
+        if self.num_waiting - len(without) + 1 > self._max_waiting:
+            message = f"{self.num_waiting} requests are waiting; at most {self._max_waiting} may"
+        elif num_tokens + waiting.num_tokens > self._max_waiting_tokens:
+            message = (
                 f"{self.num_waiting_tokens} prompt tokens are waiting, {waiting.num_tokens} more would exceed"
-                f" {self._max_waiting_tokens}",
-                retry_after_seconds=retry_after,
-                reason="QUEUE_FULL",
+                f" {self._max_waiting_tokens}"
             )
-        return None
+        else:
+            return None
+        retry_after = min(max(self._mean_service_seconds, 0.1), _MAX_RETRY_SECONDS)
+        return CapacityError(message, retry_after_seconds=retry_after, reason="QUEUE_FULL")
 
     def _join_lane(self, waiting: QueuedRequest) -> None:
         demand = waiting.demand
         num_tokens, num_samples = demand.size
         size = () if demand.is_scored else (num_samples, round(SIZES_IN_DOUBLE * math.log2(max(num_tokens, 1))))
-        key = demand.family, size
-        if (lane := self._lanes.get(key)) is None:
-            lane = self._lanes[key] = _Lane(*key)
-        lane.add(waiting)
+        waiting.lane = self._lanes.setdefault((demand.family, size), [])
+        heapq.heappush(waiting.lane, (waiting.turn, waiting))
 
     def _leave_lane(self, waiting: QueuedRequest) -> None:
         """Idempotent."""
-        if (lane := waiting.lane) is not None:
-            lane.remove(waiting)
-            if not lane.num_waiting:
-                del self._lanes[lane.family, lane.size]
+        if waiting.lane is None:
+            return
+        waiting.lane = None
+        self._num_gone += 1
+        if self._num_gone > self.num_waiting + 16:  # many left from behind a first that stays
+            self._num_gone = 0
+            for lane in self._lanes.values():
+                lane[:] = [entry for entry in lane if entry[1].lane is lane]
+                heapq.heapify(lane)
 
     def _set_timer(self) -> None:
         """Looks again after a while even if nothing changes: nodes that were full, nodes that never come."""
@@ -338,9 +300,11 @@ class RequestQueue:
             self._set_timer()
 
 
-def _turn(waiting: QueuedRequest) -> Turn:
-    assert waiting.turn is not None, "it has asked"
-    return waiting.turn
+def _drop_gone(lane: list[_Entry]) -> bool:
+    """Those at the front that left. Returns whether anybody is there."""
+    while lane and lane[0][1].lane is not lane:
+        heapq.heappop(lane)
+    return bool(lane)
 
 
 def _needs_no_less(demand: Demand, other: Demand) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
-from router.node_link import NOTHING, DecodeLink, PrefillLink, Refusal, Size
+from router.node_link import DecodeLink, PrefillLink, Refusal, Size
 from router.placement import PREFIX_CHUNK_TOKENS, Demand, Placement, PrefixMap, prefix_hashes
 from router.request_queue import QueuedRequest, RequestQueue
 
@@ -122,13 +122,18 @@ SIZE = Size(160, 2)
 )
 def test_a_refusal_keeps_out_what_is_no_smaller_until_a_report_shows_what_was_missing(is_kept_out, size, load, after):
     refusal = Refusal(rejected(10, 2, wait_seconds=0.5), 100.0, SIZE)
-    assert refusal.keeps_out(size, load, NOTHING, 100.0 + after) is is_kept_out
+    assert refusal.keeps_out(size, load, 100.0 + after) is is_kept_out
 
 
 def test_room_that_has_become_free_by_our_own_requests_needs_no_report():
-    refusal = Refusal(rejected(10), 100.0, Size(160, 1), freed=Size(1000, 10))
-    for freed, is_kept_out in ((Size(1000, 10), True), (Size(1159, 11), True), (Size(1160, 11), False)):
-        assert refusal.keeps_out(Size(160, 1), NodeLoad(), freed, 100.0) is is_kept_out
+    nodes = Nodes(1)
+    (link,) = nodes.decode_nodes
+    places = [nodes.placement.place(Demand((1,) * num_tokens)) for num_tokens in (60, 100, 160)]
+    places.pop().release(rejected(200))
+    assert [nodes.placement.place(Demand((1,) * 160)) for _ in range(2)] == [None, None]
+    for place, is_kept_out in zip(places, (True, False), strict=True):
+        place.release()
+        assert link.has_room(Size(160, 1), time.monotonic()) is not is_kept_out
 
 
 def test_a_node_keeps_its_refusals_by_size():
