@@ -321,7 +321,8 @@ class Refusal:
     rejected: Rejected
     at: float  # monotonic seconds
     size: Size
-    num_freed: int = 0  # tokens of requests of this router that have ended there since
+    num_freed_tokens: int = 0  # of requests of this router that have ended there since
+    num_freed_samples: int = 0
 
     def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
         """Whether the node is not to be asked now for room of this size."""
@@ -330,9 +331,10 @@ class Refusal:
             return False
         if now < self.at + wanted.wait_seconds:
             return True  # the node makes this router wait, whatever it asks for
-        if load.num_sequences_free < min(size.num_samples, wanted.num_sequences_needed):
+        num_sequences = max(load.num_sequences_free, self.num_freed_samples)
+        if num_sequences < min(size.num_samples, wanted.num_sequences_needed):
             return True
-        has_blocks = load.kv_blocks_free >= wanted.kv_blocks_needed or self.num_freed >= self.size.num_tokens
+        has_blocks = load.kv_blocks_free >= wanted.kv_blocks_needed or self.num_freed_tokens >= self.size.num_tokens
         is_smaller = size.num_tokens < self.size.num_tokens or size.num_samples < self.size.num_samples
         return not (is_smaller or has_blocks)
 

@@ -24,6 +24,8 @@ NO_NODES: frozenset[bytes] = frozenset()
 
 OUTSTANDING_CHUNKS = 4
 """Of a prefill node's forward passes, that may be under way there."""
+HEDGED_SHARE = 0.1
+"""Of the requests that run, those that may be opened elsewhere because nodes are late."""
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 131_072
 """Chunks that are remembered, over all nodes: 4 million prompt tokens."""
@@ -112,9 +114,8 @@ class Place:
         self.decode = decode
         self.prefill = prefill
         self._placement = placement
+        self._demand = demand
         self._num_prefill_tokens = num_prefill_tokens
-        self._num_scored_tokens = demand.num_scored_tokens
-        self._size = demand.size
         self._holds_decode = True
 
     def kv_salt(self, cache_salt: bytes) -> bytes:
@@ -136,21 +137,21 @@ class Place:
         chosen = self._placement.choose_other_prefill(demand, self.prefill)
         if chosen is None:
             return False
+        self._demand = demand
         self.prefill, self._num_prefill_tokens = chosen
-        self._num_scored_tokens = demand.num_scored_tokens
         return True
 
     def release_prefill(self) -> None:
         """The prompt has been computed, or need not be."""
         num_tokens, self._num_prefill_tokens = self._num_prefill_tokens, 0
         if num_tokens and self.prefill is not None:
-            self._placement.release_prefill(self.prefill, num_tokens, self._num_scored_tokens)
+            self._placement.release_prefill(self.prefill, num_tokens, self._demand.num_scored_tokens)
 
     def release(self, rejected: Rejected | None = None) -> None:
         """`rejected`: the decode node had no room."""
         if self._holds_decode:
             self._holds_decode = False
-            self._placement.release_decode(self.decode, self._size, rejected)
+            self._placement.release_decode(self.decode, self._demand.size, rejected)
         self.release_prefill()
 
 
@@ -252,12 +253,26 @@ class Placement:
     def _has_prefill_node(self, demand: Demand) -> bool:
         return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
 
-    def has_timely_prefill_node(self, *, besides: PrefillLink) -> bool:
-        """Whether another prefill node of the same numerics serves whose progress is not overdue."""
-        return any(
-            link is not besides and not link.is_late and link.numerics == besides.numerics
-            for link in self._nodes.prefill_nodes
-        )
+    def may_hedge(self, late: NodeLink) -> bool:
+        """Whether one more request may be opened elsewhere because this node is late: a busy machine must not hedge
+        itself to death.
+
+        One may always be, more only as far as a tenth of all that run, and all of a node that is silent while every
+        other one is on time: then it is that node, and not the machine. `num_hedges` of a link counts them, until it
+        is on time again or lost. What moves because a node is lost or drains is not counted.
+        """
+        others = [link for link in self._nodes.late_nodes if link is not late]
+        if late.is_silent and not others:
+            return True
+        num_hedges = late.num_hedges + sum(link.num_hedges for link in others)
+        return num_hedges < max(1, int(self.num_placed * HEDGED_SHARE))
+
+    def replaces(self, late: PrefillLink) -> bool:
+        """Whether a late prefill node's work moves to another one of its numerics; it is counted."""
+        has_other = any(not link.is_late and link.numerics == late.numerics for link in self._nodes.prefill_nodes)
+        may_move = late.is_late and has_other and self.may_hedge(late)
+        late.num_hedges += may_move
+        return may_move
 
     def release_prefill(self, prefill: PrefillLink, num_tokens: int, num_scored_tokens: int) -> None:
         prefill.num_outstanding_tokens -= num_tokens
@@ -272,7 +287,8 @@ class Placement:
             decode.add_refusal(rejected, size)
         else:
             for refusal in decode.refusals:
-                refusal.num_freed += size.num_tokens
+                refusal.num_freed_tokens += size.num_tokens
+                refusal.num_freed_samples += size.num_samples
         self.on_room()
 
     def _choose_decode(

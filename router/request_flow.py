@@ -128,6 +128,7 @@ class RequestFlow:
         """The request goes back to its turn in the queue, unless no node can ever take it."""
         is_admitted = self._was_admitted or self._work.figures.timeline.admitted_at is not None
         self._waiting.was_accepted |= is_admitted
+        self._waiting.was_placed = is_admitted  # a place that came to nothing does not count
         match rejected.reason:
             case RejectReason.TOO_LARGE:
                 self._excluded |= {attempt.incarnation}
@@ -203,22 +204,20 @@ class RequestFlow:
 
     def _hedge(self, suspect: Attempt, demand: Demand) -> None:
         """Opens a second attempt now, or looks again soon; never by way of the queue."""
-        services = self._services
-        late = suspect.place.decode
-        place = None
-        if services.hedges.may_move(late):
-            place = services.placement.place(demand, must_be_timely=True)
+        placement, late = self._services.placement, suspect.place.decode
+        place = placement.place(demand, must_be_timely=True) if placement.may_hedge(late) else None
         if place is None:
             self._look_again_soon()
             return
-        services.hedges.add_move(late)
-        services.metrics.add_hedge()
+        late.num_hedges += 1
+        self._services.metrics.add_hedge()
         self._open(place)
         self._attempts[-1].hedged = late
 
     def _forget_hedge(self, attempt: Attempt) -> None:
+        """It came to nothing: another one may be opened."""
         if attempt.hedged is not None and not attempt.has_tokens:
-            self._services.hedges.take_back(attempt.hedged)
+            attempt.hedged.num_hedges = max(attempt.hedged.num_hedges - 1, 0)
 
     def _look_again_soon(self) -> None:
         if self._retry is None:

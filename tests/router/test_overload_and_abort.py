@@ -87,6 +87,19 @@ async def test_clients_that_name_themselves_share_a_full_queue(full):
     await full.is_empty()
 
 
+async def test_a_request_that_a_full_node_sent_back_gives_way_to_a_higher_one(full):
+    await full.serve(max_waiting=1)
+    running = await start_long(full)
+    low = full.stub.Complete(full.request(max_tokens=2, priority=-1), timeout=PATIENCE_SECONDS)
+    await wait_for_queue(full, 1)
+    assert len(full.decode.opened) == 2, "it was offered to the node"
+    high = asyncio.ensure_future(full.generate(max_tokens=2, priority=1))
+    assert (await refused(low)).reason == "QUEUE_FULL"
+    running.cancel()
+    await high
+    await full.is_empty()
+
+
 async def test_watches_are_bounded_and_a_place_is_free_again(cluster, monkeypatch):
     monkeypatch.setattr("router.servicer.MAX_WATCHES", 1)
     await cluster.serve()
@@ -128,61 +141,6 @@ async def test_a_prompt_that_fits_no_decode_node_is_invalid(cluster):
     await cluster.is_empty()
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-async def test_what_fits_a_decode_node_that_is_away_is_not_called_too_large(node_pair, is_begun):
-    large, small = node_pair.decodes
-    small.num_blocks = 8
-    node_pair.pace(0.05)
-    await node_pair.serve()
-    prompt = {"text": "x" * 300, "max_tokens": 20}
-    answer = asyncio.ensure_future(node_pair.generate(**prompt)) if is_begun else None
-    if answer is not None:
-        await node_pair.until_streaming(1)
-    await large.stop()
-    await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 1)
-    failure = await node_pair.fail(**prompt)
-    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_NODE")
-    assert failure.retry_seconds > 0
-    await large.start()
-    if answer is not None:
-        assert len((await asyncio.wait_for(answer, PATIENCE_SECONDS)).token_ids()) == 20
-    await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 2)
-    assert (await node_pair.generate(**prompt)).token_ids()
-    large.num_blocks = 8
-    failure = await node_pair.fail(**prompt)
-    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_LARGE")
-
-
-@pytest.mark.parametrize("has_left", [False, True])
-async def test_small_prompts_do_not_wait_for_a_large_one_that_no_node_has_room_for(node_pair, monkeypatch, has_left):
-    monkeypatch.setattr("router.node_link.NO_ROOM_RETRY_SECONDS", 10 * PATIENCE_SECONDS)
-    for node in node_pair.decodes:
-        node.num_blocks = 30
-    node_pair.pace(0.05)
-    await node_pair.serve()
-    running = [node_pair.stub.Generate(node_pair.request(text=text * 200, max_tokens=300)) for text in "ab"]
-    for call in running:
-        await call.read()
-    large = node_pair.stub.Generate(node_pair.request(text="L" * 400, max_tokens=2))
-    started = asyncio.ensure_future(large.read())
-    await wait_for_queue(node_pair, 1)
-    num_opened = node_pair.num_opened
-    if has_left:
-        large.cancel()
-        await wait_for_queue(node_pair, 0)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await asyncio.gather(*(node_pair.generate(text="short", max_tokens=2) for _ in range(6)))
-    assert node_pair.num_opened == num_opened + 6, "the large one is sent to no node meanwhile"
-    if not has_left:
-        assert not started.done()
-        running[0].cancel()
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await started
-            await read_on(large)
-    for call in running:
-        call.cancel()
-
-
 @pytest.mark.parametrize("says", [True, False], ids=["four of its chunks", "by default"])
 async def test_a_prefill_node_is_given_no_more_than_its_share(cluster, says):
     cluster.prefill.prefill_seconds = 0.02
@@ -194,25 +152,6 @@ async def test_a_prefill_node_is_given_no_more_than_its_share(cluster, says):
     big = await cluster.generate(text="y" * 200, max_tokens=2)
     assert big.token_ids(), "a prompt beyond the share goes alone"
     await cluster.is_empty()
-
-
-async def test_prompts_that_an_idle_node_can_take_pass_one_that_waits_for_a_full_node(node_pair):
-    large, small = node_pair.decodes
-    small.num_blocks = 8
-    large.max_running = 1
-    node_pair.pace(0.05)
-    await node_pair.serve()
-    long_prompt = "a prompt that is too large for the small node " * 8
-    running = node_pair.stub.Generate(node_pair.request(text=long_prompt, max_tokens=140))
-    await running.read()
-    waiting = asyncio.ensure_future(node_pair.generate(text=long_prompt, max_tokens=2))
-    await wait_for_queue(node_pair, 1)
-    for _ in range(3):
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await node_pair.generate(text="short", max_tokens=2)
-    assert not waiting.done()
-    running.cancel()
-    await waiting
 
 
 # ---------------------------------------------------------------- three times the load
