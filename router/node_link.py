@@ -310,6 +310,9 @@ class Size(NamedTuple):
     num_samples: int
 
 
+SMALLEST = Size(0, 0)
+
+
 @dataclass(slots=True)
 class Refusal:
     """A decode node had no room for a request of this size. Of smaller ones that says nothing, but for `wait_seconds`.
@@ -320,7 +323,7 @@ class Refusal:
 
     rejected: Rejected
     at: float  # monotonic seconds
-    size: Size
+    size: Size = SMALLEST
     num_freed_tokens: int = 0  # of requests of this router that have ended there since
     num_freed_samples: int = 0
 
