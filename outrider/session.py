@@ -104,8 +104,8 @@ NO_ROOM_RETRY_SECONDS = 5.0
 class Rejected:
     """Answers an Open; nothing is kept.
 
-    A router does not poll a node that has NO_ROOM with whole prompts. It opens the group there
-    again when `wait_seconds` have passed and a later report of the node shows room:
+    A router does not poll a node that has NO_ROOM with whole prompts. It opens this group, or one
+    that is no smaller, there again when `wait_seconds` have passed and a later report of the node shows room:
 
         load.kv_blocks_free >= kv_blocks_needed and load.num_sequences_free >= num_sequences_needed
 

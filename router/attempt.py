@@ -233,7 +233,7 @@ class Attempt:
             _log.exception("an attempt failed", node=self.place.decode.name, error=str(error))
             self.outcome = Lost(self._lost(f"the attempt failed: {error}"), "internal")
         if isinstance(self.outcome, Lost) and self.outcome.is_counted:
-            self.place.decode.breaker.fail()
+            self._work.blame(self.place.decode, self.outcome.cause)
         self._leave()
         if self._prefill is not None and not isinstance(self.outcome, Completed):  # else its figures may still come
             self._prefill.cancel()
@@ -308,6 +308,7 @@ class Attempt:
         losses.add_transfer(incarnation)
         if error.reason == UNREACHABLE:
             losses.add_node(incarnation)
+        self._work.blame(link, error.reason)
         if losses.final_error(error) is not None or self._figures.kv_ready is not None:  # then logprobs are lost
             raise OutcomeError(Lost(error, "prefill_lost", is_counted=False))
         self._work.note_move(link, "prefill_lost", error)
@@ -337,7 +338,7 @@ class Attempt:
                         prefill.result()
                         # The push was committed: the decode node's word follows.
                         deadline = asyncio.get_running_loop().time() + timeout_seconds
-                    case _Signal.STANDING if self._work.services.may_replace(link):
+                    case _Signal.STANDING if self._work.services.placement.replaces(link):
                         return PeerLostError(f"prefill node {link.name} is late", node=link.name)
                     case None:
                         message = f"the prompt's KV or its logprobs did not arrive from {link.name}"

@@ -16,7 +16,8 @@ class Breaker:
 
     A failure opens it for a cooldown that doubles with each further one. Failures during a cooldown count once,
     since a broken session ends many attempts. After the cooldown one request at a time is a trial: its success
-    closes the breaker, its failure opens it again.
+    closes the breaker, its failure opens it again. The first trial may come before that (`may_be_tried`), where
+    other nodes have no room.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,21 +26,34 @@ class Breaker:
         self._failed_at = 0.0
         self._open_until: float | None = None  # None: closed
         self._is_on_trial = False
+        self._was_tried = False  # since it opened
+        self._causes: set[object] = set()  # of the failures since the last success, two at most
 
     @property
     def is_open(self) -> bool:
         return self._open_until is not None and self._clock() < self._open_until
 
+    @property
+    def may_be_tried(self) -> bool:
+        """Whether one request may go there though it is open."""
+        return not (self.is_open and self._was_tried)
+
     def begin(self) -> None:
         """A request goes to the node."""
-        if self._open_until is not None and not self.is_open:
-            self._is_on_trial = True
-            self._open_until = self._clock() + self._cooldown_seconds  # should the trial have no result
+        if self._open_until is not None and self.may_be_tried:
+            self._is_on_trial = self._was_tried = True
+            # Should the trial have no result, another follows.
+            self._open_until = max(self._open_until, self._clock() + self._cooldown_seconds)
 
     def succeed(self) -> None:
         self._open_until = None
+        self._is_on_trial = self._was_tried = False
+        self._causes.clear()
 
-    def fail(self) -> None:
+    def fail(self, cause: object = None) -> None:
+        """`cause`: the request, where it may have caused the failure itself; None: it was the node."""
+        if len(self._causes) < 2:
+            self._causes.add(cause)
         now = self._clock()
         if self.is_open and not self._is_on_trial:
             return
@@ -49,3 +63,10 @@ class Breaker:
         self._failed_at = now
         self._open_until = now + self._cooldown_seconds
         self._is_on_trial = False
+
+    def forgive(self, cause: object) -> None:
+        """The request fails on other nodes, too. Closes the breaker, if nothing else has failed here."""
+        if self._open_until is not None and self._causes == {cause}:
+            self._open_until = None
+            self._is_on_trial = self._was_tried = False
+            self._cooldown_seconds /= 2

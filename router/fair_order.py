@@ -32,9 +32,7 @@ class FairOrder:
 
     def serve(self, stamp: float) -> None:
         """A request has got its turn: time goes on to its start."""
-        if stamp > self._now:
-            self._now = stamp
-            self._ends = {client: end for client, end in self._ends.items() if end > stamp}
+        self._now = max(self._now, stamp)
 
     def refund(self, client: str, cost: float) -> None:
         """A request has left without its turn."""

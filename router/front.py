@@ -21,8 +21,8 @@ from router.live_request import LiveRequest
 from router.node_directory import NodeDirectory, ServedModel
 from router.registry import RequestRegistry
 from router.request_figures import NOTHING_GENERATED, Trailers
-from router.services import Services
 from router.validation import check_request_id
+from router.work import Services
 
 
 class Call(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.errors import LOSES_NODES, PeerLostError
 from router.answer import Answer
+from router.breaker import Breaker
 
 MAX_LOSSES = 3
 """Nodes that may lose a request without a new token, over all attempts and both roles. Then it fails."""
@@ -20,6 +21,8 @@ class Losses:
         self._num_losses = 0
         self._num_transfers = 0  # that failed
         self.avoided: set[bytes] = set()  # incarnations of the nodes, for good
+        self._blamed: set[Breaker] = set()  # of nodes that have failed this request alone, as far as is known
+        self._cause = object()  # this request, as breakers know it
 
     def add_node(self, incarnation: bytes) -> None:
         """A node ended, or gave the request up."""
@@ -32,6 +35,18 @@ class Losses:
         self._forget_earlier()
         self._num_transfers += 1
         self.avoided.add(incarnation)
+
+    def blame(self, breaker: Breaker) -> None:
+        """The node failed this request, and may be well: one that fails on two nodes is the cause itself."""
+        self._forget_earlier()
+        self._blamed.add(breaker)
+        breaker.fail(self._cause)
+        if len(self._blamed) > 1:
+            self._acquit()
+
+    def _acquit(self) -> None:
+        for breaker in self._blamed:
+            breaker.forgive(self._cause)
 
     @property
     def may_transfer(self) -> bool:
@@ -46,6 +61,7 @@ class Losses:
         """What the request ends with after too many losses; None: it goes on."""
         if self._num_losses < MAX_LOSSES:
             return None
+        self._acquit()
         message = f"{self._num_losses} nodes were lost without a new token; the last: {last.message}"
         return PeerLostError(message, node=last.node, reason=LOSES_NODES)
 
@@ -53,3 +69,4 @@ class Losses:
         num_tokens = self._answer.num_generated_tokens
         if num_tokens > self._num_tokens:
             self._num_tokens, self._num_losses, self._num_transfers = num_tokens, 0, 0
+            self._blamed.clear()

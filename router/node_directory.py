@@ -111,6 +111,14 @@ class NodeDirectory:
         numbers = [model.num_speculative_tokens for model in _models((*decodes, *drafts))]
         return max(names, key=lambda name: ":" in name, default=""), next(iter(numbers), 0)
 
+    @property
+    def misses_decode_node(self) -> bool:
+        """Whether a decode target has not said yet what it is: it has no address, or what is there does not serve."""
+        nodes = self._nodes[NodeRole.DECODE]
+        return bool(nodes.unresolved) or any(
+            not (link.is_serving or link.refusal or link.is_alias) for link in nodes.peers
+        )
+
     def statuses(self) -> list[NodeStatus]:
         """Every node, by role and name; names are unique. A target without an address is one that is not there."""
         found: list[NodeStatus] = []
@@ -136,8 +144,7 @@ class NodeDirectory:
 
     def link_of(self, status: NodeStatus) -> NodeLink | None:
         """None: a target without an address."""
-        where = (status.role, status.target)
-        return next((link for link in self._links() if (link.role, link.address) == where), None)
+        return None if status.role is None else self._nodes[status.role].find(status.target)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """`listener` is called when nodes come and go, and when their standing changes. It must not block."""
@@ -245,11 +252,9 @@ class NodeDirectory:
             await self._has_model.wait()
             self._check_vocabulary(info.name, info.model)
             return info.model.fingerprint
-        async with self._adopting:
-            if self.served is None:
-                self.served = await self._adopt(link, info.name, info.model)
-                self._has_model.set()
-        served = self.served
+        if self.served is None:
+            await self._adopt(link, info.name, info.model)
+        served = self.model()
         if info.model.fingerprint != served.info.fingerprint:
             raise MismatchError(
                 f"{info.name} serves {info.model.name} with fingerprint {info.model.fingerprint}, this router"
@@ -291,12 +296,25 @@ class NodeDirectory:
                 f" {served.info.vocabulary_fingerprint} (from {served.node})"
             )
 
-    async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> ServedModel:
-        files = await link.transport.tokenizer_files()
-        tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
-        _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
-        constraints = ConstraintChecker(files["tokenizer.json"], model)
-        return ServedModel(model, tokenizer, files, constraints, name)
+    async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> None:
+        """The model of the first node that has sent its tokenizer; one that stops half-way keeps no other from that."""
+        sent = asyncio.ensure_future(link.transport.tokenizer_files())
+        tasks = (sent, asyncio.ensure_future(self._has_model.wait()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            async with self._adopting:
+                if self.served is not None:
+                    return
+                files = sent.result()
+                tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
+                _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
+                constraints = ConstraintChecker(files["tokenizer.json"], model)
+                self.served = ServedModel(model, tokenizer, files, constraints, name)
+                self._has_model.set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
@@ -21,13 +22,15 @@ from router.breaker import Breaker
 from router.sessions import DecodeSession
 from router.transport import NodeTransport, RouterIdentity
 
-LEAST_BACKOFF_SECONDS = 0.1
+MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
-POLL_SECONDS = 0.1
-"""How often a node that still loads is asked again."""
+POLL_GROWTH = 1.1
+"""What still loads, and another address of a known node, is asked again after a tenth of the time so far."""
 IDENTIFY_SECONDS = 2.0
 MAX_CONDITION = 200
 """Characters of `NodeStatus.condition`."""
+MAX_REFUSALS = 16
+"""Kept of a node: requests of so many sizes."""
 NOTICE_SECONDS = 0.1
 """Between a call's end and the end of the reports, where a process has ended."""
 
@@ -150,20 +153,21 @@ class NodeLink:
 
     async def run(self) -> None:
         """Keeps the link up. Ends only by cancellation."""
-        backoff = LEAST_BACKOFF_SECONDS
+        pause = growth = 0.0
         try:
             while True:
                 try:
                     info = await self.transport.identify(timeout_seconds=IDENTIFY_SECONDS)
-                    if await self._identify(info):
-                        backoff = LEAST_BACKOFF_SECONDS
+                    is_usable = await self._identify(info)
+                    if is_usable or growth != POLL_GROWTH:
+                        pause, growth = MIN_BACKOFF_SECONDS, POLL_GROWTH
+                    if is_usable:
                         await self._follow(info)
                 except OutriderError as error:
                     self._take_failure(error)
-                    await asyncio.sleep(backoff)
-                    backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
-                else:
-                    await asyncio.sleep(POLL_SECONDS)
+                    pause, growth = pause or MIN_BACKOFF_SECONDS, 2.0
+                await asyncio.sleep(pause)
+                pause = min(pause * growth, MAX_BACKOFF_SECONDS)
         finally:
             await self.transport.close()
 
@@ -282,7 +286,6 @@ class PrefillLink(NodeLink):
                 raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
             figures = work.result()
         except OutriderError as error:
-            self.breaker.fail()
             if error.reason == UNREACHABLE:  # the end of the process is noticed with it, or a little later
                 await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
             reason = UNREACHABLE if lost.done() else None
@@ -300,24 +303,43 @@ class PrefillLink(NodeLink):
                     await work
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A decode node had no room. It is not asked again with a whole prompt before a report shows what was missing.
+class Size(NamedTuple):
+    """Of a request, as far as it decides how much room it needs on a decode node."""
 
-    After `NO_ROOM_RETRY_SECONDS` it is asked whatever the report shows.
+    num_tokens: int
+    num_samples: int
+
+
+SMALLEST = Size(0, 0)
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A decode node had no room for a request of this size. Of smaller ones that says nothing, but for `wait_seconds`.
+
+    The node is not asked again with a whole prompt that is no smaller before a report shows what was missing, as much
+    of this router's has ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
     """
 
     rejected: Rejected
     at: float  # monotonic seconds
+    size: Size = SMALLEST
+    num_freed_tokens: int = 0  # of requests of this router that have ended there since
+    num_freed_samples: int = 0
 
-    def has_waited(self, now: float) -> bool:
-        """As long as the node asked for."""
-        return now >= self.at + self.rejected.wait_seconds
-
-    def is_over(self, load: NodeLoad, now: float) -> bool:
-        has_blocks = load.kv_blocks_free >= self.rejected.kv_blocks_needed
-        has_room = has_blocks and load.num_sequences_free >= self.rejected.num_sequences_needed
-        return now >= self.at + NO_ROOM_RETRY_SECONDS or (self.has_waited(now) and has_room)
+    def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
+        """Whether the node is not to be asked now for room of this size."""
+        wanted = self.rejected
+        if now >= self.at + NO_ROOM_RETRY_SECONDS:
+            return False
+        if now < self.at + wanted.wait_seconds:
+            return True  # the node makes this router wait, whatever it asks for
+        num_sequences = max(load.num_sequences_free, self.num_freed_samples)
+        if num_sequences < min(size.num_samples, wanted.num_sequences_needed):
+            return True
+        has_blocks = load.kv_blocks_free >= wanted.kv_blocks_needed or self.num_freed_tokens >= self.size.num_tokens
+        is_smaller = size.num_tokens < self.size.num_tokens or size.num_samples < self.size.num_samples
+        return not (is_smaller or has_blocks)
 
 
 class DecodeLink(NodeLink):
@@ -325,7 +347,7 @@ class DecodeLink(NodeLink):
 
     session: DecodeSession | None = None
     num_placed = 0  # requests that this router placed there
-    no_room: Refusal | None = None
+    refusals: Sequence[Refusal] = ()  # that may still count, the latest last
 
     @property
     def is_serving(self) -> bool:
@@ -346,9 +368,19 @@ class DecodeLink(NodeLink):
             self._owner.link_changed()  # nothing is placed there any more
             session.close(error)
 
-    def has_room(self, now: float) -> bool:
-        """False: it has refused a request, and its last report shows no more room."""
-        return self.no_room is None or self.report is None or self.no_room.is_over(self.report.load, now)
+    def has_room(self, size: Size, now: float) -> bool:
+        """False: it has refused a request that was no larger, and nothing shows that there is more room."""
+        if not self.refusals or self.report is None:
+            return True
+        load = self.report.load
+        return not any(refusal.keeps_out(size, load, now) for refusal in self.refusals)
+
+    def add_refusal(self, rejected: Rejected, size: Size) -> None:
+        """It had no room for a request of this size."""
+        now = time.monotonic()
+        load = NodeLoad() if self.report is None else self.report.load
+        others = [other for other in self.refusals if other.size != size and other.keeps_out(other.size, load, now)]
+        self.refusals = (*others, Refusal(rejected, now, size))[-MAX_REFUSALS:]
 
     def open_session(self) -> DecodeSession:
         """The session in force. Raises: PeerLostError."""

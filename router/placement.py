@@ -16,12 +16,16 @@ import xxhash
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.session import Rejected
 from router.node_directory import NodeDirectory
-from router.node_link import DecodeLink, NodeLink, PrefillLink, Refusal
+from router.node_link import DecodeLink, NodeLink, PrefillLink, Size
 
 Link = TypeVar("Link", bound=NodeLink)
+Family = tuple[bool, str, frozenset[bytes], frozenset[bytes]]
+NO_NODES: frozenset[bytes] = frozenset()
 
 OUTSTANDING_CHUNKS = 4
 """Of a prefill node's forward passes, that may be under way there."""
+HEDGED_SHARE = 0.1
+"""Of the requests that run, those that may be opened elsewhere because nodes are late."""
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 131_072
 """Chunks that are remembered, over all nodes: 4 million prompt tokens."""
@@ -73,6 +77,16 @@ class Demand:
     avoided: frozenset[bytes] = frozenset()  # incarnations that lost this request: used only if no other node serves
     numerics: str = ""  # decode and prefill node compute by these; empty: by any
     is_scored: bool = False  # logprobs of the prompt are wanted: few of its tokens are computed at a time
+    num_samples: int = 1
+
+    @property
+    def size(self) -> Size:
+        return Size(len(self.token_ids), self.num_samples)
+
+    @property
+    def family(self) -> Family:
+        """Among demands of one family those that are no smaller need no less of any node."""
+        return self.is_scored, self.numerics, self.excluded, self.avoided
 
     @property
     def num_scored_tokens(self) -> int:
@@ -100,8 +114,8 @@ class Place:
         self.decode = decode
         self.prefill = prefill
         self._placement = placement
+        self._demand = demand
         self._num_prefill_tokens = num_prefill_tokens
-        self._num_scored_tokens = demand.num_scored_tokens
         self._holds_decode = True
 
     def kv_salt(self, cache_salt: bytes) -> bytes:
@@ -120,25 +134,24 @@ class Place:
         self.release_prefill()
         if self.prefill is None:
             return False
-        self.prefill.breaker.fail()
         chosen = self._placement.choose_other_prefill(demand, self.prefill)
         if chosen is None:
             return False
+        self._demand = demand
         self.prefill, self._num_prefill_tokens = chosen
-        self._num_scored_tokens = demand.num_scored_tokens
         return True
 
     def release_prefill(self) -> None:
         """The prompt has been computed, or need not be."""
         num_tokens, self._num_prefill_tokens = self._num_prefill_tokens, 0
         if num_tokens and self.prefill is not None:
-            self._placement.release_prefill(self.prefill, num_tokens, self._num_scored_tokens)
+            self._placement.release_prefill(self.prefill, num_tokens, self._demand.num_scored_tokens)
 
     def release(self, rejected: Rejected | None = None) -> None:
         """`rejected`: the decode node had no room."""
         if self._holds_decode:
             self._holds_decode = False
-            self._placement.release_decode(self.decode, rejected)
+            self._placement.release_decode(self.decode, self._demand.size, rejected)
         self.release_prefill()
 
 
@@ -158,12 +171,12 @@ class Placement:
         self.on_room: Callable[[], None] = lambda: None  # called when a place may have become free
 
     def place(
-        self, demand: Demand, *, reserved: frozenset[bytes] = frozenset(), must_be_timely: bool = False
+        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_timely: bool = False
     ) -> Place | None:
         """A place now, or None.
 
-        `reserved`: decode nodes that other requests wait for. `must_be_timely`: not on a decode node whose progress
-        is overdue.
+        `reserved`: incarnations of nodes that are kept for other requests. `must_be_timely`: not on a decode node
+        whose progress is overdue.
         """
         decode = self._choose_decode(demand, reserved=reserved, must_be_timely=must_be_timely)
         if decode is None:
@@ -171,7 +184,7 @@ class Placement:
         prefill: PrefillLink | None = None
         num_uncached = 0
         if self._has_prefill_node(demand):
-            chosen = self._choose_prefill(demand)
+            chosen = self._choose_prefill(demand, reserved=reserved)
             if chosen is None:
                 return None
             prefill, num_uncached = chosen
@@ -183,7 +196,7 @@ class Placement:
 
     def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
         """(node, uncached tokens there), counted as under way; the one that failed only where it serves again."""
-        chosen = self._choose_prefill(demand, avoided=failed)
+        chosen = self._choose_prefill(demand, failed=failed)
         if chosen is not None:
             self._take_prefill(demand, *chosen)
         return chosen
@@ -204,33 +217,62 @@ class Placement:
         return any(not link.is_late and _suits(link, demand) for link in self._nodes.decode_nodes)
 
     @property
-    def num_decode_nodes(self) -> int:
-        """Those that serve."""
-        return len(self._nodes.decode_nodes)
+    def may_know_more(self) -> bool:
+        """Whether a decode node that does not serve now may take what those that serve cannot."""
+        return self._nodes.misses_decode_node
+
+    def is_usable(self, demand: Demand) -> bool:
+        """Whether a decode node serves that could take it once it has room."""
+        return any(_suits(link, demand) for link in self._nodes.decode_nodes)
 
     def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
         """Decode nodes that serve and could take it once they have room; where others serve, none that lost it."""
-        usable = frozenset(link.incarnation for link in self._nodes.decode_nodes if _suits(link, demand))
-        return usable - demand.avoided or usable
+        return frozenset(link.incarnation for link in self._usable_decode(demand))
 
     def has_prefill_room(self, demand: Demand) -> bool:
         """Whether its prompt can be computed now: by a prefill node, or by the decode node where none serves."""
         return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
 
+    def nodes_to_keep(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
+        """One decode node, one prefill node: those that will probably have room for it first.
+
+        Nothing of ours comes to a node that is kept, so that it stays the one with most room until it has enough.
+        """
+        kept: list[NodeLink] = []
+        if decode and (decodes := self._usable_decode(demand)):
+            kept.append(max(decodes, key=_room_on))
+        if prefill and (prefills := self._usable_prefill(demand)):
+            kept.append(min(prefills, key=lambda link: (link.is_late, link.num_outstanding_tokens, link.name)))
+        return frozenset(link.incarnation for link in kept)
+
     def is_behind_scored(self, demand: Demand) -> bool:
         """Whether it waits only for prompts that are scored on prefill nodes: others need not wait with it."""
-        links = self._prefill_candidates(demand)
+        links = self._usable_prefill(demand)
         return bool(links) and not any(_may_score(link, demand) for link in links)
 
     def _has_prefill_node(self, demand: Demand) -> bool:
         return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
 
-    def has_timely_prefill_node(self, *, besides: PrefillLink) -> bool:
-        """Whether another prefill node of the same numerics serves whose progress is not overdue."""
-        return any(
-            link is not besides and not link.is_late and link.numerics == besides.numerics
-            for link in self._nodes.prefill_nodes
-        )
+    def may_hedge(self, late: NodeLink) -> bool:
+        """Whether one more request may be opened elsewhere because this node is late: a busy machine must not hedge
+        itself to death.
+
+        One may always be, more only as far as a tenth of all that run, and all of a node that is silent while every
+        other one is on time: then it is that node, and not the machine. `num_hedges` of a link counts them, until it
+        is on time again or lost. What moves because a node is lost or drains is not counted.
+        """
+        others = [link for link in self._nodes.late_nodes if link is not late]
+        if late.is_silent and not others:
+            return True
+        num_hedges = late.num_hedges + sum(link.num_hedges for link in others)
+        return num_hedges < max(1, int(self.num_placed * HEDGED_SHARE))
+
+    def replaces(self, late: PrefillLink) -> bool:
+        """Whether a late prefill node's work moves to another one of its numerics; it is counted."""
+        has_other = any(not link.is_late and link.numerics == late.numerics for link in self._nodes.prefill_nodes)
+        may_move = late.is_late and has_other and self.may_hedge(late)
+        late.num_hedges += may_move
+        return may_move
 
     def release_prefill(self, prefill: PrefillLink, num_tokens: int, num_scored_tokens: int) -> None:
         prefill.num_outstanding_tokens -= num_tokens
@@ -238,25 +280,31 @@ class Placement:
         assert prefill.num_outstanding_tokens >= 0, "more prefill tokens released than placed"
         self.on_room()
 
-    def release_decode(self, decode: DecodeLink, rejected: Rejected | None) -> None:
+    def release_decode(self, decode: DecodeLink, size: Size, rejected: Rejected | None) -> None:
         decode.num_placed -= 1
         self.num_placed -= 1
-        now = time.monotonic()
         if rejected is not None:
-            decode.no_room = Refusal(rejected, now)
-        elif decode.no_room is not None and decode.no_room.has_waited(now):
-            decode.no_room = None  # what has just ended there was ours
+            decode.add_refusal(rejected, size)
+        else:
+            for refusal in decode.refusals:
+                refusal.num_freed_tokens += size.num_tokens
+                refusal.num_freed_samples += size.num_samples
         self.on_room()
 
-    def _choose_decode(self, demand: Demand, *, reserved: frozenset[bytes], must_be_timely: bool) -> DecodeLink | None:
-        now = time.monotonic()
-        suitable = [
-            link for link in self._nodes.decode_nodes if _suits(link, demand) and not (must_be_timely and link.is_late)
-        ]
-        candidates = [
-            link for link in _healthiest(suitable, demand) if link.incarnation not in reserved and link.has_room(now)
-        ]
+    def _choose_decode(
+        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_timely: bool = False
+    ) -> DecodeLink | None:
+        now, size = time.monotonic(), demand.size
+        usable = [link for link in self._usable_decode(demand) if not (must_be_timely and link.is_late)]
+        free = [link for link in usable if link.incarnation not in reserved and link.has_room(size, now)]
+        candidates = _healthiest(free, usable)
         return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
+
+    def _usable_decode(self, demand: Demand) -> list[DecodeLink]:
+        return _unless_avoided([link for link in self._nodes.decode_nodes if _suits(link, demand)], demand)
+
+    def _usable_prefill(self, demand: Demand) -> list[PrefillLink]:
+        return _unless_avoided([link for link in self._nodes.prefill_nodes if _computes_as(link, demand)], demand)
 
     def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[bool, float, float, float, int, str]:
         report = link.report
@@ -268,39 +316,40 @@ class Placement:
         cost = num_running - PREFIX_WORTH_SEQUENCES * share_held
         return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.chosen_at, link.name
 
-    def _prefill_candidates(self, demand: Demand) -> list[PrefillLink]:
-        return _healthiest([link for link in self._nodes.prefill_nodes if _computes_as(link, demand)], demand)
-
     def _limit_of(self, link: PrefillLink) -> int:
         """Uncached prompt tokens under way there: a few chunks keep the node busy, more would only wait."""
         rows = link.report.load.max_rows_per_step if link.report is not None else 0
         return OUTSTANDING_CHUNKS * rows or self._limit
 
-    def _choose_prefill(self, demand: Demand, *, avoided: PrefillLink | None = None) -> tuple[PrefillLink, int] | None:
+    def _choose_prefill(
+        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, failed: PrefillLink | None = None
+    ) -> tuple[PrefillLink, int] | None:
         """(node, uncached tokens there) with the least work ahead, this prompt included; None without room.
 
-        `avoided` has failed, and comes last; it does not come at all while it is late or lost, nor do nodes that
-        compute differently: the hashes of the reservation's KV say by what it was made. Room is then not asked
+        `failed` comes last; it does not come at all while it is late or lost, nor do nodes that compute
+        differently: the hashes of the reservation's KV say by what it was made. Room is then not asked
         for: the blocks of this prompt are reserved already.
         """
-        best: tuple[tuple[bool, bool, int, int, str], PrefillLink, int] | None = None
-        for link in self._prefill_candidates(demand):
-            if link is avoided and link.is_late:
-                continue
-            if avoided is not None and link.numerics != avoided.numerics:
-                continue
+        usable = self._usable_prefill(demand)
+        if failed is not None:
+            usable = [
+                link for link in usable if link.numerics == failed.numerics and not (link is failed and link.is_late)
+            ]
+        costs: dict[PrefillLink, tuple[bool, bool, int, int, str]] = {}
+        num_uncached: dict[PrefillLink, int] = {}
+        for link in usable:
             held = self._prefixes.num_held_tokens(demand.prefix_hashes, link.incarnation)
-            num_uncached = MAX_SCORED_ROWS if demand.is_scored else max(len(demand.token_ids) - 1 - held, 1)
+            num_new = MAX_SCORED_ROWS if demand.is_scored else max(len(demand.token_ids) - 1 - held, 1)
             reported = link.report.load.num_outstanding_tokens if link.report is not None else 0
             own = link.num_outstanding_tokens
             outstanding = max(own, reported)
-            is_beyond = own and outstanding + num_uncached > self._limit_of(link)
-            if avoided is None and (is_beyond or not _may_score(link, demand)):
+            is_beyond = own and outstanding + num_new > self._limit_of(link)
+            if failed is None and (is_beyond or not _may_score(link, demand) or link.incarnation in reserved):
                 continue  # a prompt beyond the limit goes to a node that has nothing else of ours
-            cost = (link is avoided, link.is_late, outstanding + num_uncached, link.chosen_at, link.name)
-            if best is None or cost < best[0]:
-                best = (cost, link, num_uncached)
-        return None if best is None else (best[1], best[2])
+            num_uncached[link] = num_new
+            costs[link] = (link is failed, link.is_late, outstanding + num_new, link.chosen_at, link.name)
+        best = min(_healthiest(list(costs), usable), key=costs.__getitem__, default=None)
+        return None if best is None else (best, num_uncached[best])
 
 
 def _computes_as(link: NodeLink, demand: Demand) -> bool:
@@ -317,8 +366,26 @@ def _suits(link: DecodeLink, demand: Demand) -> bool:
     return link.incarnation not in demand.excluded and _computes_as(link, demand)
 
 
-def _healthiest(links: Sequence[Link], demand: Demand) -> list[Link]:
-    """Those that have not failed lately, nor failed this request; where there are none, the others."""
-    faults = [(link.incarnation in demand.avoided, link.breaker.is_open) for link in links]
-    least = min(faults, default=None)
-    return [link for link, fault in zip(links, faults, strict=True) if fault == least]
+def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:
+    """Those that did not lose this request; where there are none, all."""
+    if not demand.avoided:
+        return links
+    return [link for link in links if link.incarnation not in demand.avoided] or links
+
+
+def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
+    """Of those with room, the ones that have not failed lately.
+
+    Where these are full, the others, for one request at a time; where all that are usable have failed, all of them.
+    """
+    healthy = [link for link in free if not link.breaker.is_open]
+    if healthy or all(link.breaker.is_open for link in usable):
+        return healthy or free
+    return [link for link in free if link.breaker.may_be_tried]
+
+
+def _room_on(link: DecodeLink) -> tuple[bool, bool, int, int, str]:
+    """More is more."""
+    assert link.report is not None, "a serving node has reported"
+    load = link.report.load
+    return not link.is_late, not link.breaker.is_open, load.kv_blocks_free, load.num_sequences_free, link.name

@@ -29,12 +29,11 @@ from router.node_directory import NodeDirectory
 from router.request_figures import RequestFigures
 from router.request_flow import RequestFlow
 from router.request_parsing import complete_proto, read_request, resume_window_seconds
-from router.services import Services
 from router.store.base import StoredAnswer, StoredRequest
 from router.timeline import SpanKind
 from router.trace_spans import request_attributes
 from router.validation import check_request
-from router.work import Work
+from router.work import Services, Work
 
 
 class RequestRegistry:

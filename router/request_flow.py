@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 
-from outrider.errors import InternalError, InvalidRequestError, OutriderError
+from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
 from outrider.faults import fault_point
 from outrider.session import Rejected, RejectReason
 from outrider.v1 import router_pb2
@@ -46,7 +46,7 @@ class RequestFlow:
         self._waiting = QueuedRequest(
             self._demand(), priority=options.priority, client=client, num_samples=options.sampling.n
         )
-        self._waiting.was_accepted = self._waiting.was_placed = was_admitted
+        self._waiting.was_accepted = self._waiting.was_placed = self._was_admitted = was_admitted
         self._seeking: asyncio.Task[Place] | None = None  # a place, in the queue
         self._attempts: list[Attempt] = []  # oldest first; two while work moves
         self._last: Attempt | None = None  # of those that have completed: its figures may still come
@@ -126,12 +126,19 @@ class RequestFlow:
 
     def _take_refusal(self, attempt: Attempt, rejected: Rejected) -> None:
         """The request goes back to its turn in the queue, unless no node can ever take it."""
-        self._waiting.was_accepted |= self._work.figures.timeline.admitted_at is not None  # then it is not refused now
+        is_admitted = self._was_admitted or self._work.figures.timeline.admitted_at is not None
+        self._waiting.was_accepted |= is_admitted
+        self._waiting.was_placed = is_admitted  # a place that came to nothing does not count
         match rejected.reason:
             case RejectReason.TOO_LARGE:
                 self._excluded |= {attempt.incarnation}
-                if not self._attempts and not self._services.placement.usable_nodes(self._demand()):
-                    raise InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")
+                placement = self._services.placement
+                if not self._attempts and not placement.usable_nodes(self._demand()):
+                    if not placement.may_know_more:
+                        raise InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")
+                    if not is_admitted:  # what was admitted waits for a node that is as large as its first one
+                        message = f"too large for the decode nodes that serve now: {rejected.message}"
+                        raise PeerLostError(message, reason="NO_NODE")
             case RejectReason.INVALID:
                 name = attempt.place.decode.name
                 raise InternalError(f"decode node {name} calls the request invalid: {rejected.message}")
@@ -152,7 +159,7 @@ class RequestFlow:
         if self._seeking is not None:
             if not self._seeking.done():
                 if not self._attempts and self._waiting.demand.numerics:  # nothing runs beside it any more
-                    self._waiting.demand = self._demand()
+                    self._services.queue.change_demand(self._waiting, self._demand())
                 return
             task, self._seeking = self._seeking, None
             if task.exception() is None:
@@ -197,22 +204,20 @@ class RequestFlow:
 
     def _hedge(self, suspect: Attempt, demand: Demand) -> None:
         """Opens a second attempt now, or looks again soon; never by way of the queue."""
-        services = self._services
-        late = suspect.place.decode
-        place = None
-        if services.hedges.may_move(late):
-            place = services.placement.place(demand, must_be_timely=True)
+        placement, late = self._services.placement, suspect.place.decode
+        place = placement.place(demand, must_be_timely=True) if placement.may_hedge(late) else None
         if place is None:
             self._look_again_soon()
             return
-        services.hedges.add_move(late)
-        services.metrics.add_hedge()
+        late.num_hedges += 1
+        self._services.metrics.add_hedge()
         self._open(place)
         self._attempts[-1].hedged = late
 
     def _forget_hedge(self, attempt: Attempt) -> None:
+        """It came to nothing: another one may be opened."""
         if attempt.hedged is not None and not attempt.has_tokens:
-            self._services.hedges.take_back(attempt.hedged)
+            attempt.hedged.num_hedges = max(attempt.hedged.num_hedges - 1, 0)
 
     def _look_again_soon(self) -> None:
         if self._retry is None:
@@ -241,6 +246,7 @@ class RequestFlow:
             avoided=frozenset(self._work.losses.avoided),
             numerics="" if besides is None else besides.numerics,
             is_scored=self._answer.needs_prompt_logprobs,
+            num_samples=max(len(samples), 1),
         )
 
     # ------------------------------------------------------------ the end

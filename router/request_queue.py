@@ -5,39 +5,43 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from outrider.errors import CapacityError, OutriderError, PeerLostError
 from router.fair_order import FairOrder
-from router.placement import Demand, Place, Placement
+from router.placement import Demand, Family, Place, Placement
 
 _MAX_RETRY_SECONDS = 30.0
 COST_TOKENS = 1024
 """So many prompt tokens count as one more sequence that runs, in a client's share."""
+SIZES_IN_DOUBLE = 8
+"""Lanes between a size and its double."""
 LOOK_AGAIN_SECONDS = 0.25
 """How often the head of the queue is offered to placement when no report does it."""
+
+
+Turn = tuple[float, ...]
+"""(minus the priority, the client's share at its arrival, its arrival): the smallest goes first."""
+_Entry = tuple[Turn, "QueuedRequest"]
 
 
 class QueuedRequest:
     """One request's turn in the queue. It keeps it when a decode node sends it back, and when a node is lost."""
 
     def __init__(self, demand: Demand, *, priority: int, client: str = "", num_samples: int = 1) -> None:
-        self.demand = demand
+        self.demand = demand  # while it is in the queue, `RequestQueue.change_demand` changes it
         self.priority = priority
         self.client = client
         self.cost = num_samples + len(demand.token_ids) / COST_TOKENS  # of its client's share
-        self.turn: tuple[int, float, int] | None = None  # the smallest goes first; set when it first asks
+        self.turn: Turn = ()  # empty until it first asks
         self.was_accepted = False  # the bounds of the queue do not apply to it any more
         self.was_placed = False  # it has had a place once: no other request displaces it
-        self.place: asyncio.Future[Place] | None = None  # set while it is in the queue
+        self.place: asyncio.Future[Place] | None = None  # set while it is in the queue, and until its task goes on
+        self.lane: list[_Entry] | None = None  # set while it is in the queue
+        self.lacks_decode = self.lacks_prefill = False  # it has found no such node with room, and others would pass it
         self.num_counted_tokens: int | None = None  # while it counts against the queue's bounds
-        self.stranded_since: float | None = None  # no serving node could take it since then
-
-    @property
-    def is_in_queue(self) -> bool:
-        return self.place is not None and not self.place.done()
 
     @property
     def num_tokens(self) -> int:
@@ -45,10 +49,10 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Hands places to requests in order. A request passes others only to nodes that none of those can use.
+    """Hands places to requests in order; smaller ones pass others that wait for more room than there is.
 
     Among equal priorities clients take turns, by what their requests cost (`FairOrder`). When the
-    queue is full, a client that has less in it than another displaces that one's last request.
+    queue is full, the last in this order gives way, be it the one that comes.
 
     Owned by the event loop. `pump` gives out what has become free; whoever changes the
     room calls it.
@@ -68,7 +72,10 @@ class RequestQueue:
         self._max_waiting_tokens = max_waiting_tokens
         self._no_node_timeout_seconds = no_node_timeout_seconds
         self._clock = clock
-        self._heap: list[tuple[tuple[int, float, int], QueuedRequest]] = []  # by turn; may hold some that left
+        # By family and, about, size: heaps, which may hold some that left. Nobody is tried before the first of a lane.
+        self._lanes: dict[tuple[Family, tuple[int, ...]], list[_Entry]] = {}
+        self._num_gone = 0  # that the lanes may hold
+        self._stranded: dict[Family, float] = {}  # families that no serving node could take, and since when
         self._order = FairOrder()
         self._arrivals = itertools.count()
         self.num_waiting = 0
@@ -85,31 +92,26 @@ class RequestQueue:
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
         """The request's place, now or when its turn comes.
 
-        Raises: CapacityError at once when the queue is full; PeerLostError when no node
-        has served for too long. Cancelling leaves the queue.
+        Raises: CapacityError when it would have to wait and the queue is full; PeerLostError when no node that could
+        take it has served for too long. Cancelling leaves the queue.
         """
-        if waiting.turn is None:
+        if not waiting.turn:
             stamp = self._order.stamp(waiting.client, waiting.cost)
             waiting.turn = (-waiting.priority, stamp, next(self._arrivals))
-        if not self._is_behind_others(waiting):
-            place = self._placement.place(waiting.demand)
-            if place is not None:
-                self._note_place(waiting)
-                return place
-        if not waiting.was_accepted:
-            try:
-                self._make_room(waiting)
-            except CapacityError:
-                self._refund(waiting)
-                raise
-            waiting.was_accepted = True
+        if not self._lanes and (place := self._placement.place(waiting.demand)) is not None:
+            self._note_place(waiting)
+            return place
         future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         waiting.place = future
-        heapq.heappush(self._heap, (waiting.turn, waiting))
-        self._count_in(waiting)
-        self._set_timer()
-        self.pump()  # it may pass those before it
+        self._join_lane(waiting)
         try:
+            self.pump()
+            if not future.done():
+                if not waiting.was_accepted:
+                    self._make_room(waiting)
+                    waiting.was_accepted = True
+                self._count_in(waiting)
+                self._set_timer()
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -117,58 +119,98 @@ class RequestQueue:
             else:
                 self._refund(waiting)
             raise
-        except OutriderError:  # it gave way to another client, or no node serves
+        except OutriderError:  # the queue is full, or no node serves
             self._refund(waiting)
             raise
         finally:
+            self._leave_lane(waiting)
             waiting.place = None
             self._count_out(waiting)
-            self._drop_gone()
+
+    def change_demand(self, waiting: QueuedRequest, demand: Demand) -> None:
+        """It keeps its turn."""
+        is_in_queue = waiting.lane is not None
+        self._leave_lane(waiting)
+        waiting.demand = demand
+        if is_in_queue:
+            self._join_lane(waiting)
 
     def pump(self) -> None:
         """Gives places to the first in line, as long as there are any.
 
-        The decode nodes that a request waits for are reserved for it: later ones get places on the others. Where
-        room on prefill nodes is short nobody passes, since a large prompt would never get any; but prompts that are
-        to be scored wait for each other in their order, and others pass them. A request that no serving node could
-        take holds up nobody; it waits at most `no_node_timeout_seconds` for one that can.
+        For the first of a priority that finds no room, the node is kept that will have it first: the others of this
+        priority may have what they need on the other nodes. Those of lower priority have nothing of what it waits for.
+        Prompts that are to be scored wait for each other in their order, and others pass them. Requests that no serving
+        node could take hold up nobody; they wait at most `no_node_timeout_seconds` for one that can.
         """
+        if not self._lanes:
+            return
         placement = self._placement
-        skipped = []
-        reserved: frozenset[bytes] = frozenset()
-        is_scoring = False  # and a prompt waits for that; others that are to be scored do not pass it
-        while (first := self._first()) is not None and (not reserved or len(reserved) < placement.num_decode_nodes):
-            if first.demand.is_scored and (is_scoring or placement.is_behind_scored(first.demand)):
-                is_scoring = True
-                skipped.append(heapq.heappop(self._heap))
+        usable = self._tend_stranded()
+        heads = [lane[0] for (family, _), lane in self._lanes.items() if family in usable]
+        heapq.heapify(heads)
+        blocked: list[QueuedRequest] = []  # in this round
+        reserved: frozenset[bytes] | None = frozenset()  # None: to be found out
+        while heads:
+            first = heapq.heappop(heads)[1]
+            demand, lane = first.demand, first.lane
+            if any(_needs_no_less(demand, other.demand) for other in blocked):
                 continue
-            usable = placement.usable_nodes(first.demand)
-            first.stranded_since = None if usable else self._strand(first)
-            place = None if usable <= reserved else placement.place(first.demand, reserved=reserved)
-            if place is None and usable and not placement.has_prefill_room(first.demand):
-                break
-            entry = heapq.heappop(self._heap)
-            if place is None:
-                reserved |= usable
-                skipped.append(entry)
+            if demand.is_scored and placement.is_behind_scored(demand):
                 continue
-            assert first.place is not None, "a request in the queue has a future"
-            self._note_place(first)
-            first.place.set_result(place)
-        for entry in skipped:
-            heapq.heappush(self._heap, entry)
+            if blocked and (reserved is None or first.priority < blocked[-1].priority):
+                reserved = self._reserve(blocked, first.priority)
+                if reserved is None:
+                    break
+            place = placement.place(demand, reserved=reserved or frozenset())
+            if place is not None:
+                assert first.place is not None, "a request in the queue has a future"
+                assert lane is not None, "a request in the queue has a lane"
+                self._leave_lane(first)
+                self._note_place(first)
+                first.place.set_result(place)
+                if _drop_gone(lane):
+                    heapq.heappush(heads, lane[0])
+                continue
+            if not blocked or first.priority < blocked[-1].priority:
+                reserved = None
+            blocked.append(first)
 
-    def _strand(self, waiting: QueuedRequest) -> float:
-        """Since when no serving node could take it. Ends its wait after `no_node_timeout_seconds`."""
-        now = self._clock()
-        since = now if waiting.stranded_since is None else waiting.stranded_since
-        if now - since >= self._no_node_timeout_seconds:
-            self.withdraw(waiting, PeerLostError("no decode node serves", reason="NO_NODE"))
-        return since
+    def _reserve(self, blocked: Sequence[QueuedRequest], priority: int) -> frozenset[bytes] | None:
+        """The nodes that are not for those that come after the blocked ones; None: nothing is."""
+        placement = self._placement
+        reserved: frozenset[bytes] = frozenset()
+        for other in blocked:
+            has_prefill_room = placement.has_prefill_room(other.demand)
+            if other.priority == priority:
+                other.lacks_prefill |= not has_prefill_room
+                other.lacks_decode |= has_prefill_room
+                return reserved | placement.nodes_to_keep(
+                    other.demand, decode=other.lacks_decode, prefill=other.lacks_prefill
+                )
+            if not has_prefill_room:
+                return None
+            reserved |= placement.usable_nodes(other.demand)
+        return reserved
+
+    def _tend_stranded(self) -> set[Family]:
+        """The families that a serving node could take. Ends the wait of others when it has been long enough."""
+        now, since, timeout = self._clock(), self._stranded, self._no_node_timeout_seconds
+        self._lanes = {key: lane for key, lane in self._lanes.items() if _drop_gone(lane)}
+        demands = {family: lane[0][1].demand for (family, _), lane in self._lanes.items()}
+        usable = {family for family, demand in demands.items() if self._placement.is_usable(demand)}
+        self._stranded = {family: since.get(family, now) for family in demands.keys() - usable}
+        ended = {family for family, at in self._stranded.items() if now - at >= timeout}
+        if ended:
+            long = itertools.takewhile(lambda item: now - item[1] >= timeout, self._waiting_since.items())
+            for waiting in [waiting for waiting, _ in long if waiting.demand.family in ended]:
+                self.withdraw(waiting, PeerLostError("no decode node serves", reason="NO_NODE"))
+        return usable
 
     def withdraw(self, waiting: QueuedRequest, error: OutriderError) -> None:
         """Ends the wait of a request that is in the queue; others do not notice."""
         if waiting.place is not None and not waiting.place.done():
+            self._leave_lane(waiting)
             waiting.place.set_exception(error)
 
     def observe_service(self, seconds: float) -> None:
@@ -176,7 +218,6 @@ class RequestQueue:
         self._mean_service_seconds += 0.1 * (seconds - self._mean_service_seconds)
 
     def _note_place(self, waiting: QueuedRequest) -> None:
-        assert waiting.turn is not None, "it has asked"
         waiting.was_placed = True
         self._order.serve(waiting.turn[1])
 
@@ -186,13 +227,16 @@ class RequestQueue:
             self._order.refund(waiting.client, waiting.cost)
 
     def _make_room(self, waiting: QueuedRequest) -> None:
-        """In the queue, where others give way if need be, and if it helps. Raises: CapacityError."""
+        """In the queue, where those behind it give way if need be, and if it helps. Raises: CapacityError."""
         displaced: dict[QueuedRequest, CapacityError] = {}
+        behind: list[QueuedRequest] | None = None  # the last in line last
         while (error := self._why_full(waiting, without=displaced)) is not None:
-            last = self._last_of_busiest(besides=waiting.client, without=displaced)
-            if last is None:
+            if behind is None:
+                others = (other for other in self._waiting_since if other.lane is not None and not other.was_placed)
+                behind = sorted((o for o in others if o.turn > waiting.turn), key=lambda other: other.turn)
+            if not behind:
                 raise error
-            displaced[last] = error
+            displaced[behind.pop()] = error
         for other, error in displaced.items():
             self.withdraw(other, error)
             self._count_out(other)
@@ -212,52 +256,37 @@ class RequestQueue:
             waiting.num_counted_tokens = None
 
     def _why_full(self, waiting: QueuedRequest, *, without: Collection[QueuedRequest]) -> CapacityError | None:
-        retry_after = min(max(self._mean_service_seconds, 0.1), _MAX_RETRY_SECONDS)
-        if self.num_waiting - len(without) + 1 > self._max_waiting:
-            return CapacityError(
-                f"{self.num_waiting} requests are waiting; at most {self._max_waiting} may",
-                retry_after_seconds=retry_after,
-                reason="QUEUE_FULL",
-            )
         num_tokens = self.num_waiting_tokens - sum(other.num_tokens for other in without)
-        if num_tokens + waiting.num_tokens > self._max_waiting_tokens:
-            return CapacityError(
+        if self.num_waiting - len(without) + 1 > self._max_waiting:
+            message = f"{self.num_waiting} requests are waiting; at most {self._max_waiting} may"
+        elif num_tokens + waiting.num_tokens > self._max_waiting_tokens:
+            message = (
                 f"{self.num_waiting_tokens} prompt tokens are waiting, {waiting.num_tokens} more would exceed"
-                f" {self._max_waiting_tokens}",
-                retry_after_seconds=retry_after,
-                reason="QUEUE_FULL",
+                f" {self._max_waiting_tokens}"
             )
-        return None
-
-    def _last_of_busiest(self, *, besides: str, without: Collection[QueuedRequest]) -> QueuedRequest | None:
-        """Of the client with the most in the queue, if that is at least two more than `besides` has."""
-        in_queue = [waiting for _, waiting in self._heap if waiting.is_in_queue and waiting not in without]
-        counts = Counter(waiting.client for waiting in in_queue)
-        client, most = max(counts.items(), key=lambda item: item[1], default=(besides, 0))
-        if client == besides or most < counts[besides] + 2:
+        else:
             return None
-        mine = [waiting for waiting in in_queue if waiting.client == client and not waiting.was_placed]
-        return max(mine, key=lambda waiting: waiting.turn or (), default=None)
+        retry_after = min(max(self._mean_service_seconds, 0.1), _MAX_RETRY_SECONDS)
+        return CapacityError(message, retry_after_seconds=retry_after, reason="QUEUE_FULL")
 
-    def _is_behind_others(self, waiting: QueuedRequest) -> bool:
-        first = self._first()
-        if first is None:
-            return False
-        assert waiting.turn is not None, "it has asked"
-        assert first.turn is not None, "it is in the queue"
-        return first.turn < waiting.turn
+    def _join_lane(self, waiting: QueuedRequest) -> None:
+        demand = waiting.demand
+        num_tokens, num_samples = demand.size
+        size = () if demand.is_scored else (num_samples, round(SIZES_IN_DOUBLE * math.log2(max(num_tokens, 1))))
+        waiting.lane = self._lanes.setdefault((demand.family, size), [])
+        heapq.heappush(waiting.lane, (waiting.turn, waiting))
 
-    def _first(self) -> QueuedRequest | None:
-        self._drop_gone()
-        return self._heap[0][1] if self._heap else None
-
-    def _drop_gone(self) -> None:
-        """Those that left: cancelled, or their deadline has passed."""
-        while self._heap and not self._heap[0][1].is_in_queue:
-            heapq.heappop(self._heap)
-        if len(self._heap) > 2 * self.num_waiting + 16:  # many left from behind a first that stays
-            self._heap = [entry for entry in self._heap if entry[1].is_in_queue]
-            heapq.heapify(self._heap)
+    def _leave_lane(self, waiting: QueuedRequest) -> None:
+        """Idempotent."""
+        if waiting.lane is None:
+            return
+        waiting.lane = None
+        self._num_gone += 1
+        if self._num_gone > self.num_waiting + 16:  # many left from behind a first that stays
+            self._num_gone = 0
+            for lane in self._lanes.values():
+                lane[:] = [entry for entry in lane if entry[1].lane is lane]
+                heapq.heapify(lane)
 
     def _set_timer(self) -> None:
         """Looks again after a while even if nothing changes: nodes that were full, nodes that never come."""
@@ -269,3 +298,17 @@ class RequestQueue:
         self.pump()
         if self.num_waiting:
             self._set_timer()
+
+
+def _drop_gone(lane: list[_Entry]) -> bool:
+    """Those at the front that left. Returns whether anybody is there."""
+    while lane and lane[0][1].lane is not lane:
+        heapq.heappop(lane)
+    return bool(lane)
+
+
+def _needs_no_less(demand: Demand, other: Demand) -> bool:
+    """Whether a node without room for `other` has none for this one."""
+    size, least = demand.size, other.size
+    is_no_smaller = size.num_tokens >= least.num_tokens and size.num_samples >= least.num_samples
+    return is_no_smaller and demand.family == other.family

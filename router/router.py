@@ -26,19 +26,18 @@ from router.answer_keeper import AnswerKeeper
 from router.clients import Clients
 from router.config import RouterConfig
 from router.front import Front
-from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
 from router.pages import RouterPages
 from router.placement import Placement
 from router.receipts.keeper import ReceiptKeeper, make_sink
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
-from router.services import Services
 from router.store.address import MEMORY, store_address
 from router.store.base import AnswerStore
 from router.timeline import Timeline, Timelines
 from router.trace_spans import spans_of
 from router.transport import RouterIdentity
+from router.work import Services
 
 if TYPE_CHECKING:
     from router.vllm_engine.servicer import VllmEngineServicer
@@ -135,7 +134,6 @@ class Router:
             config=config,
             queue=queue,
             placement=placement,
-            hedges=HedgeBudget(self.nodes, lambda: placement.num_placed),
             answers=AnswerBudget(config.journal_bytes),
             metrics=metrics,
             timelines=self._timelines,

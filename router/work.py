@@ -1,18 +1,27 @@
-"""What all attempts at one request share, and how an attempt can end."""
+"""What all requests share, what all attempts at one request share, and how an attempt can end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError, PeerLostError
+from outrider.rpc.status import UNREACHABLE
+from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import Rejected, RejectReason
 from router.answer import Answer
-from router.answer_budget import AnswerAccount
+from router.answer_budget import AnswerAccount, AnswerBudget
+from router.config import RouterConfig
 from router.losses import Losses
 from router.node_directory import ServedModel
 from router.node_link import NodeLink
+from router.placement import Placement
+from router.receipts.keeper import ReceiptKeeper
 from router.request_figures import RequestFigures
-from router.services import Services
+from router.request_queue import RequestQueue
+from router.timeline import Timelines
+
+NODE_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch", "protocol", UNREACHABLE})
+"""Of losses for which a node is to blame; others the request may have caused itself, and the node goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,20 @@ class OutcomeError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What every request of a router uses. Made once a node serves, by `router.router.Router`."""
+
+    config: RouterConfig
+    queue: RequestQueue
+    placement: Placement
+    answers: AnswerBudget
+    metrics: RouterMetrics
+    timelines: Timelines
+    router_address: str
+    receipts: ReceiptKeeper | None  # None: `router.receipts` is empty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What all attempts at one request share."""
 
@@ -81,6 +104,13 @@ class Work:
     losses: Losses
     served: ServedModel
     services: Services
+
+    def blame(self, link: NodeLink, cause: str) -> None:
+        """The node lost this request: others are kept away from it, unless the request is seen to be the cause."""
+        if cause in NODE_CAUSES:
+            link.breaker.fail()
+        else:
+            self.losses.blame(link.breaker)
 
     def note_move(self, link: NodeLink, cause: str, error: PeerLostError | None = None) -> None:
         num_tokens = self.answer.num_generated_tokens

@@ -61,6 +61,9 @@ class PeerSet(Generic[AnyPeer]):
     def peers(self) -> list[AnyPeer]:
         return list(self._peers.values())
 
+    def find(self, address: str) -> AnyPeer | None:
+        return self._peers.get(address)
+
     @property
     def unresolved(self) -> dict[str, str]:
         """Targets without any address so far, and why."""

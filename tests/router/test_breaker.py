@@ -75,6 +75,54 @@ def test_a_node_that_was_well_for_long_begins_anew(breaker, clock):
     assert cooldown_of(breaker, clock) == pytest.approx(FIRST_COOLDOWN_SECONDS, abs=0.2)
 
 
+def test_a_trial_may_come_during_the_cooldown_once(breaker, clock):
+    assert breaker.may_be_tried
+    breaker.fail()
+    assert breaker.is_open
+    assert breaker.may_be_tried
+    breaker.begin()
+    assert not breaker.may_be_tried
+    breaker.fail()
+    clock.advance(FIRST_COOLDOWN_SECONDS + 0.1)
+    assert breaker.is_open, "the trial counts"
+    assert not breaker.may_be_tried
+    cooldown_of(breaker, clock)
+    assert breaker.may_be_tried
+
+
+@pytest.mark.parametrize("others", [[], [None], ["another request"]])
+def test_a_request_that_failed_by_its_own_fault_is_forgiven_and_nothing_else(breaker, clock, others):
+    for _ in range(3):
+        breaker.fail("a request")
+    for other in others:
+        breaker.fail(other)
+    breaker.forgive("a third one")
+    assert breaker.is_open
+    breaker.forgive("a request")
+    assert breaker.is_open is bool(others)
+    breaker.succeed()
+    breaker.fail(None)
+    assert cooldown_of(breaker, clock) == pytest.approx(FIRST_COOLDOWN_SECONDS * (2 if others else 1), abs=0.2)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_request_that_fails_wherever_it_goes_opens_no_breaker(node_pair, role):
+    await node_pair.serve()
+    nodes = node_pair.prefills if role == "prefill" else node_pair.decodes
+    links = [node_pair.link_of(node) for node in nodes]
+    for node in nodes:
+        node.fails_with, node.gives_up_opens = grpc.StatusCode.INTERNAL, True
+    if role == "prefill":  # then the decode node computes the prompt
+        assert (await node_pair.generate(max_tokens=2)).token_ids()
+    else:
+        assert (await node_pair.fail(max_tokens=2)).reason == "REQUEST_LOSES_NODES"
+    assert not any(link.breaker.is_open for link in links)
+    nodes[0].fails_with, nodes[0].gives_up_opens = None, False
+    assert (await node_pair.generate(max_tokens=2)).token_ids()
+    assert not links[0].breaker.is_open
+    await node_pair.eventually(lambda: not node_pair.services.placement.num_placed)
+
+
 async def test_a_sick_decode_node_draws_no_requests_from_a_healthy_one(node_pair):
     await node_pair.serve()
     sick, healthy = node_pair.decodes

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from router.hedge_budget import HedgeBudget
+from router.placement import Placement
 
 
 class Link:
@@ -25,15 +25,17 @@ def nodes():
 
 @pytest.fixture
 def budget(nodes):
-    return HedgeBudget(nodes, lambda: 30)
+    placement = Placement(nodes, prefill_outstanding_tokens=1024)
+    placement.num_placed = 30
+    return placement
 
 
 def num_moves(budget, late):
     """Until no more may move; 20 are enough to see that there is no bound."""
     for num in range(20):
-        if not budget.may_move(late):
+        if not budget.may_hedge(late):
             return num
-        budget.add_move(late)
+        late.num_hedges += 1
     return 20
 
 
@@ -48,7 +50,7 @@ def test_a_tenth_of_what_runs_moves_over_all_late_nodes(budget, nodes):
 def test_a_move_that_came_to_nothing_leaves_room_for_another(budget, nodes):
     nodes.late_nodes = [late] = [Link()]
     num_moves(budget, late)
-    budget.take_back(late)
+    late.num_hedges -= 1
     assert num_moves(budget, late) == 1
 
 

@@ -87,6 +87,19 @@ async def test_clients_that_name_themselves_share_a_full_queue(full):
     await full.is_empty()
 
 
+async def test_a_request_that_a_full_node_sent_back_gives_way_to_a_higher_one(full):
+    await full.serve(max_waiting=1)
+    running = await start_long(full)
+    low = full.stub.Complete(full.request(max_tokens=2, priority=-1), timeout=PATIENCE_SECONDS)
+    await wait_for_queue(full, 1)
+    assert len(full.decode.opened) == 2, "it was offered to the node"
+    high = asyncio.ensure_future(full.generate(max_tokens=2, priority=1))
+    assert (await refused(low)).reason == "QUEUE_FULL"
+    running.cancel()
+    await high
+    await full.is_empty()
+
+
 async def test_watches_are_bounded_and_a_place_is_free_again(cluster, monkeypatch):
     monkeypatch.setattr("router.servicer.MAX_WATCHES", 1)
     await cluster.serve()
@@ -139,25 +152,6 @@ async def test_a_prefill_node_is_given_no_more_than_its_share(cluster, says):
     big = await cluster.generate(text="y" * 200, max_tokens=2)
     assert big.token_ids(), "a prompt beyond the share goes alone"
     await cluster.is_empty()
-
-
-async def test_prompts_that_an_idle_node_can_take_pass_one_that_waits_for_a_full_node(node_pair):
-    large, small = node_pair.decodes
-    small.num_blocks = 8
-    large.max_running = 1
-    node_pair.pace(0.05)
-    await node_pair.serve()
-    long_prompt = "a prompt that is too large for the small node " * 8
-    running = node_pair.stub.Generate(node_pair.request(text=long_prompt, max_tokens=140))
-    await running.read()
-    waiting = asyncio.ensure_future(node_pair.generate(text=long_prompt, max_tokens=2))
-    await wait_for_queue(node_pair, 1)
-    for _ in range(3):
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await node_pair.generate(text="short", max_tokens=2)
-    assert not waiting.done()
-    running.cancel()
-    await waiting
 
 
 # ---------------------------------------------------------------- three times the load

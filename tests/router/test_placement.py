@@ -1,93 +1,17 @@
-"""The queue and the choice of nodes, without a wire."""
+"""The queue, without a wire and without nodes."""
 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from outrider.errors import CapacityError, PeerLostError
-from outrider.node import NodeLoad, NodeReport, NodeState
-from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
-from router.breaker import Breaker
 from router.fair_order import FairOrder
-from router.node_link import Refusal
-from router.placement import PREFIX_CHUNK_TOKENS, Demand, Placement, PrefixMap, prefix_hashes
-from router.request_queue import QueuedRequest, RequestQueue
+from router.placement import Demand
+from router.request_queue import QueuedRequest
+from tests.router.fake_places import NODES, FakePlaces, give_room, leave, make_queue, pump, queue_up, waiting
 from tests.support.fake_clock import FakeClock
-
-NODES = frozenset({b"large", b"small"})
-
-
-class FakePlace:
-    def __init__(self, places):
-        self._places = places
-
-    def release(self):
-        self._places.num_free += 1
-
-
-class FakePlaces:
-    """So many places; `has_nodes` may be taken away."""
-
-    def __init__(self, num_free=0):
-        self.num_free = num_free
-        self.has_nodes = self.has_prefill = True
-        self.full = frozenset()
-        self.most_scored_tokens = 0
-
-    @property
-    def num_decode_nodes(self):
-        return len(NODES) * self.has_nodes
-
-    def usable_nodes(self, demand):
-        return NODES - demand.excluded if self.has_nodes else frozenset()
-
-    def has_prefill_room(self, demand):
-        return self.has_prefill
-
-    def is_behind_scored(self, demand):
-        return demand.num_scored_tokens > self.most_scored_tokens
-
-    def place(self, demand, *, reserved=frozenset()):
-        if not self.num_free or not self.has_prefill or not self.usable_nodes(demand) - reserved - self.full:
-            return None
-        self.num_free -= 1
-        return FakePlace(self)
-
-
-def waiting(num_tokens=4, priority=0, client="", excluded=frozenset()):
-    return QueuedRequest(Demand((1,) * num_tokens, excluded), priority=priority, client=client)
-
-
-def make_queue(places, **limits):
-    values = {"max_waiting": 4, "max_waiting_tokens": 100, "no_node_timeout_seconds": 60.0}
-    return RequestQueue(places, **values | limits)
-
-
-async def queue_up(queue, *entries):
-    tasks = [asyncio.ensure_future(queue.wait_for_place(entry)) for entry in entries]
-    await asyncio.sleep(0)
-    return tasks
-
-
-async def pump(queue):
-    queue.pump()
-    await asyncio.sleep(0)
-
-
-async def give_room(queue, places, num_free=1):
-    places.num_free = num_free
-    await pump(queue)
-
-
-async def leave(queue, *tasks):
-    """They cancel; nothing waits any more."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert queue.num_waiting == queue.num_waiting_tokens == 0
 
 
 async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
@@ -161,7 +85,7 @@ async def test_those_who_leave_from_the_middle_do_not_pile_up():
         (task,) = await queue_up(queue, waiting())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    assert len(queue._heap) < 40
+    assert len(next(iter(queue._lanes.values()))) < 40
     first.cancel()
 
 
@@ -281,65 +205,6 @@ async def test_what_has_begun_is_displaced_by_nobody():
     await leave(queue, *tasks)
 
 
-def test_a_node_without_room_is_asked_again_when_a_report_shows_what_was_missing():
-    rejected = Rejected(
-        sequence_group_id=b"",
-        reason=RejectReason.NO_ROOM,
-        message="",
-        kv_blocks_needed=10,
-        num_sequences_needed=2,
-        wait_seconds=0.5,
-    )
-    refusal = Refusal(rejected, 100.0)
-    room = NodeLoad(kv_blocks_free=10, num_sequences_free=2)
-    assert refusal.is_over(room, 100.5)
-    assert not refusal.is_over(room, 100.4), "another router goes first"
-    assert not refusal.is_over(NodeLoad(kv_blocks_free=9, num_sequences_free=2), 101.0)
-    assert not refusal.is_over(NodeLoad(kv_blocks_free=10, num_sequences_free=1), 101.0)
-    assert refusal.is_over(NodeLoad(), 100.0 + NO_ROOM_RETRY_SECONDS)
-
-
-class Node:
-    """A decode node that serves, as placement sees it."""
-
-    numerics, report, session = "", NodeReport(state=NodeState.SERVING, incarnation=b"", step=0), None
-    num_placed = chosen_at = 0
-    no_room = None
-
-    def __init__(self, name, *, is_late=False, has_failed=False):
-        self.name, self.incarnation, self.is_late = name, name.encode(), is_late
-        self.breaker = Breaker()
-        if has_failed:
-            self.breaker.fail()
-
-    def has_room(self, now):
-        return True
-
-
-def test_a_node_that_is_on_time_is_found_though_it_failed_lately_and_a_late_one_did_not():
-    nodes = SimpleNamespace(decode_nodes=[Node("late", is_late=True), Node("sick", has_failed=True)], prefill_nodes=[])
-    placement = Placement(nodes, prefill_outstanding_tokens=1)
-    assert placement.place(Demand((1,)), must_be_timely=True).decode.name == "sick"
-    assert placement.place(Demand((1,))).decode.name == "late"
-
-
-def test_prefixes_are_known_by_whole_chunks_and_by_node():
-    prefixes = PrefixMap(max_chunks=8)
-    tokens = list(range(3 * PREFIX_CHUNK_TOKENS + 1))
-    hashes = prefix_hashes(tokens)
-    assert len(hashes) == 3
-    assert len(prefix_hashes(tokens[:-1])) == 2, "the last token is always computed"
-    prefixes.remember(hashes[:2], b"a")
-    assert prefixes.num_held_tokens(hashes, b"a") == 2 * PREFIX_CHUNK_TOKENS
-    assert prefixes.num_held_tokens(hashes, b"b") == 0
-    other = prefix_hashes([9, *tokens[1:]])
-    assert prefixes.num_held_tokens(other, b"a") == 0
-    for start in range(1000, 1020):
-        prefixes.remember(prefix_hashes(list(range(start, start + PREFIX_CHUNK_TOKENS + 1))), b"a")
-    assert len(prefixes._nodes) == 8
-    assert prefixes.num_held_tokens(hashes, b"a") == 0, "the least recently used is forgotten"
-
-
 async def test_an_earlier_outage_does_not_count_in_a_later_one():
     places = FakePlaces()
     now = [0.0]
@@ -369,7 +234,7 @@ async def test_a_head_that_no_serving_node_can_take_holds_up_nobody():
     head, behind = await queue_up(queue, too_large, waiting())
     await give_room(queue, places)
     assert (head.done(), behind.done()) == (False, True)
-    too_large.demand = Demand((1,))  # another node has come
+    queue.change_demand(too_large, Demand((1,)))  # another node has come
     await give_room(queue, places)
     assert head.done()
 
@@ -387,6 +252,83 @@ async def test_a_head_that_waits_for_a_full_node_does_not_hold_up_those_whom_oth
     await give_room(queue, places)
     assert (head.done(), later.done()) == (True, False), "what it waits for is not given to others"
     later.cancel()
+
+
+async def test_only_equals_pass_a_head_that_waits_for_room():
+    places = FakePlaces(10)
+    places.full = frozenset({b"large"})
+    queue = make_queue(places)
+    entries = [waiting(9, 1, excluded=frozenset({b"small"})), waiting(8, 0), waiting(2, 1)]
+    places.num_free = 0
+    head, lower, equal = await queue_up(queue, *entries)
+    await give_room(queue, places, 10)
+    assert [task.done() for task in (head, lower, equal)] == [False, True, True], "nobody above waits for the small one"
+    places.full = NODES
+    entries = [waiting(9, 1), waiting(8, 0), waiting(2, 1)]
+    later = await queue_up(queue, *entries)
+    places.full = frozenset({b"large"})
+    await give_room(queue, places, 1)
+    assert [task.done() for task in later] == [True, False, False]
+    await leave(queue, head, *later[1:])
+
+
+async def test_the_cost_of_requests_that_no_node_can_take_grows_with_their_number_only():
+    """Their nodes are lost: they come back, wait while all sorts of things happen, and end together."""
+    places, clock = FakePlaces(), FakeClock(100.0)
+    queue = make_queue(places, no_node_timeout_seconds=5.0, clock=clock)
+    places.has_nodes = False
+    entries = [waiting(num_tokens=number) for number in range(1, 401)]
+    for entry in entries:
+        entry.was_accepted = True
+    tasks = await queue_up(queue, *entries)
+    assert len(queue._lanes) < 80
+    assert places.num_questions <= len(entries), "one for each that comes"
+    queue.pump()
+    assert places.num_questions <= len(entries) + 1, "they are one family"
+    clock.advance(4.9)
+    await pump(queue)
+    assert not any(task.done() for task in tasks)
+    late = waiting()
+    late.was_accepted = True
+    (last,) = await queue_up(queue, late)
+    clock.advance(0.2)
+    await pump(queue)
+    assert [type(task.exception()) for task in tasks] == [PeerLostError] * len(tasks)
+    assert not last.done(), "it has not waited for long"
+    await leave(queue, last)
+
+
+@pytest.mark.parametrize("client", ["alice", "bob"])
+async def test_in_a_full_queue_the_last_of_the_lowest_priority_gives_way(client):
+    queue = make_queue(FakePlaces(), max_waiting=3)
+    low, *high = await queue_up(
+        queue, waiting(priority=-5, client="alice"), *(waiting(priority=10, client="alice") for _ in range(2))
+    )
+    with pytest.raises(CapacityError):
+        await queue.wait_for_place(waiting(priority=-6, client=client))
+    (middle,) = await queue_up(queue, waiting(priority=0, client=client))
+    await asyncio.sleep(0)
+    assert isinstance(low.exception(), CapacityError)
+    with pytest.raises(CapacityError):
+        await queue.wait_for_place(waiting(priority=0, client=client))
+    with pytest.raises(CapacityError):
+        await queue.wait_for_place(waiting(priority=9, client=client, num_tokens=101))
+    (higher,) = await queue_up(queue, waiting(priority=9, client=client))
+    await asyncio.sleep(0)
+    assert isinstance(middle.exception(), CapacityError)
+    assert not any(task.done() for task in (*high, higher))
+    await leave(queue, *high, higher)
+
+
+async def test_what_can_pass_a_full_queue_is_not_refused():
+    places = FakePlaces(1)
+    places.full = frozenset({b"large"})
+    queue = make_queue(places, max_waiting=1)
+    (head,) = await queue_up(queue, waiting(9, excluded=frozenset({b"small"})))
+    await queue.wait_for_place(waiting())
+    with pytest.raises(CapacityError):
+        await queue.wait_for_place(waiting())
+    await leave(queue, head)
 
 
 async def test_nobody_passes_where_prefill_nodes_are_short_of_room():

@@ -29,6 +29,7 @@ class FakeNode:
         self.incarnation = os.urandom(16)
         self.step = 0
         self.address = ""
+        self.sends_tokenizer = True  # False: says nothing when it is asked for it
         self._server: grpc.aio.Server | None = None
         self._moves = asyncio.Event()
         self._moves.set()
@@ -85,6 +86,14 @@ class _FakeNodeServicer(NodeServicer):
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:
         await self._node.moves()
         return await super().GetNode(request, context)
+
+    async def GetTokenizer(
+        self, request: node_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[node_pb2.TokenizerChunk]:
+        if not self._node.sends_tokenizer:
+            await asyncio.Event().wait()
+        async for chunk in super().GetTokenizer(request, context):
+            yield chunk
 
     async def Watch(self, request: node_pb2.WatchNodeRequest, context: Context) -> AsyncIterator[node_pb2.NodeReport]:
         async for report in super().Watch(request, context):
