@@ -106,9 +106,13 @@ class AnswerKeeper:
         await self._take_name(request_id)
         try:
             await self._store.create(stored)
-        except StoreError as error:
-            self._note(error)
+        except AlreadyRunningError:
+            raise
+        except BaseException as error:
             self._delete_later(request_id)  # it may have been stored all the same, and would hold the name
+            if not isinstance(error, StoreError):  # its client has left
+                raise
+            self._note(error)
             if not self._may_serve_without:
                 raise
             return False
@@ -262,8 +266,7 @@ class AnswerKeeper:
         for request_id in renewal.taken:
             taken = self._kept.pop(request_id, None)
             if taken is not None:
-                taken.running.fail(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
-                taken.running.close()
+                taken.running.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
         for request_id in renewal.aborted:
             if request_id in self._kept:
                 self._kept[request_id].running.abort()

@@ -69,7 +69,7 @@ class Front:
         """
         call.set_trailing_metadata(NOTHING_GENERATED)
         self._tracer.enter(call.invocation_metadata())
-        live = await self.requests.open(proto, self.charge(call))
+        live = await self.requests.open(proto, self.identify(call))
         with _reading(live, call):
             yield live
 

@@ -88,8 +88,11 @@ class LiveRequest:
         """Passes the answer on from these positions (by sample), message by message, as the client takes them.
 
         The stream that was attached before ends. Raises: OutOfRangeError for positions that the answer does not
-        have; what the answer ends with; AbortedError when another stream is attached; what `give_up` says.
+        have; what the answer ends with; AbortedError when another stream is attached, or when the answer has been
+        dropped; what `give_up` says.
         """
+        if self.is_closed:
+            self.answer.fail(_dropped())  # nobody computes it any more; one that has ended can still be read
         reader = self.answer.read(render, next_positions)
         self._stop_expiry()
         account = self._account
@@ -117,24 +120,29 @@ class LiveRequest:
 
     def give_up(self, error: OutriderError) -> None:
         """Ends the answer, and the stream that its client does not read, and drops it."""
-        self.fail(error)
         if self._writer is not None:
             self._given_up = error
             self._writer.cancel()
-        self.close()
+        self.close(error)
 
-    def close(self) -> None:
-        """Drops the answer and frees the name; what still computes is stopped. Idempotent."""
+    def close(self, error: OutriderError | None = None) -> None:
+        """Drops the answer and frees the name; what still computes is stopped. Idempotent.
+
+        `error`: what an answer that has not ended ends with. None: its client has left, or its window is over.
+        """
         if self.is_closed:
             return
+        if error is not None:
+            self.answer.fail(error)
         self.is_closed = True
         self._stop_expiry()
         self._account.close()
         if not self._task.done():
-            _log.info("client left", request_id=self.key)
+            if error is None:
+                _log.info("client left", request_id=self.key)
             self._task.cancel()
         if self.answer.has_reader:
-            self.answer.fail(AbortedError("the answer was dropped", reason="DROPPED"))  # its reader waits for no more
+            self.answer.fail(_dropped())  # its reader waits for no more
         self._on_change(self)
 
     def leave(self) -> None:
@@ -164,3 +172,7 @@ class LiveRequest:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
+
+
+def _dropped() -> AbortedError:
+    return AbortedError("the answer was dropped", reason="DROPPED")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from outrider.errors import ConfigError, PeerLostError
+from outrider.errors import ConfigError, OutriderError, PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
@@ -160,6 +160,9 @@ class Router:
         tell(bool(self.nodes.decode_nodes))  # where no prefill node serves, decode nodes compute prompts, too
         self.nodes.on_change(lambda: tell(bool(self.nodes.decode_nodes)))
 
+    def count_refusal(self, error: OutriderError) -> None:
+        self.requests.count_refusal(error)
+
     async def drain(self, deadline_seconds: float) -> None:
         """After the handover no new request; running ones end, or are told at the deadline, the queue included."""
         deadline = asyncio.get_running_loop().time() + deadline_seconds
@@ -173,15 +176,17 @@ class Router:
                 await self.requests.wait_until_idle()
         except TimeoutError:
             _log.warning("drain deadline passed", num_requests=len(self.requests))
-            self.requests.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
+            self.requests.fail_all(_stopping())
         self.servicer.end_watches()
         if num_calls := await self._calls.wait_for_present(FINAL_STATUS_SECONDS):
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
+        self.requests.is_draining = True
+        self.requests.fail_all(_stopping())  # a drain that was cut off has not told them
         if self.requests.keeper is not None:
             await self.requests.keeper.stop()
-        self.requests.close_all()
+        self.requests.close_all(_stopping())
         await self.nodes.stop()
         if self.services is not None and self.services.receipts is not None:
             await self.services.receipts.stop()
@@ -211,6 +216,11 @@ class Router:
     def _on_lost(self, role: NodeRole) -> None:
         if self.services is not None:
             self.services.metrics.add_lost_nodes(role.name.lower(), 1)
+
+
+def _stopping() -> PeerLostError:
+    """What other routers go on from: a client that has a resume window asks them."""
+    return PeerLostError("the router is stopping", reason="DRAINING")
 
 
 def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngineServicer | None:

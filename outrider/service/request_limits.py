@@ -1,4 +1,4 @@
-"""What is refused before a servicer hears of it: unknown callers, and requests that are too large or malformed."""
+"""What is refused before a servicer hears of it: unknown callers, calls beyond the limit, malformed requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from outrider.errors import InvalidRequestError, NotAllowedError, UnauthenticatedError
+from outrider.errors import (
+    CapacityError,
+    InvalidRequestError,
+    NotAllowedError,
+    OutriderError,
+    UnauthenticatedError,
+)
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.health import HEALTH_SERVICE
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE
@@ -25,11 +31,20 @@ CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
 OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
 """For everybody who passes the handshake. A router asks its clients for tokens itself."""
 
+PROBED_SERVICES = frozenset({HEALTH_SERVICE, NODE_SERVICE})
+"""By which others see how a process stands."""
+UNCOUNTED_METHODS = frozenset(
+    {f"/{ROUTER_SERVICE}/Abort", f"/{ENGINE_SERVICE}/Abort", f"/{ENGINE_SERVICE}/HealthCheck"}
+)
+"""Of a client's services: what frees, and a gateway's probe."""
+RETRY_SECONDS = 1.0
+
 Handler = Any
 """A grpc.RpcMethodHandler, which is generic in its stubs only."""
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Authenticate = Callable[[Iterable[tuple[str, str | bytes]] | None], None]
 """Of a call's metadata; raises UnauthenticatedError. Runs in the task that serves the call."""
+OnRefused = Callable[[OutriderError], None]
 
 _MAKE = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -40,49 +55,72 @@ _MAKE = {
 
 
 class RequestLimits(grpc.aio.ServerInterceptor):
-    """Wraps every handler of a server.
+    """Wraps every handler of a server. Owned by the event loop.
 
     - RouterService and the engine service are for clients that `authenticate` knows, NodeService for services of the
       cluster and operators, every other service for services of the cluster; health and reflection are for everybody.
+    - More than `max_calls` at a time are refused. Probes are not counted, nor are calls that free something: a process
+      that has as much to do as it may must be seen to live, and must be told to do less.
     - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop,
       where 16 MiB of empty submessages take seconds, and what its parser raises would be UNKNOWN. Messages of request
       streams are for their servicers (`rpc_errors`): their senders are nodes and routers.
     """
 
-    def __init__(self, *, max_request_bytes: int, security: PeerSecurity, authenticate: Authenticate | None) -> None:
+    def __init__(
+        self,
+        *,
+        max_calls: int,
+        max_request_bytes: int,
+        security: PeerSecurity,
+        authenticate: Authenticate | None,
+        on_refused: OnRefused,
+    ) -> None:
+        """`on_refused` is called with the error of each call to a client's service that is refused here."""
+        self._max_calls = max_calls
         self._max_request_bytes = max_request_bytes
         self._security = security
         self._authenticate = authenticate
+        self._on_refused = on_refused
+        self._num_calls = 0  # of those that count
+        self._guarded: dict[str, Handler] = {}  # by method
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
-        handler = await continuation(details)
-        if handler is None:
-            return None
-        service = details.method.rpartition("/")[0].strip("/")
-        if service in CLIENT_SERVICES and self._authenticate is not None:
+        method = details.method
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            handler = await continuation(details)
+            if handler is None:
+                return None
+            guarded = self._guarded[method] = self._guard(handler, method)
+        if self._authenticate is not None and _service_of(method) in CLIENT_SERVICES:
             try:
                 self._authenticate(details.invocation_metadata)
             except UnauthenticatedError as error:
-                return _refusing(handler, error)
-        if handler.request_streaming and not self._asks_for_certificates(service):
-            return handler
-        return self._guarded(handler, service)
+                return self._reject_with(error, guarded)
+        return guarded
 
-    def _asks_for_certificates(self, service: str) -> bool:
-        return self._security.is_enabled and service not in OPEN_SERVICES
-
-    def _guarded(self, handler: Handler, service: str) -> Handler:
+    def _guard(self, handler: Handler, method: str) -> Handler:
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        service = _service_of(method)
+        weight = 0 if service in PROBED_SERVICES or method in UNCOUNTED_METHODS else 1
 
         async def answer(request: Any, context: Context) -> Any:
-            await self._check(request, context, service)
-            return await behaviour(request, context)
+            await self._check(request, context, service, weight)
+            self._num_calls += weight
+            try:
+                return await behaviour(request, context)
+            finally:
+                self._num_calls -= weight
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await self._check(request, context, service)
-            async with aclosing(behaviour(request, context)) as responses:
-                async for response in responses:
-                    yield response
+            await self._check(request, context, service, weight)
+            self._num_calls += weight
+            try:
+                async with aclosing(behaviour(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            finally:
+                self._num_calls -= weight
 
         parse = handler.request_deserializer
         return _MAKE[handler.request_streaming, handler.response_streaming](
@@ -91,15 +129,35 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    async def _check(self, request: Any, context: Context, service: str) -> None:
+    async def _check(self, request: Any, context: Context, service: str, weight: int) -> None:
         """Ends the call where it must not go on."""
-        if self._asks_for_certificates(service):
+        error: OutriderError | None = None
+        if self._security.is_enabled and service not in OPEN_SERVICES:
             caller = context.auth_context()
             is_operator = service == NODE_SERVICE and self._security.is_operator(caller)
             if not is_operator and not self._security.is_peer(caller):
-                await abort_with(context, NotAllowedError(self._security.explain_refusal(caller)))
-        if isinstance(request, InvalidRequestError):
-            await abort_with(context, request)
+                error = NotAllowedError(self._security.explain_refusal(caller))
+        if error is None and weight and self._num_calls >= self._max_calls:
+            message = f"{self._num_calls} calls are open, as many as server.max_concurrent_rpcs allows"
+            error = CapacityError(message, retry_after_seconds=RETRY_SECONDS, reason="TOO_MANY_CALLS")
+        if error is None and isinstance(request, InvalidRequestError):
+            error = request
+        if error is not None:
+            await self._refuse(context, service, error)
+
+    async def _refuse(self, context: Context, service: str, error: OutriderError) -> None:
+        if service in CLIENT_SERVICES:
+            self._on_refused(error)
+        await abort_with(context, error)
+
+    def _reject_with(self, error: OutriderError, guarded: Handler) -> Handler:
+        """Ends the call with this error; its messages are not read."""
+
+        async def refuse(_request: Any, context: Context) -> None:
+            self._on_refused(error)
+            await abort_with(context, error)
+
+        return _MAKE[guarded.request_streaming, guarded.response_streaming](refuse)
 
     def _reader(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         """As `parse`; where a request cannot be read, the error takes its place."""
@@ -119,10 +177,5 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         return read
 
 
-def _refusing(handler: Handler, error: UnauthenticatedError) -> Handler:
-    """Its messages are not read."""
-
-    async def refuse(_request: Any, context: Context) -> None:
-        await abort_with(context, error)
-
-    return _MAKE[handler.request_streaming, handler.response_streaming](refuse)
+def _service_of(method: str) -> str:
+    return method.rpartition("/")[0].strip("/")

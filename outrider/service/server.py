@@ -42,7 +42,7 @@ from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
 from outrider.service.pages import FindPage, PatientRequest, with_pages
 from outrider.service.reflection import add_reflection
-from outrider.service.request_limits import Authenticate, RequestLimits
+from outrider.service.request_limits import Authenticate, OnRefused, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
 from outrider.service.telemetry.tracer_factory import make_role_tracer
@@ -57,6 +57,8 @@ DRAIN_SLACK_SECONDS = 1.0
 TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
 """The least that a drain takes: others learn from this process's reports that it leaves, and call it until then."""
+SPARE_CALLS = 1024
+"""How far gRPC's own limit, which knows no difference between calls, lies above twice the configured one."""
 MAX_YOUNG_OBJECTS = 10_000
 """A step of a large batch makes some thousand short-lived values; by default each 700 start a collection."""
 M_ARENA_MAX = -8  # of mallopt(3)
@@ -96,6 +98,9 @@ class FrontService(Service, Protocol):
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
         """Calls `tell` now and at every change, on the event loop: whether requests can be served."""
+
+    def count_refusal(self, error: OutriderError) -> None:
+        """A client's call was refused before the service heard of it. On the event loop."""
 
 
 class ServiceProcess:
@@ -144,7 +149,8 @@ class ServiceProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = self._server = make_server(self.config, self.security, authenticate)
+        on_refused = service.count_refusal if isinstance(service, FrontService) else None
+        server = self._server = make_server(self.config, self.security, authenticate, on_refused=on_refused)
         health = Health(service.service_names)
         await health.add_to(server)
         service.add_to(server)
@@ -267,13 +273,21 @@ def make_server(
     config: ServerConfig,
     security: PeerSecurity = PLAINTEXT,
     authenticate: Authenticate | None = None,
+    *,
+    on_refused: OnRefused | None = None,
 ) -> grpc.aio.Server:
     """Without services and ports; `RequestLimits` wraps every handler."""
-    limits = RequestLimits(max_request_bytes=config.max_request_bytes, security=security, authenticate=authenticate)
+    limits = RequestLimits(
+        max_calls=config.max_concurrent_rpcs,
+        max_request_bytes=config.max_request_bytes,
+        security=security,
+        authenticate=authenticate,
+        on_refused=on_refused or (lambda _error: None),
+    )
     return grpc.aio.server(
-        options=server_options(),
+        options=server_options(max_connection_age_seconds=config.max_connection_age_seconds),
         interceptors=(limits,),
-        maximum_concurrent_rpcs=config.max_concurrent_rpcs,
+        maximum_concurrent_rpcs=2 * config.max_concurrent_rpcs + SPARE_CALLS,
     )
 
 

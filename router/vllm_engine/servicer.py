@@ -63,7 +63,8 @@ class VllmEngineServicer:
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
         self._calls.enter(context)
         async with _errors(context):
-            ours = request_from_engine(request, self._front.served().info)
+            with self._front.requests.refusals_counted():
+                ours = request_from_engine(request, self._front.served().info)
             async with self._front.open(ours, context) as live:
                 answer = EngineAnswer(ours, is_streamed=request.stream)
 

@@ -7,8 +7,9 @@ import asyncio
 import grpc
 import pytest
 
-from outrider.errors import AlreadyRunningError, PeerLostError, StoreError
+from outrider.errors import AbortedError, AlreadyRunningError, PeerLostError, StoreError
 from outrider.v1 import router_pb2
+from router.clients import Caller
 from tests.router.conftest import PATIENCE_SECONDS, eventually, read_on, refused, told
 from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 from tests.support.router_fakes import fake_model_info
@@ -339,6 +340,77 @@ async def test_a_claim_of_a_name_that_is_being_deleted_waits_and_is_kept(cluster
     gate.open()
     assert (await reading).code is grpc.StatusCode.NOT_FOUND
     assert records.get("r") is None
+
+
+async def test_a_router_that_stops_ends_no_request_for_good_whatever_it_is_doing(pair, monkeypatch):
+    """A drain that takes too long is cut off: then `stop` is all that still happens."""
+    monkeypatch.setattr("router.attempt.PREFILL_ANSWER_SECONDS", PATIENCE_SECONDS)
+    await pair.serve(max_waiting=4)
+    prefill, decode = pair.first.prefill, pair.first.decode
+    prefill.answer_gate = asyncio.Event()
+    decode.step_seconds = 0.0
+    whole = pair.first.stub.Generate(pair.request(request_id="whole", max_tokens=2))
+    while not (await whole.read()).HasField("finished"):
+        pass  # what is left are the prefill node's figures
+    decode.step_seconds, decode.max_running = 0.01, 1
+    calls = [pair.first.stub.Generate(pair.request(request_id=name)) for name in ("running", "waiting")]
+    await pair.first.eventually(lambda: pair.first.services.queue.num_waiting == 1)
+    await pair.first.service.stop()
+    prefill.answer_gate.set()
+    for call in (whole, *calls):
+        failure = await refused(call)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert (await pair.first.fail(pair.request(request_id="new"))).reason == "DRAINING"
+
+
+async def test_a_resume_whose_window_ends_while_the_store_is_asked_is_not_left_waiting(cluster):
+    store, _ = await serve(cluster)
+    call = cluster.stub.Generate(request(cluster, 400, seconds=0.3))
+    for _ in range(3):
+        await call.read()
+    call.cancel()
+    gate, requests = gated(store, "read"), cluster.service.requests
+    resumed = asyncio.ensure_future(read_on(cluster.resume_call()))
+    await gate.until_entered()
+    await cluster.eventually(lambda: not requests._by_key, what="the window's end")
+    gate.open()
+    outcome = (await asyncio.gather(resumed, return_exceptions=True))[0]
+    if isinstance(outcome, grpc.aio.AioRpcError):
+        assert outcome.code() is grpc.StatusCode.NOT_FOUND
+    else:  # the store had not forgotten it
+        assert told(outcome)
+    cluster.decode.step_seconds = 0.0
+
+
+async def test_a_stream_of_a_request_that_was_dropped_meanwhile_ends(cluster):
+    await serve(cluster)
+    live = await cluster.service.requests.open(request(cluster, 400), Caller())
+    live.close()
+
+    async def take(_event):
+        pass
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        with pytest.raises(AbortedError) as dropped:
+            await live.write(take, lambda event: event)
+    assert dropped.value.reason == "DROPPED"
+
+
+async def test_a_client_that_leaves_while_its_request_is_stored_leaves_no_name(pair):
+    await pair.serve()
+    create, stored = pair.stores[0].create, asyncio.Event()
+
+    async def create_slowly(request):
+        await create(request)
+        stored.set()
+        await asyncio.Event().wait()  # the answer never comes
+
+    pair.stores[0].create = create_slowly
+    call = pair.first.stub.Generate(pair.request())
+    await asyncio.wait_for(stored.wait(), PATIENCE_SECONDS)
+    call.cancel()
+    await pair.first.eventually(lambda: pair.records.get("r") is None, what="a free name")
+    assert len((await pair.second.generate(pair.request(max_tokens=5))).token_ids()) == 5
 
 
 async def test_a_planned_drain_stores_the_last_tokens(pair):
