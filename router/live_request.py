@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
@@ -95,18 +94,18 @@ class LiveRequest:
             self.answer.fail(_dropped())  # nobody computes it any more; one that has ended can still be read
         reader = self.answer.read(render, next_positions)
         self._stop_expiry()
-        account = self._account
+        account, clock = self._account, self._account.budget.clock
         account.delivered_at = account.left_at = None
         self._on_change(self)
         writer = self._writer = asyncio.current_task()
         try:
             while messages := await reader.next():
                 for message in messages:
-                    account.stalled_since = time.monotonic()
+                    account.stalled_since = clock()
                     await write(message)
                     account.stalled_since = None
             if self._writer is writer:
-                account.delivered_at = time.monotonic()
+                account.delivered_at = clock()
         except asyncio.CancelledError:
             if self._given_up is None or writer is None:
                 raise
@@ -158,14 +157,16 @@ class LiveRequest:
         else:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(self.window_seconds, self.close)
-            self._account.left_at = time.monotonic()
+            self._account.left_at = self._account.budget.clock()
             self._on_change(self)
 
     def _take_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request's flow failed", request_id=self.key, exc_info=error)
             self.answer.fail(InternalError(f"the request's flow failed: {error}"))
-        self._on_end(self.answer.failure)
+        answer = self.answer
+        self._account.settle(None if answer.summary is None else answer.num_generated_tokens / len(answer.samples))
+        self._on_end(answer.failure)
         self._on_change(self)
 
     def _stop_expiry(self) -> None:

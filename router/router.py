@@ -21,7 +21,7 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2_grpc
-from router.answer_budget import AnswerBudget
+from router.answer_budget import AnswerBudget, LoopClock
 from router.answer_keeper import AnswerKeeper
 from router.clients import Clients
 from router.config import RouterConfig
@@ -101,6 +101,7 @@ class Router:
             )
         self._store = store
         self._name = identity.name
+        self._clock: LoopClock | None = None
         self._receipts = make_sink(config, incarnation=identity.incarnation)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -111,6 +112,7 @@ class Router:
     async def start(self, address: str) -> None:
         """Waits for the nodes."""
         self._tracer.start(self._name)
+        self._clock = LoopClock()
         self.nodes.start()
         await self.nodes.wait_until_serving()
         served = self.nodes.model()
@@ -136,7 +138,7 @@ class Router:
             queue=queue,
             placement=placement,
             hedges=HedgeBudget(self.nodes, lambda: placement.num_placed),
-            answers=AnswerBudget(config.journal_bytes),
+            answers=AnswerBudget(config.journal_bytes, clock=self._clock),
             metrics=metrics,
             timelines=self._timelines,
             router_address=address,
@@ -188,6 +190,8 @@ class Router:
             await self.requests.keeper.stop()
         self.requests.close_all(_stopping())
         await self.nodes.stop()
+        if self._clock is not None:
+            self._clock.close()
         if self.services is not None and self.services.receipts is not None:
             await self.services.receipts.stop()
 
