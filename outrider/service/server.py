@@ -40,7 +40,7 @@ from outrider.service.address import is_loopback, reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
-from outrider.service.pages import FindPage, PatientRequest, with_pages
+from outrider.service.pages import FindPage, PatientRequest, bound_connections, with_pages
 from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, OnRefused, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
@@ -367,6 +367,7 @@ def serve_metrics(
             f"choose another with --set server.metrics_port=N"
         ) from error
     server.RequestHandlerClass = PatientRequest
+    bound_connections(server)
     app: Any = server.get_app()
 
     def metrics(environ: WSGIEnvironment, respond: StartResponse) -> Iterable[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -98,7 +99,7 @@ def test_what_is_expected_follows_what_answers_had(clock, monkeypatch):
 
     def num_admitted():
         holders = []
-        with pytest.raises(CapacityError):
+        with suppress(CapacityError):
             while True:
                 holders.append(Holder(budget, max_tokens=100_000))
         for holder in holders:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import grpc
 import pytest
 
 from outrider.errors import AbortedError, AlreadyRunningError, PeerLostError, StoreError
 from outrider.v1 import router_pb2
+from router.answer_keeper import CREATES_AT_ONCE
 from router.clients import Caller
+from router.store.base import SpansRefusedError
 from tests.router.conftest import PATIENCE_SECONDS, eventually, read_on, refused, told
 from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 from tests.support.router_fakes import fake_model_info
@@ -291,6 +294,57 @@ async def test_leases_are_renewed_while_the_store_takes_no_tokens(cluster):
     await cluster.eventually(lambda: store.num_renewals >= 3, what="renewals")
     assert records.get("r").expires_at > expires_at
     call.cancel()
+
+
+class RefusingStore(MemoryAnswerStore):
+    """Takes no tokens of one request."""
+
+    def __init__(self, **fields):
+        super().__init__(**fields)
+        self.starts = Counter()  # of spans, by request and position
+
+    async def append(self, spans):
+        spans = list(spans)
+        self.starts.update((span.request_id, span.start_position) for span in spans)
+        await super().append(span for span in spans if span.request_id != "refused")
+        if any(span.request_id == "refused" for span in spans):
+            raise SpansRefusedError("WRONGTYPE", frozenset({"refused"}))
+
+
+async def test_tokens_that_the_store_refuses_of_one_request_hold_up_no_other(cluster):
+    store, records = await serve(cluster, RefusingStore)
+    calls = [cluster.stub.Generate(request(cluster, 400, request_id=name)) for name in ("refused", "taken")]
+    for call in calls:
+        await call.read()
+    await cluster.eventually(lambda: len(records.get("taken").tokens.token_ids().get(0, ())) > 10)
+    assert set(store.starts.values()) == {1}, "nothing is sent twice"
+    assert [name for name, _ in store.starts].count("refused") == 1
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_store_that_was_emptied_is_filled_again_by_several_calls_at_a_time(cluster):
+    store, records = await serve(cluster, store_lease_seconds=0.1)
+    names = [f"r{number}" for number in range(20)]
+    calls = [cluster.stub.Generate(request(cluster, 400, request_id=name)) for name in names]
+    for call in calls:
+        await call.read()
+    gate, entered, create = asyncio.Event(), [], store.create
+
+    async def create_later(stored):
+        entered.append(stored.request_id)
+        await gate.wait()
+        await create(stored)
+
+    store.create = create_later
+    for name in names:
+        records.remove(name)
+    await cluster.eventually(lambda: len(entered) >= CREATES_AT_ONCE)
+    assert len(entered) == CREATES_AT_ONCE
+    gate.set()
+    await cluster.eventually(lambda: all(records.get(name) for name in names))
+    for call in calls:
+        call.cancel()
 
 
 async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(cluster):
