@@ -96,7 +96,8 @@ class AnswerKeeper:
         self._may_serve_without = may_serve_without
         self._append_seconds = append_seconds
         self._renew_seconds = renew_seconds
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _Kept] = {}  # by request id, as the next one
+        self._resting: dict[str, _Kept] = {}  # those that only wait for their windows' ends: no turn looks at them
         self._claims: dict[str, asyncio.Task[LiveRequest]] = {}
         self._is_lost = False
         self._to_delete: dict[str, None] = {}  # ids, in the order in which they ended
@@ -140,6 +141,11 @@ class AnswerKeeper:
             task.add_done_callback(_begin_window)  # nobody may be left to read it
             raise
 
+    def wake(self, request_id: str) -> None:
+        """The request has a reader again, or is closed."""
+        if (kept := self._resting.pop(request_id, None)) is not None:
+            self._kept[request_id] = kept
+
     def is_claiming(self, request_id: str) -> bool:
         """Whether `resume` of this request is under way."""
         return request_id in self._claims
@@ -171,6 +177,7 @@ class AnswerKeeper:
             async with self._deleting:
                 self._to_delete.pop(request_id, None)
         self._kept.pop(request_id, None)
+        self._resting.pop(request_id, None)
 
     async def _claim(self, request_id: str, fingerprint: str) -> LiveRequest:
         await self._take_name(request_id)
@@ -240,7 +247,10 @@ class AnswerKeeper:
         return True
 
     def _settle(self) -> None:
-        """Forgets requests that other routers may continue, once they are stored, and deletes other ended ones."""
+        """Forgets requests that other routers may continue, once they are stored, and deletes other ended ones.
+
+        Answers that are whole and stored rest until somebody reads them, or their windows end.
+        """
         for request_id, kept in tuple(self._kept.items()):
             if kept.may_continue_elsewhere:
                 if kept.num_lost_appends >= MAX_LOST_APPENDS or not any(kept.new_spans()):
@@ -248,6 +258,8 @@ class AnswerKeeper:
             elif kept.running.is_closed or kept.running.answer.failure is not None:
                 del self._kept[request_id]
                 self._delete_later(request_id)
+            elif kept.has_finished and kept.running.is_idle and not any(kept.new_spans()):
+                self._resting[request_id] = self._kept.pop(request_id)
 
     def _delete_later(self, request_id: str) -> None:
         self._to_delete[request_id] = None

@@ -65,7 +65,7 @@ class ConstraintChecker:
         else:
             if (compiling := self._compiling.get(key)) is None:
                 size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
-                run = self._queue.run(lambda: self._compile(constraint, asked), client=client, num_bytes=size)
+                run = self._queue.run(lambda: self._timed(constraint, asked), client=client, num_bytes=size)
                 compiling = self._compiling[key] = _Compiling(asyncio.create_task(run, name="constraint"))
                 compiling.task.add_done_callback(lambda _task: self._compiling.pop(key))
             message = self._verdicts[key] = await compiling.wait()
@@ -82,20 +82,20 @@ class ConstraintChecker:
         if self._process is not None:
             self._process.kill()
 
+    def _timed(self, constraint: Constraint, asked: str) -> str | None:
+        """`_compile`, with a restart of a process that an earlier one ended."""
+        is_first, began_at = self._process is None, time.monotonic()
+        try:
+            return self._compile(constraint, asked)
+        finally:
+            if not is_first:
+                self._seconds += (time.monotonic() - began_at - self._seconds) * NEWEST_WEIGHT
+
     def _compile(self, constraint: Constraint, asked: str) -> str | None:
         """What is wrong. `asked`: the constraint, as the process reads it. In the queue's thread.
 
         Raises: CapacityError, InternalError, NotSupportedError.
         """
-        is_first, began_at = self._process is None, time.monotonic()
-        try:
-            return self._compile_in_process(constraint, asked)
-        finally:
-            if not is_first:  # a process that ends with its work has to be started again, and that time counts
-                self._seconds += (time.monotonic() - began_at - self._seconds) * NEWEST_WEIGHT
-
-    def _compile_in_process(self, constraint: Constraint, asked: str) -> str | None:
-        """As `_compile`."""
         if self._process is None or self._process.poll() is not None:
             self._process = _start()
             if (message := _ask(self._process, json.dumps(self._tokenizer))) is not None:

@@ -298,6 +298,8 @@ class RequestRegistry:
             return live
 
     def _take_change(self, live: LiveRequest) -> None:
+        if self.keeper is not None:
+            self.keeper.wake(live.key)
         if live.is_closed and self._by_key.get(live.key) is live:
             del self._by_key[live.key]
         if live.is_idle:

@@ -101,26 +101,16 @@ class RequestLimits(grpc.aio.ServerInterceptor):
 
     def _guard(self, handler: Handler, method: str) -> Handler:
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        service = _service_of(method)
-        weight = 0 if service in PROBED_SERVICES or method in UNCOUNTED_METHODS else 1
 
         async def answer(request: Any, context: Context) -> Any:
-            await self._check(request, context, service, weight)
-            self._num_calls += weight
-            try:
-                return await behaviour(request, context)
-            finally:
-                self._num_calls -= weight
+            await self._check(request, context, method)
+            return await behaviour(request, context)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await self._check(request, context, service, weight)
-            self._num_calls += weight
-            try:
-                async with aclosing(behaviour(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-            finally:
-                self._num_calls -= weight
+            await self._check(request, context, method)
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
 
         parse = handler.request_deserializer
         return _MAKE[handler.request_streaming, handler.response_streaming](
@@ -129,26 +119,31 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    async def _check(self, request: Any, context: Context, service: str, weight: int) -> None:
-        """Ends the call where it must not go on."""
+    async def _check(self, request: Any, context: Context, method: str) -> None:
+        """Ends the call where it must not go on; counts it from now until its status has been sent."""
+        service = _service_of(method)
         error: OutriderError | None = None
+        is_counted = service not in PROBED_SERVICES and method not in UNCOUNTED_METHODS
         if self._security.is_enabled and service not in OPEN_SERVICES:
             caller = context.auth_context()
             is_operator = service == NODE_SERVICE and self._security.is_operator(caller)
             if not is_operator and not self._security.is_peer(caller):
-                error = NotAllowedError(self._security.explain_refusal(caller))
-        if error is None and weight and self._num_calls >= self._max_calls:
+                await abort_with(context, NotAllowedError(self._security.explain_refusal(caller)))
+        if is_counted and self._num_calls >= self._max_calls:
             message = f"{self._num_calls} calls are open, as many as server.max_concurrent_rpcs allows"
             error = CapacityError(message, retry_after_seconds=RETRY_SECONDS, reason="TOO_MANY_CALLS")
-        if error is None and isinstance(request, InvalidRequestError):
+        elif isinstance(request, InvalidRequestError):
             error = request
         if error is not None:
-            await self._refuse(context, service, error)
+            if service in CLIENT_SERVICES:
+                self._on_refused(error)
+            await abort_with(context, error)
+        if is_counted:
+            self._num_calls += 1
+            context.add_done_callback(self._take_end)  # type: ignore[arg-type] # any callable, whatever its stub says
 
-    async def _refuse(self, context: Context, service: str, error: OutriderError) -> None:
-        if service in CLIENT_SERVICES:
-            self._on_refused(error)
-        await abort_with(context, error)
+    def _take_end(self, _context: object) -> None:
+        self._num_calls -= 1
 
     def _reject_with(self, error: OutriderError, guarded: Handler) -> Handler:
         """Ends the call with this error; its messages are not read."""

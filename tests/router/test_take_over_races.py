@@ -347,6 +347,28 @@ async def test_a_store_that_was_emptied_is_filled_again_by_several_calls_at_a_ti
         call.cancel()
 
 
+async def test_a_whole_answer_is_looked_at_again_when_it_is_read_and_when_its_window_ends(cluster):
+    """In between it costs nothing."""
+    _, records = await serve(cluster, lease_seconds=0.1, store_lease_seconds=0.1)
+    keeper = cluster.service.requests.keeper
+    await cluster.generate(request(cluster, 3, seconds=1.0))
+    await cluster.eventually(lambda: list(keeper._resting) == ["r"] and not keeper._kept)
+    live, take = cluster.service.requests._by_key["r"], asyncio.Event()
+
+    async def read_slowly(_event):
+        await take.wait()
+
+    reading = asyncio.ensure_future(live.write(read_slowly, lambda event: event))
+    await cluster.eventually(lambda: list(keeper._kept) == ["r"] and not keeper._resting)
+    expires_at = records.get("r").expires_at
+    await cluster.eventually(lambda: records.get("r").expires_at > expires_at, what="a renewal")
+    take.set()
+    await reading
+    await cluster.eventually(lambda: list(keeper._resting) == ["r"])
+    await cluster.eventually(lambda: len(records) == 0 and not (keeper._resting or keeper._kept or keeper._to_delete))
+    assert len(cluster.service.requests) == 0
+
+
 async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(cluster):
     store, records = await serve(cluster)
     gate = gated(store, "delete")
