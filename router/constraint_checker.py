@@ -63,17 +63,27 @@ class ConstraintChecker:
         if key in self._verdicts:
             message = self._verdicts[key]
         else:
-            if (compiling := self._compiling.get(key)) is None:
-                size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
-                run = self._queue.run(lambda: self._timed(constraint, asked), client=client, num_bytes=size)
-                compiling = self._compiling[key] = _Compiling(asyncio.create_task(run, name="constraint"))
-                compiling.task.add_done_callback(lambda _task: self._compiling.pop(key))
-            message = self._verdicts[key] = await compiling.wait()
+            message = self._verdicts[key] = await self._compiled(key, constraint, asked, client)
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         if message is not None:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
+
+    async def _compiled(self, key: bytes, constraint: Constraint, asked: str, client: str) -> str | None:
+        """What is wrong. It is compiled once for all who wait for it, and given up when nobody waits any more."""
+        if (compiling := self._compiling.get(key)) is None:
+            size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
+            run = self._queue.run(lambda: self._timed(constraint, asked), client=client, num_bytes=size)
+            compiling = self._compiling[key] = _Compiling(asyncio.create_task(run, name="constraint"))
+        compiling.num_waiting += 1
+        try:
+            return await asyncio.shield(compiling.task)
+        finally:
+            compiling.num_waiting -= 1
+            if not compiling.num_waiting:
+                compiling.task.cancel()  # nothing where it is done
+                del self._compiling[key]
 
     def close(self) -> None:
         """Ends the process; a second call does nothing."""
@@ -120,16 +130,6 @@ class _Compiling:
 
     task: asyncio.Task[str | None]
     num_waiting: int = 0
-
-    async def wait(self) -> str | None:
-        """What is wrong. Once nobody waits any more, it is given up."""
-        self.num_waiting += 1
-        try:
-            return await asyncio.shield(self.task)
-        finally:
-            self.num_waiting -= 1
-            if not self.num_waiting:
-                self.task.cancel()  # nothing where it is done
 
 
 def _start() -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from outrider.errors import ConfigError, OutriderError, PeerLostError
+from outrider.errors import ConfigError, PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
@@ -83,9 +83,9 @@ class Router:
         self.services: Services | None = None  # None: no node has served yet
         self.front = Front(self.nodes, self._services_now, clients or Clients(), tracer)
         self.requests = self.front.requests
-        self._calls = OpenCalls()
-        self.servicer = RouterServicer(self.front, self._calls)
-        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front, self._calls)
+        self.calls = OpenCalls(on_refused=self.requests.count_refusal)
+        self.servicer = RouterServicer(self.front)
+        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -162,9 +162,6 @@ class Router:
         tell(bool(self.nodes.decode_nodes))  # where no prefill node serves, decode nodes compute prompts, too
         self.nodes.on_change(lambda: tell(bool(self.nodes.decode_nodes)))
 
-    def count_refusal(self, error: OutriderError) -> None:
-        self.requests.count_refusal(error)
-
     async def drain(self, deadline_seconds: float) -> None:
         """After the handover no new request; running ones end, or are told at the deadline, the queue included."""
         deadline = asyncio.get_running_loop().time() + deadline_seconds
@@ -180,7 +177,7 @@ class Router:
             _log.warning("drain deadline passed", num_requests=len(self.requests))
             self.requests.fail_all(_stopping())
         self.servicer.end_watches()
-        if num_calls := await self._calls.wait_for_present(FINAL_STATUS_SECONDS):
+        if num_calls := await self.calls.wait_for_present(FINAL_STATUS_SECONDS):
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
@@ -227,7 +224,7 @@ def _stopping() -> PeerLostError:
     return PeerLostError("the router is stopping", reason="DRAINING")
 
 
-def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngineServicer | None:
+def _make_vllm_engine(wanted: str, front: Front) -> VllmEngineServicer | None:
     """`wanted`: the setting `router.vllm_engine`. None: not served. Raises: ConfigError where it must be and cannot."""
     if wanted == "off":
         return None
@@ -242,4 +239,4 @@ def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngine
         if not isinstance(error, ImportError):
             _log.warning("the engine service is not served", error=str(error))
         return None
-    return VllmEngineServicer(front, calls)
+    return VllmEngineServicer(front)

@@ -21,6 +21,7 @@ from outrider.errors import (
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.health import HEALTH_SERVICE
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE
+from outrider.service.open_calls import OpenCalls
 from outrider.service.reflection import REFLECTION_SERVICES
 from outrider.service.rpc_errors import Context, abort_with
 
@@ -44,7 +45,6 @@ Handler = Any
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Authenticate = Callable[[Iterable[tuple[str, str | bytes]] | None], None]
 """Of a call's metadata; raises UnauthenticatedError. Runs in the task that serves the call."""
-OnRefused = Callable[[OutriderError], None]
 
 _MAKE = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -69,19 +69,18 @@ class RequestLimits(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         *,
+        calls: OpenCalls,
         max_calls: int,
         max_request_bytes: int,
         security: PeerSecurity,
         authenticate: Authenticate | None,
-        on_refused: OnRefused,
     ) -> None:
-        """`on_refused` is called with the error of each call to a client's service that is refused here."""
+        """`calls` are those that count."""
+        self._calls = calls
         self._max_calls = max_calls
         self._max_request_bytes = max_request_bytes
         self._security = security
         self._authenticate = authenticate
-        self._on_refused = on_refused
-        self._num_calls = 0  # of those that count
         self._guarded: dict[str, Handler] = {}  # by method
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
@@ -129,27 +128,23 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             is_operator = service == NODE_SERVICE and self._security.is_operator(caller)
             if not is_operator and not self._security.is_peer(caller):
                 await abort_with(context, NotAllowedError(self._security.explain_refusal(caller)))
-        if is_counted and self._num_calls >= self._max_calls:
-            message = f"{self._num_calls} calls are open, as many as server.max_concurrent_rpcs allows"
+        if is_counted and len(self._calls) >= self._max_calls:
+            message = f"{len(self._calls)} calls are open, as many as server.max_concurrent_rpcs allows"
             error = CapacityError(message, retry_after_seconds=RETRY_SECONDS, reason="TOO_MANY_CALLS")
         elif isinstance(request, InvalidRequestError):
             error = request
         if error is not None:
             if service in CLIENT_SERVICES:
-                self._on_refused(error)
+                self._calls.on_refused(error)
             await abort_with(context, error)
         if is_counted:
-            self._num_calls += 1
-            context.add_done_callback(self._take_end)  # type: ignore[arg-type] # any callable, whatever its stub says
-
-    def _take_end(self, _context: object) -> None:
-        self._num_calls -= 1
+            self._calls.enter(context)
 
     def _reject_with(self, error: OutriderError, guarded: Handler) -> Handler:
         """Ends the call with this error; its messages are not read."""
 
         async def refuse(_request: Any, context: Context) -> None:
-            self._on_refused(error)
+            self._calls.on_refused(error)
             await abort_with(context, error)
 
         return _MAKE[guarded.request_streaming, guarded.response_streaming](refuse)

@@ -40,9 +40,10 @@ from outrider.service.address import is_loopback, reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
+from outrider.service.open_calls import OpenCalls
 from outrider.service.pages import FindPage, PatientRequest, bound_connections, with_pages
 from outrider.service.reflection import add_reflection
-from outrider.service.request_limits import Authenticate, OnRefused, RequestLimits
+from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
 from outrider.service.telemetry.tracer_factory import make_role_tracer
@@ -91,16 +92,18 @@ class Service(Protocol):
 
 @runtime_checkable
 class FrontService(Service, Protocol):
-    """One that clients see: it shows pages, and serves only while others do."""
+    """One that clients see: it shows pages, and serves only while others do.
+
+    `calls`: filled in for it, with those that its drain waits for.
+    """
+
+    calls: OpenCalls
 
     def pages(self) -> FindPage:
         """Called once, on the event loop, before the service starts."""
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
         """Calls `tell` now and at every change, on the event loop: whether requests can be served."""
-
-    def count_refusal(self, error: OutriderError) -> None:
-        """A client's call was refused before the service heard of it. On the event loop."""
 
 
 class ServiceProcess:
@@ -149,8 +152,8 @@ class ServiceProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        on_refused = service.count_refusal if isinstance(service, FrontService) else None
-        server = self._server = make_server(self.config, self.security, authenticate, on_refused=on_refused)
+        calls = service.calls if isinstance(service, FrontService) else OpenCalls()
+        server = self._server = make_server(self.config, self.security, authenticate, calls=calls)
         health = Health(service.service_names)
         await health.add_to(server)
         service.add_to(server)
@@ -274,15 +277,15 @@ def make_server(
     security: PeerSecurity = PLAINTEXT,
     authenticate: Authenticate | None = None,
     *,
-    on_refused: OnRefused | None = None,
+    calls: OpenCalls | None = None,
 ) -> grpc.aio.Server:
     """Without services and ports; `RequestLimits` wraps every handler."""
     limits = RequestLimits(
+        calls=OpenCalls() if calls is None else calls,
         max_calls=config.max_concurrent_rpcs,
         max_request_bytes=config.max_request_bytes,
         security=security,
         authenticate=authenticate,
-        on_refused=on_refused or (lambda _error: None),
     )
     return grpc.aio.server(
         options=server_options(max_connection_age_seconds=config.max_connection_age_seconds),

@@ -180,7 +180,7 @@ class Cluster:
         self.server = server = make_server(
             ServerConfig(port=0),
             authenticate=None if clients is None else clients.authenticate,
-            on_refused=self.service.count_refusal,
+            calls=self.service.calls,
         )
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")

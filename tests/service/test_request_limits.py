@@ -22,6 +22,7 @@ from outrider.rpc.status import from_rpc_error
 from outrider.service.config import ServerConfig
 from outrider.service.health import Health
 from outrider.service.node_service import NodeServicer
+from outrider.service.open_calls import OpenCalls
 from outrider.service.server import bind, make_server
 from outrider.v1 import (
     node_pb2,
@@ -171,7 +172,7 @@ class Endless(router_pb2_grpc.RouterServiceServicer):
 @pytest.mark.parametrize("method", ["Generate", "WatchCluster"])
 async def test_a_process_with_all_the_calls_that_it_may_have_answers_probes_and_frees(method):
     refusals = []
-    server = make_server(ServerConfig(max_concurrent_rpcs=16), on_refused=refusals.append)
+    server = make_server(ServerConfig(max_concurrent_rpcs=16), calls=OpenCalls(on_refused=refusals.append))
     router_pb2_grpc.add_RouterServiceServicer_to_server(Endless(), server)
     node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(lambda: INFO, lambda: REPORT), server)
     await Health(()).add_to(server)
