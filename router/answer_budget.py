@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,16 +23,51 @@ LEFT_SECONDS = 30.0
 """So does one that has been away for so long: as long as the Python client asks an answer to be kept by default."""
 SPARE_SHARE = 64
 """Of the limit, one part in so many is made free at once."""
+MAX_FIRST_TOKENS = 512
+"""What a sample is expected to have, where that many are asked for, before any answer has ended."""
+MIN_EXPECTED_TOKENS = 128
+"""However short answers were: longer ones come without notice."""
+RISE, FALL = 1 / 4, 1 / 64
+"""Weight of an answer that was longer than expected, and of one that was not."""
+MAX_EXPECTED_SHARE = 4
+"""Of the limit, at most one part in so many is kept for what is to come of one answer."""
+TICK_SECONDS = 0.1
+
+
+class LoopClock:
+    """Monotonic seconds without those in which the event loop was held up itself: meanwhile nobody else is late."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ticked_at, self._seconds = self._loop.time(), 0.0
+        self._tick()
+
+    def __call__(self) -> float:
+        return self._seconds + min(self._loop.time() - self._ticked_at, TICK_SECONDS)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._seconds = self()
+        self._ticked_at = self._loop.time()
+        self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
 
 
 class AnswerBudget:
-    """Bytes that all answers may take: what they have, not what they might grow to."""
+    """Bytes that all answers may take.
+
+    A new answer is admitted where all that run have room to their ends: what they have, and what is expected to come.
+    Where more came than was expected, and nothing else can be dropped, the newest answers end: the least work is lost.
+    """
 
     def __init__(self, limit_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_bytes = limit_bytes
-        self._clock = clock
-        self._accounts: set[AnswerAccount] = set()
-        self.reserved_bytes = 0
+        self.clock = clock
+        self._accounts: dict[AnswerAccount, None] = {}  # the oldest first
+        self._num_expected_tokens = float(MAX_FIRST_TOKENS)  # of one sample: few have been longer lately
+        self._num_expected_bytes = 0  # of all answers, beside those that they have
+        self.reserved_bytes = 0  # that they have
 
     def open(
         self, request: Request, *, is_idle: Callable[[], bool], give_up: Callable[[OutriderError], None]
@@ -40,66 +76,90 @@ class AnswerBudget:
 
         Raises: CapacityError when there is no room now; InvalidRequestError when there never is.
         """
+        sampling = request.options.sampling
         account = AnswerAccount(self, _bytes_per_token(request), is_idle, give_up)
         num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(request.prompt_token_ids)
         if request.options.prompt_logprobs is not None:
             num_bytes += most_logprobs_bytes(len(request.prompt_token_ids), request.options.prompt_logprobs)
-        num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * request.options.sampling.n
-        self._accounts.add(account)
-        try:
-            self.take(account, num_bytes)
-        except OutriderError:
-            account.close()
-            raise
+        num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * sampling.n
+        num_tokens = max(min(sampling.max_tokens, round(self._num_expected_tokens)) - 1, 0)
+        self._check_alone(num_bytes)
+        most_expected = min(self._limit_bytes // MAX_EXPECTED_SHARE, self._limit_bytes - num_bytes)
+        num_expected = min(num_tokens * sampling.n * account.bytes_per_token, most_expected)
+        missing = self.reserved_bytes + self._num_expected_bytes + num_bytes + num_expected - self._limit_bytes
+        if missing > 0:
+            self._make_room(missing, older=None)
+        self._accounts[account] = None
+        self._add(account, num_bytes, num_expected)
         return account
 
-    def take(self, account: AnswerAccount, num_bytes: int) -> None:
+    def grow(self, account: AnswerAccount, num_bytes: int) -> None:
         if account not in self._accounts:  # its flow is about to be cancelled
             return
-        if account.num_bytes + num_bytes > self._limit_bytes:
+        self._check_alone(account.num_bytes + num_bytes)
+        missing = self.reserved_bytes + num_bytes - self._limit_bytes
+        if missing > 0:
+            self._make_room(missing, older=account)
+        self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
+
+    def _add(self, account: AnswerAccount, num_bytes: int, num_expected: int) -> None:
+        account.num_bytes += num_bytes
+        account.num_expected_bytes += num_expected
+        self.reserved_bytes += num_bytes
+        self._num_expected_bytes += num_expected
+
+    def _check_alone(self, num_bytes: int) -> None:
+        """Raises: InvalidRequestError for an answer that has no room even alone."""
+        if num_bytes > self._limit_bytes:
             raise InvalidRequestError(
-                f"an answer of more than {self._limit_bytes} bytes fits no journal of this router",
+                f"the answer exceeds the router's memory for answers, of {self._limit_bytes} bytes",
                 field="sampling.max_tokens",
                 reason="ANSWER_TOO_LARGE",
             )
-        if self.reserved_bytes + num_bytes > self._limit_bytes:
-            self._make_room(num_bytes, besides=account)
-        account.num_bytes += num_bytes
-        self.reserved_bytes += num_bytes
 
-    def _make_room(self, num_bytes: int, *, besides: AnswerAccount) -> None:
-        """Drops answers until this fits: delivered ones first, then of clients that stalled, then of those that left.
+    def _make_room(self, missing: int, *, older: AnswerAccount | None) -> None:
+        """Drops answers until so many bytes are free: delivered ones first, then of clients that stalled or left.
 
-        A little more than is needed, so that not every token has to look. Raises: CapacityError.
+        Of these a little more than is needed, so that not every token has to look. Last, those that run and are newer
+        than `older`, which needs the bytes; None: a new answer does. Raises: CapacityError.
         """
-        missing = self.reserved_bytes + num_bytes - self._limit_bytes
         dropped: list[AnswerAccount] = []
         num_dropped_bytes = 0
-        for _, account in sorted(self._expendable(besides), key=lambda item: item[0]):
+        for _, account in sorted(self._expendable(older), key=lambda item: item[0]):
             if num_dropped_bytes >= missing + self._limit_bytes // SPARE_SHARE:
                 break
             dropped.append(account)
             num_dropped_bytes += account.num_bytes
+        num_unread = len(dropped)
+        for account in reversed(self._accounts) if older else ():
+            if account is older or num_dropped_bytes >= missing:
+                break
+            if account not in dropped:
+                dropped.append(account)
+                num_dropped_bytes += account.num_bytes
+        full = CapacityError(
+            f"{self.reserved_bytes} of {self._limit_bytes} bytes for answers are taken and {self._num_expected_bytes} "
+            f"expected, {missing} are missing",
+            retry_after_seconds=RETRY_SECONDS,
+            reason="JOURNAL_FULL",
+        )
         if num_dropped_bytes < missing:
-            raise CapacityError(
-                f"{self.reserved_bytes} of {self._limit_bytes} journal bytes are taken, {num_bytes} more needed",
-                retry_after_seconds=RETRY_SECONDS,
-                reason="JOURNAL_FULL",
-            )
-        for account in dropped:
-            account.give_up(
-                CapacityError(
-                    "the answer was not read, and others need its memory",
-                    retry_after_seconds=RETRY_SECONDS,
-                    reason="NOT_READING",
-                )
-            )
+            raise full
+        unread = CapacityError(
+            "the answer was not read, and others need its memory",
+            retry_after_seconds=RETRY_SECONDS,
+            reason="NOT_READING",
+        )
+        for number, account in enumerate(dropped):
+            account.give_up(unread if number < num_unread else full)
             account.close()
 
-    def _expendable(self, besides: AnswerAccount) -> Iterator[tuple[tuple[int, float], AnswerAccount]]:
+    def _expendable(self, excluded: AnswerAccount | None) -> Iterator[tuple[tuple[int, float], AnswerAccount]]:
         """((rank, since when nobody reads it), account): the smallest goes first."""
-        now = self._clock()
-        for account in self._accounts - {besides}:
+        now = self.clock()
+        for account in self._accounts:
+            if account is excluded:
+                continue
             if account.delivered_at is not None:
                 yield (0, account.delivered_at), account
             elif account.stalled_since is not None and account.stalled_since <= now - STALLED_SECONDS:
@@ -107,17 +167,30 @@ class AnswerBudget:
             elif account.left_at is not None and account.left_at <= now - LEFT_SECONDS and account.is_idle():
                 yield (2, account.left_at), account
 
+    def settle(self, account: AnswerAccount, num_tokens: float | None) -> None:
+        """Nothing more comes of this answer. `num_tokens`: of each sample; None: it failed, or was left.
+
+        What is expected of new ones rises fast and falls slowly.
+        """
+        if account in self._accounts:
+            self._add(account, 0, -account.num_expected_bytes)
+        if num_tokens is not None:
+            more = num_tokens - self._num_expected_tokens
+            self._num_expected_tokens += more * (RISE if more > 0 else FALL)
+            self._num_expected_tokens = max(self._num_expected_tokens, MIN_EXPECTED_TOKENS)
+
     def close(self, account: AnswerAccount) -> None:
         if account in self._accounts:
-            self._accounts.remove(account)
+            del self._accounts[account]
             self.reserved_bytes -= account.num_bytes
+            self._num_expected_bytes -= account.num_expected_bytes
 
 
 @dataclass(slots=True, eq=False)
 class AnswerAccount:
     """What one answer takes of the budget. It grows with the answer, and is closed when that is dropped.
 
-    Who has the answer says who reads it, in monotonic seconds.
+    Who has the answer says who reads it, in seconds of the budget's clock.
     """
 
     budget: AnswerBudget
@@ -125,6 +198,7 @@ class AnswerAccount:
     is_idle: Callable[[], bool]  # nothing is computed, and nobody reads
     give_up: Callable[[OutriderError], None]  # the answer ends with this error and is dropped
     num_bytes: int = 0
+    num_expected_bytes: int = 0  # to come; 0 once more has come than was expected
     stalled_since: float | None = None  # since then a message is left untaken; None: its client reads, or is away
     delivered_at: float | None = None  # it was read to its end then, and nobody reads now: it is kept for its window
     left_at: float | None = None  # since then its client is away
@@ -134,7 +208,11 @@ class AnswerAccount:
 
         Raises: CapacityError when there is no room now; InvalidRequestError when this answer alone fills the budget.
         """
-        self.budget.take(self, num_tokens * self.bytes_per_token)
+        self.budget.grow(self, num_tokens * self.bytes_per_token)
+
+    def settle(self, num_tokens: float | None) -> None:
+        """The answer has ended, with so many tokens of each sample. None: they say nothing of others."""
+        self.budget.settle(self, num_tokens)
 
     def close(self) -> None:
         """Idempotent."""

@@ -21,7 +21,7 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.session import SampleTokens
 from router.answer import Answer
 from router.live_request import LiveRequest
-from router.store.base import AnswerStore, StoredAnswer, StoredRequest, TokenSpan
+from router.store.base import AnswerStore, SpansRefusedError, StoredAnswer, StoredRequest, TokenSpan
 
 MAX_SPAN_TOKENS = 4096
 """Of one sample in one append."""
@@ -29,6 +29,8 @@ MAX_APPEND_TOKENS = 65_536
 """Of all requests in one append, which the store answers within milliseconds."""
 MAX_LOST_APPENDS = 5
 """So often the last tokens of a request that failed here are sent; then they are left to be computed again."""
+CREATES_AT_ONCE = 16
+"""When the store was emptied: round trips at a time. Renewals wait behind them."""
 MAX_TO_DELETE = 4096
 """Ids that are remembered while the store does not answer."""
 
@@ -47,12 +49,16 @@ class _Kept:
     positions: list[int]  # by sample: the next one to append
     was_claimed: bool = False  # from another router
     has_finished: bool = False  # the store has been told
+    is_refused: bool = False  # the store has not taken some tokens, and takes none behind them
     num_lost_appends: int = 0
 
     def new_spans(self) -> Iterator[TokenSpan]:
-        """What the store does not have, a bounded part at a time. Tokens with logprobs are computed again instead."""
+        """What the store does not have, a bounded part at a time.
+
+        Tokens with logprobs, and those of a request of which it has refused some, are computed again instead.
+        """
         answer = self.running.answer
-        if answer.request.options.logprobs is not None:
+        if answer.request.options.logprobs is not None or self.is_refused:
             return
         for sample, (known, position) in enumerate(zip(answer.samples, self.positions, strict=True)):
             if known.next_position > position:
@@ -90,7 +96,8 @@ class AnswerKeeper:
         self._may_serve_without = may_serve_without
         self._append_seconds = append_seconds
         self._renew_seconds = renew_seconds
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _Kept] = {}  # by request id, as the next one
+        self._resting: dict[str, _Kept] = {}  # those that only wait for their windows' ends: no turn looks at them
         self._claims: dict[str, asyncio.Task[LiveRequest]] = {}
         self._is_lost = False
         self._to_delete: dict[str, None] = {}  # ids, in the order in which they ended
@@ -106,9 +113,13 @@ class AnswerKeeper:
         await self._take_name(request_id)
         try:
             await self._store.create(stored)
-        except StoreError as error:
-            self._note(error)
+        except AlreadyRunningError:
+            raise
+        except BaseException as error:
             self._delete_later(request_id)  # it may have been stored all the same, and would hold the name
+            if not isinstance(error, StoreError):  # its client has left
+                raise
+            self._note(error)
             if not self._may_serve_without:
                 raise
             return False
@@ -129,6 +140,11 @@ class AnswerKeeper:
         except asyncio.CancelledError:
             task.add_done_callback(_begin_window)  # nobody may be left to read it
             raise
+
+    def wake(self, request_id: str) -> None:
+        """The request has a reader again, or is closed."""
+        if (kept := self._resting.pop(request_id, None)) is not None:
+            self._kept[request_id] = kept
 
     def is_claiming(self, request_id: str) -> bool:
         """Whether `resume` of this request is under way."""
@@ -161,6 +177,7 @@ class AnswerKeeper:
             async with self._deleting:
                 self._to_delete.pop(request_id, None)
         self._kept.pop(request_id, None)
+        self._resting.pop(request_id, None)
 
     async def _claim(self, request_id: str, fingerprint: str) -> LiveRequest:
         await self._take_name(request_id)
@@ -213,19 +230,27 @@ class AnswerKeeper:
                 break
         if not found:
             return False
+        refused: frozenset[str] = frozenset()
         try:
             await self._store.append([span for _, spans in found for span in spans])
+        except SpansRefusedError as error:
+            refused = error.request_ids
+            _log.warning("the store refuses tokens, which would be computed again", error=error.message)
         except StoreError:
             for kept, _ in found:
                 kept.num_lost_appends += kept.may_continue_elsewhere
             raise
         for kept, spans in found:
+            kept.is_refused |= kept.stored.request_id in refused
             for span in spans:
                 kept.positions[span.sample] = span.end_position
         return True
 
     def _settle(self) -> None:
-        """Forgets requests that other routers may continue, once they are stored, and deletes other ended ones."""
+        """Forgets requests that other routers may continue, once they are stored, and deletes other ended ones.
+
+        Answers that are whole and stored rest until somebody reads them, or their windows end.
+        """
         for request_id, kept in tuple(self._kept.items()):
             if kept.may_continue_elsewhere:
                 if kept.num_lost_appends >= MAX_LOST_APPENDS or not any(kept.new_spans()):
@@ -233,6 +258,8 @@ class AnswerKeeper:
             elif kept.running.is_closed or kept.running.answer.failure is not None:
                 del self._kept[request_id]
                 self._delete_later(request_id)
+            elif kept.has_finished and kept.running.is_idle and not any(kept.new_spans()):
+                self._resting[request_id] = self._kept.pop(request_id)
 
     def _delete_later(self, request_id: str) -> None:
         self._to_delete[request_id] = None
@@ -262,19 +289,21 @@ class AnswerKeeper:
         for request_id in renewal.taken:
             taken = self._kept.pop(request_id, None)
             if taken is not None:
-                taken.running.fail(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
-                taken.running.close()
+                taken.running.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
         for request_id in renewal.aborted:
             if request_id in self._kept:
                 self._kept[request_id].running.abort()
-        for request_id in renewal.missing:
-            lost = self._kept.get(request_id)
-            if lost is not None:
-                try:
-                    await self._store.create(lost.stored)
-                except AlreadyRunningError:  # another router's since: the next renewal says so
-                    continue
-                lost.positions = _first_positions(lost.running.answer)
+        missing = [self._kept[request_id] for request_id in renewal.missing if request_id in self._kept]
+        renew_at = asyncio.get_running_loop().time() + self._renew_seconds
+        while missing and asyncio.get_running_loop().time() < renew_at:  # the next renewal tells of the others again
+            batch, missing = missing[:CREATES_AT_ONCE], missing[CREATES_AT_ONCE:]
+            await asyncio.gather(*map(self._create_again, batch))
+
+    async def _create_again(self, kept: _Kept) -> None:
+        """Of a request that the store has lost. Raises: StoreError."""
+        with suppress(AlreadyRunningError):  # another router's since: the next renewal says so
+            await self._store.create(kept.stored)
+            kept.positions, kept.is_refused = _first_positions(kept.running.answer), False
 
     def _note(self, error: StoreError | None) -> None:
         """Says when the store is lost and when it is back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import signal
@@ -11,18 +12,25 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from outrider.constraints.compile_process import MAX_CPU_SECONDS
 from outrider.errors import CapacityError, InternalError, InvalidRequestError, NotSupportedError
 from outrider.node import ModelInfo
 from outrider.request import Constraint
 from outrider.service.telemetry.logging import get_logger
-from router.encoding_queue import EncodingQueue
+from router.encoding_queue import MAX_WAITING_BYTES, EncodingQueue
 
 ANSWER_SECONDS = 20.0
 """On a machine that has much else to do; the process itself stops far earlier."""
 MAX_VERDICTS = 1024
+BYTES_PER_SECOND = 2 << 20
+"""What a second of compiling counts as in the queue. Some patterns take half a second and the process: without this,
+
+a few kilobytes of them would hold up everybody's new constraints for hours.
+"""
+NEWEST_WEIGHT = 0.25
+"""Of the constraint that was compiled last, in the mean time that one takes."""
 
 _TOO_MUCH = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
 """Of a processor, or of memory; other signals say nothing of a constraint."""
@@ -39,7 +47,9 @@ class ConstraintChecker:
             "vocab_size": info.vocab_size,
             "eos_token_ids": info.eos_token_ids,
         }
-        self._queue = EncodingQueue(1)
+        self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
+        self._compiling: dict[bytes, _Compiling] = {}  # by hash: what several requests ask for is compiled once
+        self._seconds = 0.0  # that one takes lately
         self._process: subprocess.Popen[str] | None = None  # of the queue's thread
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently asked for last
         self._is_closed = False
@@ -50,15 +60,30 @@ class ConstraintChecker:
         """
         asked = json.dumps(asdict(constraint))
         key = hashlib.sha256(asked.encode()).digest()
-        if key not in self._verdicts:
-            self._verdicts[key] = await self._queue.run(
-                lambda: self._compile(constraint, asked), client=client, num_bytes=len(asked)
-            )
+        if key in self._verdicts:
+            message = self._verdicts[key]
+        else:
+            message = self._verdicts[key] = await self._compiled(key, constraint, asked, client)
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
-        if (message := self._verdicts[key]) is not None:
+        if message is not None:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
+
+    async def _compiled(self, key: bytes, constraint: Constraint, asked: str, client: str) -> str | None:
+        """What is wrong. It is compiled once for all who wait for it, and given up when nobody waits any more."""
+        if (compiling := self._compiling.get(key)) is None:
+            size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
+            run = self._queue.run(lambda: self._timed(constraint, asked), client=client, num_bytes=size)
+            compiling = self._compiling[key] = _Compiling(asyncio.create_task(run, name="constraint"))
+        compiling.num_waiting += 1
+        try:
+            return await asyncio.shield(compiling.task)
+        finally:
+            compiling.num_waiting -= 1
+            if not compiling.num_waiting:
+                compiling.task.cancel()  # nothing where it is done
+                del self._compiling[key]
 
     def close(self) -> None:
         """Ends the process; a second call does nothing."""
@@ -66,6 +91,15 @@ class ConstraintChecker:
         self._queue.close()
         if self._process is not None:
             self._process.kill()
+
+    def _timed(self, constraint: Constraint, asked: str) -> str | None:
+        """`_compile`, with a restart of a process that an earlier one ended."""
+        is_first, began_at = self._process is None, time.monotonic()
+        try:
+            return self._compile(constraint, asked)
+        finally:
+            if not is_first:
+                self._seconds += (time.monotonic() - began_at - self._seconds) * NEWEST_WEIGHT
 
     def _compile(self, constraint: Constraint, asked: str) -> str | None:
         """What is wrong. `asked`: the constraint, as the process reads it. In the queue's thread.
@@ -88,6 +122,14 @@ class ConstraintChecker:
                 f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
                 "intersect fewer patterns, or repeat less"
             )
+
+
+@dataclass(slots=True)
+class _Compiling:
+    """One constraint in the queue or the process, and how many requests wait for it."""
+
+    task: asyncio.Task[str | None]
+    num_waiting: int = 0
 
 
 def _start() -> subprocess.Popen[str]:

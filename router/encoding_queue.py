@@ -31,10 +31,13 @@ class EncodingQueue:
         *,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         max_client_bytes: int = MAX_CLIENT_BYTES,
+        busy_reason: str = "TOKENIZER_BUSY",
     ) -> None:
+        """`busy_reason`: of the CapacityError where too much waits."""
         self._num_threads = num_threads
         self._max_waiting_bytes = max_waiting_bytes
         self._max_client_bytes = max_client_bytes
+        self._busy_reason = busy_reason
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
         self._num_bytes: Counter[str] = Counter()  # by client, of texts that wait or are encoded
@@ -66,7 +69,7 @@ class EncodingQueue:
         is_over = (of_client and of_client + num_bytes > self._max_client_bytes) or total + num_bytes > limit
         if is_over and total:
             raise CapacityError(
-                f"{of_client} bytes of this client's texts wait to be encoded, {total} of all clients",
+                f"too much waits: {of_client} bytes of this client, {total} of all clients",
                 retry_after_seconds=RETRY_SECONDS,
-                reason="TOKENIZER_BUSY",
+                reason=self._busy_reason,
             )

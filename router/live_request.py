@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
@@ -88,22 +87,25 @@ class LiveRequest:
         """Passes the answer on from these positions (by sample), message by message, as the client takes them.
 
         The stream that was attached before ends. Raises: OutOfRangeError for positions that the answer does not
-        have; what the answer ends with; AbortedError when another stream is attached; what `give_up` says.
+        have; what the answer ends with; AbortedError when another stream is attached, or when the answer has been
+        dropped; what `give_up` says.
         """
+        if self.is_closed:
+            self.answer.fail(_dropped())  # nobody computes it any more; one that has ended can still be read
         reader = self.answer.read(render, next_positions)
         self._stop_expiry()
-        account = self._account
+        account, clock = self._account, self._account.budget.clock
         account.delivered_at = account.left_at = None
         self._on_change(self)
         writer = self._writer = asyncio.current_task()
         try:
             while messages := await reader.next():
                 for message in messages:
-                    account.stalled_since = time.monotonic()
+                    account.stalled_since = clock()
                     await write(message)
                     account.stalled_since = None
             if self._writer is writer:
-                account.delivered_at = time.monotonic()
+                account.delivered_at = clock()
         except asyncio.CancelledError:
             if self._given_up is None or writer is None:
                 raise
@@ -117,24 +119,29 @@ class LiveRequest:
 
     def give_up(self, error: OutriderError) -> None:
         """Ends the answer, and the stream that its client does not read, and drops it."""
-        self.fail(error)
         if self._writer is not None:
             self._given_up = error
             self._writer.cancel()
-        self.close()
+        self.close(error)
 
-    def close(self) -> None:
-        """Drops the answer and frees the name; what still computes is stopped. Idempotent."""
+    def close(self, error: OutriderError | None = None) -> None:
+        """Drops the answer and frees the name; what still computes is stopped. Idempotent.
+
+        `error`: what an answer that has not ended ends with. None: its client has left, or its window is over.
+        """
         if self.is_closed:
             return
+        if error is not None:
+            self.answer.fail(error)
         self.is_closed = True
         self._stop_expiry()
         self._account.close()
         if not self._task.done():
-            _log.info("client left", request_id=self.key)
+            if error is None:
+                _log.info("client left", request_id=self.key)
             self._task.cancel()
         if self.answer.has_reader:
-            self.answer.fail(AbortedError("the answer was dropped", reason="DROPPED"))  # its reader waits for no more
+            self.answer.fail(_dropped())  # its reader waits for no more
         self._on_change(self)
 
     def leave(self) -> None:
@@ -150,17 +157,23 @@ class LiveRequest:
         else:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(self.window_seconds, self.close)
-            self._account.left_at = time.monotonic()
+            self._account.left_at = self._account.budget.clock()
             self._on_change(self)
 
     def _take_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request's flow failed", request_id=self.key, exc_info=error)
             self.answer.fail(InternalError(f"the request's flow failed: {error}"))
-        self._on_end(self.answer.failure)
+        answer = self.answer
+        self._account.settle(None if answer.summary is None else answer.num_generated_tokens / len(answer.samples))
+        self._on_end(answer.failure)
         self._on_change(self)
 
     def _stop_expiry(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
+
+
+def _dropped() -> AbortedError:
+    return AbortedError("the answer was dropped", reason="DROPPED")

@@ -26,7 +26,7 @@ from router.clients import Caller, Clients, split_key
 from router.live_request import LiveRequest
 from router.losses import Losses
 from router.node_directory import NodeDirectory
-from router.request_figures import RequestFigures
+from router.request_figures import CLIENT_LEFT, RequestFigures
 from router.request_flow import RequestFlow
 from router.request_parsing import complete_proto, read_request, resume_window_seconds
 from router.store.base import StoredAnswer, StoredRequest
@@ -63,14 +63,19 @@ class RequestRegistry:
     # ------------------------------------------------------------ what fronts ask
 
     async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
-        """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
-        self._check_serving()
-        services, info = self._services(), self._nodes.model().info
-        check_request(proto, info)
-        caller.check_priority(proto.priority)
-        request_id = proto.request_id or str(uuid.uuid4())
-        key, window = caller.key_of(request_id), resume_window_seconds(proto)
-        live = await self._begin(services, key, request_id, proto, caller, window=window)
+        """Charges the caller and begins a request; one with a resume window is in the store when this returns.
+
+        Raises: OutriderError.
+        """
+        with self.refusals_counted():
+            self._clients.charge(caller)
+            self._check_serving()
+            services, info = self._services(), self._nodes.model().info
+            check_request(proto, info)
+            caller.check_priority(proto.priority)
+            request_id = proto.request_id or str(uuid.uuid4())
+            key, window = caller.key_of(request_id), resume_window_seconds(proto)
+            live = await self._begin(services, key, request_id, proto, caller, window=window)
         if window is None or self.keeper is None:
             return live
         try:  # while the prompt is being computed; nobody has been told of the request yet
@@ -84,9 +89,7 @@ class RequestRegistry:
             )
             live.is_kept = await self.keeper.keep(live, stored)
         except BaseException as error:
-            if isinstance(error, StoreError):
-                live.fail(error)
-            live.close()
+            live.close(error if isinstance(error, OutriderError) else None)
             raise
         return live
 
@@ -102,12 +105,12 @@ class RequestRegistry:
         if live is not None and not self._is_claiming(key):
             if live.window_seconds is None:
                 raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
-            if await self._is_ours(key):
-                return live
-            if self._by_key.get(key, live) is not live:  # another call has brought it back meanwhile
+            is_ours = await self._is_ours(key)
+            if self._by_key.get(key) is not live:  # its window has ended, or another call has brought it back
                 return await self.find(request_id, next_positions, caller)
-            live.fail(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
-            live.close()
+            if is_ours:
+                return live
+            live.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
         self._check_serving()  # a router that drains cannot tell whether another one has it
         if self.keeper is not None and not self.keeper.is_claiming(key):
             self._check_known(request_id, await self.keeper.read(key), next_positions)
@@ -175,10 +178,34 @@ class RequestRegistry:
         services, key, window = self._services(), stored.request.request_id, stored.request.resume_window_seconds
         name, request_id = split_key(key)
         caller = self._clients.named(name)
-        live = await self._begin(services, key, request_id, proto, caller, window=window, stored=stored)
+        with self.refusals_counted():
+            live = await self._begin(services, key, request_id, proto, caller, window=window, stored=stored)
         if stored.is_aborted:
             live.abort()
         return live
+
+    @contextmanager
+    def refusals_counted(self) -> Iterator[None]:
+        """Around all that comes before a request lives: what the block raises counts as a request that failed.
+
+        Those that live are counted at their end. A router counts nothing before its first node serves.
+        """
+        try:
+            yield
+        except OutriderError as error:
+            self.count_refusal(error)
+            raise
+        except asyncio.CancelledError:
+            self._count_failure(CLIENT_LEFT)
+            raise
+
+    def count_refusal(self, error: OutriderError) -> None:
+        """A request that was refused before it lived."""
+        self._count_failure(error.reason)
+
+    def _count_failure(self, reason: str) -> None:
+        with suppress(PeerLostError):  # no node has served yet
+            self._services().metrics.add_failures(reason, 1)
 
     # ------------------------------------------------------------ the router's end
 
@@ -187,10 +214,10 @@ class RequestRegistry:
         for live in tuple(self._by_key.values()):
             live.fail(error)
 
-    def close_all(self) -> None:
-        """Drops every answer."""
+    def close_all(self, error: OutriderError) -> None:
+        """Drops every answer; those that have not ended end with this error."""
         for live in tuple(self._by_key.values()):
-            live.close()
+            live.close(error)
 
     async def wait_until_idle(self) -> None:
         """Until nothing is computed and no stream is attached."""
@@ -250,14 +277,12 @@ class RequestRegistry:
             if timeline.place:
                 timeline.asked = request_attributes(request, model=served.info.name)
             figures = RequestFigures(request, services.metrics, timeline)
-            live = LiveRequest(
-                key,
-                answer,
-                figures,
-                window_seconds=window,
-                on_change=self._take_change,
-                on_end=lambda error: services.timelines.end(timeline, error),
-            )
+
+            def end(error: OutriderError | None) -> None:
+                figures.close(error)
+                services.timelines.end(timeline, error)
+
+            live = LiveRequest(key, answer, figures, window_seconds=window, on_change=self._take_change, on_end=end)
             work = Work(
                 answer=answer,
                 figures=figures,
@@ -272,6 +297,8 @@ class RequestRegistry:
             return live
 
     def _take_change(self, live: LiveRequest) -> None:
+        if self.keeper is not None:
+            self.keeper.wake(live.key)
         if live.is_closed and self._by_key.get(live.key) is live:
             del self._by_key[live.key]
         if live.is_idle:

@@ -27,6 +27,8 @@ VERIFICATION_KEY = "outrider-verification"
 
 Trailers = tuple[tuple[str, str], ...]
 
+CLIENT_LEFT = "CLIENT_LEFT"
+"""Among the reasons of failed requests: its client had left before the answer was whole. The client is told nothing."""
 NOTHING_GENERATED: Trailers = ((TOKENS_KEY, "0"),)
 """Trailers of a call that was refused before it became a request."""
 
@@ -273,9 +275,11 @@ class RequestFigures:
         return Summary(request_id=self.request.request_id, usage=usage, metrics=metrics)
 
     def close(self, failure: OutriderError | None) -> None:
-        """The request has ended, however it did."""
+        """The request has ended, however it did; without a failure and a summary its client has left."""
         if len({stamp.numerics for stamp in self.timeline.stamps if stamp.numerics}) > 1:
             self.metrics.add_mixed_numerics()
+        if failure is None and self.timeline.outcome is None:
+            self.metrics.add_failures(CLIENT_LEFT, 1)
         if failure is not None:
             self.metrics.add_failures(failure.reason, 1)
             _log.warning(

@@ -72,7 +72,6 @@ class RequestFlow:
         finally:
             self._free()
             work = self._work
-            work.figures.close(answer.failure)
             if (receipts := self._services.receipts) is not None:
                 receipts.keep(proto, answer, work.figures, work.served.info)
 

@@ -21,7 +21,7 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2_grpc
-from router.answer_budget import AnswerBudget
+from router.answer_budget import AnswerBudget, LoopClock
 from router.answer_keeper import AnswerKeeper
 from router.clients import Clients
 from router.config import RouterConfig
@@ -82,9 +82,9 @@ class Router:
         self.services: Services | None = None  # None: no node has served yet
         self.front = Front(self.nodes, self._services_now, clients or Clients(), tracer)
         self.requests = self.front.requests
-        self._calls = OpenCalls()
-        self.servicer = RouterServicer(self.front, self._calls)
-        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front, self._calls)
+        self.calls = OpenCalls(on_refused=self.requests.count_refusal)
+        self.servicer = RouterServicer(self.front)
+        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -100,6 +100,7 @@ class Router:
             )
         self._store = store
         self._name = identity.name
+        self._clock: LoopClock | None = None
         self._receipts = make_sink(config, incarnation=identity.incarnation)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -110,6 +111,7 @@ class Router:
     async def start(self, address: str) -> None:
         """Waits for the nodes."""
         self._tracer.start(self._name)
+        self._clock = LoopClock()
         self.nodes.start()
         await self.nodes.wait_until_serving()
         served = self.nodes.model()
@@ -134,7 +136,7 @@ class Router:
             config=config,
             queue=queue,
             placement=placement,
-            answers=AnswerBudget(config.journal_bytes),
+            answers=AnswerBudget(config.journal_bytes, clock=self._clock),
             metrics=metrics,
             timelines=self._timelines,
             router_address=address,
@@ -171,16 +173,20 @@ class Router:
                 await self.requests.wait_until_idle()
         except TimeoutError:
             _log.warning("drain deadline passed", num_requests=len(self.requests))
-            self.requests.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
+            self.requests.fail_all(_stopping())
         self.servicer.end_watches()
-        if num_calls := await self._calls.wait_for_present(FINAL_STATUS_SECONDS):
+        if num_calls := await self.calls.wait_for_present(FINAL_STATUS_SECONDS):
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
+        self.requests.is_draining = True
+        self.requests.fail_all(_stopping())  # a drain that was cut off has not told them
         if self.requests.keeper is not None:
             await self.requests.keeper.stop()
-        self.requests.close_all()
+        self.requests.close_all(_stopping())
         await self.nodes.stop()
+        if self._clock is not None:
+            self._clock.close()
         if self.services is not None and self.services.receipts is not None:
             await self.services.receipts.stop()
 
@@ -211,7 +217,12 @@ class Router:
             self.services.metrics.add_lost_nodes(role.name.lower(), 1)
 
 
-def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngineServicer | None:
+def _stopping() -> PeerLostError:
+    """What other routers go on from: a client that has a resume window asks them."""
+    return PeerLostError("the router is stopping", reason="DRAINING")
+
+
+def _make_vllm_engine(wanted: str, front: Front) -> VllmEngineServicer | None:
     """`wanted`: the setting `router.vllm_engine`. None: not served. Raises: ConfigError where it must be and cannot."""
     if wanted == "off":
         return None
@@ -226,4 +237,4 @@ def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngine
         if not isinstance(error, ImportError):
             _log.warning("the engine service is not served", error=str(error))
         return None
-    return VllmEngineServicer(front, calls)
+    return VllmEngineServicer(front)

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, suppress
 from outrider.answer import AnswerEvent
 from outrider.errors import CapacityError, InvalidRequestError, PeerLostError
 from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
-from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import Context, rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import CompleteResponseBuilder, event_to_proto
@@ -31,11 +30,8 @@ MAX_WATCHES_OF_ONE = 32
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """`calls`: the ones that a drain ends, answers and watches."""
-
-    def __init__(self, front: Front, calls: OpenCalls) -> None:
+    def __init__(self, front: Front) -> None:
         self._front = front
-        self._calls = calls
         self._has_ended = asyncio.Event()  # nothing is left to watch
         self._watches: Counter[str] = Counter()  # by client
 
@@ -44,14 +40,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._has_ended.set()
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
-        self._calls.enter(context)
         async with rpc_errors(context), self._front.open(request, context) as live:
             await live.write(context.write, event_to_proto)
 
     async def Complete(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
-        self._calls.enter(context)
         async with rpc_errors(context), self._front.open(request, context) as live:
             builder = CompleteResponseBuilder(num_samples(request.sampling))
 
@@ -69,7 +63,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             return builder.build()
 
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
-        self._calls.enter(context)
         async with rpc_errors(context):
             check_request_id(request.request_id)
             if len(request.next_positions) > MAX_SAMPLES:
@@ -111,7 +104,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             return MODEL.to_proto(self._front.model())
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
-        self._calls.enter(context)
         async with rpc_errors(context), self._watch(context):
             interval = DEFAULT_WATCH_SECONDS
             if request.HasField("interval"):

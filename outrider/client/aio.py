@@ -74,6 +74,10 @@ class AsyncGenerateStream(BaseStream):
         except TimeoutError:
             self._call = self._open()
 
+    async def trailers(self) -> dict[str, str]:
+        """Figures at the end of the last call (docs/protocol.md). Waits for it; a call that was cancelled has none."""
+        return {key: value for key, value in await self._call.trailing_metadata() if isinstance(value, str)}
+
     def cancel(self) -> None:
         """Stops the request everywhere. Idempotent."""
         was_cancelled = self._cancelled.is_set()

@@ -65,6 +65,7 @@ class Continuation:
         self._num_events = 0  # that the record had when the last call began
         self._num_failures = 0  # since the last event
         self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
+        self._not_before: dict[str, float] = {}  # by target: it asked for no call until then, in monotonic seconds
         self._is_draining = False  # a router said so since the last event: it is being replaced
         self._is_over = False  # refused, or taken over by another stream
         self.step = Step(targets.current, self._resume() if wanted.request is None else wanted.request)
@@ -116,17 +117,27 @@ class Continuation:
         if no_router_answers and not self._is_draining:
             self._num_failures, self._lost_at = 0, None
             return self._attempted_again(error, step.target)  # no router could be asked
-        # The router that had the call first: it may only have lost the connection.
-        return self._paused(step.target if is_first else self._targets.after(step.target), self._resume())
+        if is_first and not isinstance(error, CapacityError) and error.reason != "DRAINING":
+            return self._paused(step.target, self._resume())  # it may only be disconnected
+        if isinstance(error, (PeerLostError, CapacityError)) and error.reason != UNREACHABLE:  # it has answered
+            self._not_before[step.target] = time.monotonic() + error.retry_after_seconds
+        return self._paused(self._targets.after(step.target), self._resume())
 
     def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
-        """No pause until every target was tried; then exponential backoff."""
+        """No pause until every target was tried, then exponential backoff; and at least what this router asked for.
+
+        No pause is longer than what is left of the resume window.
+        """
+        assert self._window_seconds is not None
         self._num_failures += 1
         num_pauses = self._num_failures - len(self._targets)
-        if num_pauses <= 0:
-            return Step(target, request)
-        seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** (num_pauses - 1), _LONGEST_PAUSE_SECONDS)
-        return Step(target, request, seconds * random.uniform(0.75, 1.25))  # noqa: S311 no secret
+        now, seconds = time.monotonic(), 0.0
+        if num_pauses > 0:
+            seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** (num_pauses - 1), _LONGEST_PAUSE_SECONDS)
+            seconds *= random.uniform(0.75, 1.25)  # noqa: S311 no secret
+        asked = (self._not_before.get(target, now) - now) * random.uniform(1.0, 1.25)  # noqa: S311 no secret
+        left = self._window_seconds - (now - (self._lost_at or now))
+        return Step(target, request, max(seconds, min(asked, left), 0.0))
 
     def _resume(self) -> router_pb2.ResumeRequest:
         return router_pb2.ResumeRequest(

@@ -41,7 +41,17 @@ class ServerConfig:
         help="Largest request of a call with one request; parsing holds up every stream of the process.",
     )
     max_concurrent_rpcs: int = setting(
-        4096, at_least=16, at_most=1_000_000, help="Calls at a time; beyond: RESOURCE_EXHAUSTED."
+        4096,
+        at_least=16,
+        at_most=1_000_000,
+        help="Calls at a time; beyond: RESOURCE_EXHAUSTED. Probes and Abort are not counted.",
+    )
+    max_connection_age_seconds: float | None = setting(
+        None,
+        at_least=1,
+        at_most=86_400,
+        help="After so long a client is asked to connect again, so that clients spread over routers that were added; "
+        "running streams are not cut. null: never.",
     )
 
     def port_of(self, role: str) -> int:

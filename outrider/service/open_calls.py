@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
+from outrider.errors import OutriderError
 from outrider.service.rpc_errors import Context
 
 
 class OpenCalls:
     """Owned by the event loop. A handler that has returned or aborted has not yet sent anything: gRPC does it later."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_refused: Callable[[OutriderError], None] = lambda _error: None) -> None:
+        """`on_refused` is called for each call of a client that is refused before its servicer hears of it."""
+        self.on_refused = on_refused
         self._open: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:

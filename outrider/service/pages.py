@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http import HTTPStatus
 from io import BufferedIOBase
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 METRICS_PATHS = ("/metrics", "/metrics/")
+MAX_CONNECTIONS = 64
+"""Of HTTP, at a time: browsers, and whoever reads metrics."""
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -67,6 +70,30 @@ class PatientRequest(WSGIRequestHandler):
 
     def log_message(self, *_arguments: object) -> None:
         """Requests are not logged."""
+
+
+def bound_connections(server: Any) -> None:
+    """Each connection of a `ThreadingMixIn` has a thread. One beyond `MAX_CONNECTIONS` is closed at once."""
+    slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+    start, serve = server.process_request, server.process_request_thread
+
+    def process_request(connection: Any, address: Any) -> None:
+        if not slots.acquire(blocking=False):
+            connection.close()
+            return
+        try:
+            start(connection, address)
+        except BaseException:
+            slots.release()
+            raise
+
+    def process_request_thread(connection: Any, address: Any) -> None:
+        try:
+            serve(connection, address)
+        finally:
+            slots.release()
+
+    server.process_request, server.process_request_thread = process_request, process_request_thread
 
 
 def with_pages(metrics: WSGIApplication, find_page: FindPage, *, is_local: bool = False) -> WSGIApplication:

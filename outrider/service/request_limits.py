@@ -1,4 +1,4 @@
-"""What is refused before a servicer hears of it: unknown callers, and requests that are too large or malformed."""
+"""What is refused before a servicer hears of it: unknown callers, calls beyond the limit, malformed requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from outrider.errors import InvalidRequestError, NotAllowedError, UnauthenticatedError
+from outrider.errors import (
+    CapacityError,
+    InvalidRequestError,
+    NotAllowedError,
+    OutriderError,
+    UnauthenticatedError,
+)
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.health import HEALTH_SERVICE
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE
+from outrider.service.open_calls import OpenCalls
 from outrider.service.reflection import REFLECTION_SERVICES
 from outrider.service.rpc_errors import Context, abort_with
 
@@ -24,6 +31,14 @@ CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
 """What a router serves to clients."""
 OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
 """For everybody who passes the handshake. A router asks its clients for tokens itself."""
+
+PROBED_SERVICES = frozenset({HEALTH_SERVICE, NODE_SERVICE})
+"""By which others see how a process stands."""
+UNCOUNTED_METHODS = frozenset(
+    {f"/{ROUTER_SERVICE}/Abort", f"/{ENGINE_SERVICE}/Abort", f"/{ENGINE_SERVICE}/HealthCheck"}
+)
+"""Of a client's services: what frees, and a gateway's probe."""
+RETRY_SECONDS = 1.0
 
 Handler = Any
 """A grpc.RpcMethodHandler, which is generic in its stubs only."""
@@ -40,46 +55,58 @@ _MAKE = {
 
 
 class RequestLimits(grpc.aio.ServerInterceptor):
-    """Wraps every handler of a server.
+    """Wraps every handler of a server. Owned by the event loop.
 
     - RouterService and the engine service are for clients that `authenticate` knows, NodeService for services of the
       cluster and operators, every other service for services of the cluster; health and reflection are for everybody.
+    - More than `max_calls` at a time are refused. Probes are not counted, nor are calls that free something: a process
+      that has as much to do as it may must be seen to live, and must be told to do less.
     - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop,
       where 16 MiB of empty submessages take seconds, and what its parser raises would be UNKNOWN. Messages of request
       streams are for their servicers (`rpc_errors`): their senders are nodes and routers.
     """
 
-    def __init__(self, *, max_request_bytes: int, security: PeerSecurity, authenticate: Authenticate | None) -> None:
+    def __init__(
+        self,
+        *,
+        calls: OpenCalls,
+        max_calls: int,
+        max_request_bytes: int,
+        security: PeerSecurity,
+        authenticate: Authenticate | None,
+    ) -> None:
+        """`calls` are those that count."""
+        self._calls = calls
+        self._max_calls = max_calls
         self._max_request_bytes = max_request_bytes
         self._security = security
         self._authenticate = authenticate
+        self._guarded: dict[str, Handler] = {}  # by method
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
-        handler = await continuation(details)
-        if handler is None:
-            return None
-        service = details.method.rpartition("/")[0].strip("/")
-        if service in CLIENT_SERVICES and self._authenticate is not None:
+        method = details.method
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            handler = await continuation(details)
+            if handler is None:
+                return None
+            guarded = self._guarded[method] = self._guard(handler, method)
+        if self._authenticate is not None and _service_of(method) in CLIENT_SERVICES:
             try:
                 self._authenticate(details.invocation_metadata)
             except UnauthenticatedError as error:
-                return _refusing(handler, error)
-        if handler.request_streaming and not self._asks_for_certificates(service):
-            return handler
-        return self._guarded(handler, service)
+                return self._reject_with(error, guarded)
+        return guarded
 
-    def _asks_for_certificates(self, service: str) -> bool:
-        return self._security.is_enabled and service not in OPEN_SERVICES
-
-    def _guarded(self, handler: Handler, service: str) -> Handler:
+    def _guard(self, handler: Handler, method: str) -> Handler:
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def answer(request: Any, context: Context) -> Any:
-            await self._check(request, context, service)
+            await self._check(request, context, method)
             return await behaviour(request, context)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await self._check(request, context, service)
+            await self._check(request, context, method)
             async with aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
                     yield response
@@ -91,15 +118,36 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    async def _check(self, request: Any, context: Context, service: str) -> None:
-        """Ends the call where it must not go on."""
-        if self._asks_for_certificates(service):
+    async def _check(self, request: Any, context: Context, method: str) -> None:
+        """Ends the call where it must not go on; counts it from now until its status has been sent."""
+        service = _service_of(method)
+        error: OutriderError | None = None
+        is_counted = service not in PROBED_SERVICES and method not in UNCOUNTED_METHODS
+        if self._security.is_enabled and service not in OPEN_SERVICES:
             caller = context.auth_context()
             is_operator = service == NODE_SERVICE and self._security.is_operator(caller)
             if not is_operator and not self._security.is_peer(caller):
                 await abort_with(context, NotAllowedError(self._security.explain_refusal(caller)))
-        if isinstance(request, InvalidRequestError):
-            await abort_with(context, request)
+        if is_counted and len(self._calls) >= self._max_calls:
+            message = f"{len(self._calls)} calls are open, as many as server.max_concurrent_rpcs allows"
+            error = CapacityError(message, retry_after_seconds=RETRY_SECONDS, reason="TOO_MANY_CALLS")
+        elif isinstance(request, InvalidRequestError):
+            error = request
+        if error is not None:
+            if service in CLIENT_SERVICES:
+                self._calls.on_refused(error)
+            await abort_with(context, error)
+        if is_counted:
+            self._calls.enter(context)
+
+    def _reject_with(self, error: OutriderError, guarded: Handler) -> Handler:
+        """Ends the call with this error; its messages are not read."""
+
+        async def refuse(_request: Any, context: Context) -> None:
+            self._calls.on_refused(error)
+            await abort_with(context, error)
+
+        return _MAKE[guarded.request_streaming, guarded.response_streaming](refuse)
 
     def _reader(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         """As `parse`; where a request cannot be read, the error takes its place."""
@@ -119,10 +167,5 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         return read
 
 
-def _refusing(handler: Handler, error: UnauthenticatedError) -> Handler:
-    """Its messages are not read."""
-
-    async def refuse(_request: Any, context: Context) -> None:
-        await abort_with(context, error)
-
-    return _MAKE[handler.request_streaming, handler.response_streaming](refuse)
+def _service_of(method: str) -> str:
+    return method.rpartition("/")[0].strip("/")

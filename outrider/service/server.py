@@ -40,7 +40,8 @@ from outrider.service.address import is_loopback, reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
-from outrider.service.pages import FindPage, PatientRequest, with_pages
+from outrider.service.open_calls import OpenCalls
+from outrider.service.pages import FindPage, PatientRequest, bound_connections, with_pages
 from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
@@ -57,6 +58,8 @@ DRAIN_SLACK_SECONDS = 1.0
 TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
 """The least that a drain takes: others learn from this process's reports that it leaves, and call it until then."""
+SPARE_CALLS = 1024
+"""How far gRPC's own limit, which knows no difference between calls, lies above twice the configured one."""
 MAX_YOUNG_OBJECTS = 10_000
 """A step of a large batch makes some thousand short-lived values; by default each 700 start a collection."""
 M_ARENA_MAX = -8  # of mallopt(3)
@@ -89,7 +92,12 @@ class Service(Protocol):
 
 @runtime_checkable
 class FrontService(Service, Protocol):
-    """One that clients see: it shows pages, and serves only while others do."""
+    """One that clients see: it shows pages, and serves only while others do.
+
+    `calls`: filled in for it, with those that its drain waits for.
+    """
+
+    calls: OpenCalls
 
     def pages(self) -> FindPage:
         """Called once, on the event loop, before the service starts."""
@@ -144,7 +152,8 @@ class ServiceProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = self._server = make_server(self.config, self.security, authenticate)
+        calls = service.calls if isinstance(service, FrontService) else OpenCalls()
+        server = self._server = make_server(self.config, self.security, authenticate, calls=calls)
         health = Health(service.service_names)
         await health.add_to(server)
         service.add_to(server)
@@ -267,13 +276,21 @@ def make_server(
     config: ServerConfig,
     security: PeerSecurity = PLAINTEXT,
     authenticate: Authenticate | None = None,
+    *,
+    calls: OpenCalls | None = None,
 ) -> grpc.aio.Server:
     """Without services and ports; `RequestLimits` wraps every handler."""
-    limits = RequestLimits(max_request_bytes=config.max_request_bytes, security=security, authenticate=authenticate)
+    limits = RequestLimits(
+        calls=OpenCalls() if calls is None else calls,
+        max_calls=config.max_concurrent_rpcs,
+        max_request_bytes=config.max_request_bytes,
+        security=security,
+        authenticate=authenticate,
+    )
     return grpc.aio.server(
-        options=server_options(),
+        options=server_options(max_connection_age_seconds=config.max_connection_age_seconds),
         interceptors=(limits,),
-        maximum_concurrent_rpcs=config.max_concurrent_rpcs,
+        maximum_concurrent_rpcs=2 * config.max_concurrent_rpcs + SPARE_CALLS,
     )
 
 
@@ -353,6 +370,7 @@ def serve_metrics(
             f"choose another with --set server.metrics_port=N"
         ) from error
     server.RequestHandlerClass = PatientRequest
+    bound_connections(server)
     app: Any = server.get_app()
 
     def metrics(environ: WSGIEnvironment, respond: StartResponse) -> Iterable[bytes]:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from valkey.exceptions import ResponseError
+
 from outrider.errors import StoreError
 from router.receipts.base import ReceiptLine
 from router.store import scripts
@@ -52,9 +54,11 @@ class ValkeyReceipts(ValkeyServer):
     async def _write_batch(self, batch: Sequence[ReceiptLine], lost: Counter[str]) -> None:
         calls = [((_INDEX, _PREFIX + each.request_id), (each.request_id, each.line, *self._bounds)) for each in batch]
         try:
-            await self._run_pipeline(scripts.ADD_RECEIPT, calls)
+            answers = await self._run_pipeline(scripts.ADD_RECEIPT, calls)
         except StoreError as error:  # some may be there
             lost[error.message] += len(batch)
+        else:
+            lost.update(str(answer) for answer in answers if isinstance(answer, ResponseError))
 
     async def find(self, request_id: str) -> bytes | None:
         """The newest receipt's line. Raises: StoreError."""

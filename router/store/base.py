@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.errors import AlreadyRunningError, MismatchError
+from outrider.errors import AlreadyRunningError, MismatchError, StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,14 @@ class Renewal:
     aborted: frozenset[str] = frozenset()  # ours, and Abort was asked for
 
 
+class SpansRefusedError(StoreError):
+    """The store refused the tokens of these requests alone, and has taken all others."""
+
+    def __init__(self, message: str, request_ids: frozenset[str]) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
+
+
 class AnswerStore(Protocol):
     """One router's access to the store. Owned by the event loop.
 
@@ -102,7 +110,7 @@ class AnswerStore(Protocol):
     async def append(self, spans: Iterable[TokenSpan]) -> None:
         """Adds tokens, of any number of requests. Those of requests that are not ours are dropped.
 
-        Raises: StoreError.
+        Raises: SpansRefusedError, StoreError.
         """
 
     async def renew(self, request_ids: Iterable[str]) -> Renewal:

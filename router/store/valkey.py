@@ -19,6 +19,7 @@ from router.store import scripts
 from router.store.address import ValkeyAddress
 from router.store.base import (
     Renewal,
+    SpansRefusedError,
     StoredAnswer,
     StoredRequest,
     TokenLog,
@@ -58,7 +59,10 @@ class ValkeyServer:
             await self._pool.disconnect()
 
     async def _run_pipeline(self, script: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
-        """One script for many (keys, arguments), in one round trip. Raises: StoreError."""
+        """One script for many (keys, arguments), in one round trip. In the place of an answer may be the error.
+
+        Raises: StoreError when the server answers nothing, or all with errors.
+        """
         if not calls:
             return []
         digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()  # by which a server knows it
@@ -68,9 +72,9 @@ class ValkeyServer:
             for keys, arguments in calls:
                 pipeline.evalsha(digest, len(keys), *keys, *arguments)
             answers: list[Any] = await pipeline.execute(raise_on_error=False)
-            for answer in answers:
-                if isinstance(answer, ResponseError):
-                    raise answer  # as it is: the pipeline's own errors quote the command
+            failed = [answer for answer in answers[1:] if isinstance(answer, ResponseError)]
+            if len(failed) == len(calls):
+                raise failed[0]  # as it is: the pipeline's own errors quote the command
             return answers[1:]
 
     @asynccontextmanager
@@ -120,7 +124,15 @@ class ValkeyAnswerStore(ValkeyServer):
             for request_id, found in by_id.items()
             for first in range(0, len(found), MAX_SPANS_PER_SCRIPT)
         ]
-        await self._run_many(scripts.APPEND, calls)
+        answers = await self._run_many(scripts.APPEND, calls)
+        refused = {
+            request_id: answer
+            for (request_id, _), answer in zip(calls, answers, strict=True)
+            if isinstance(answer, ResponseError)
+        }
+        if refused:
+            message = f"{self.name} refused the tokens of {len(refused)} requests: {next(iter(refused.values()))}"
+            raise SpansRefusedError(message, frozenset(refused))
 
     async def renew(self, request_ids: Iterable[str]) -> Renewal:
         request_ids = tuple(request_ids)
@@ -182,7 +194,7 @@ class ValkeyAnswerStore(ValkeyServer):
             return await self._server.eval(script, len(keys), *keys, self._owner, *arguments)
 
     async def _run_many(self, script: str, calls: Sequence[tuple[str, Sequence[str | bytes | int]]]) -> list[Any]:
-        """One script for many requests, in one round trip. Raises: StoreError."""
+        """As `_run_pipeline`, by request. What fails for one of several requests is that one's."""
         return await self._run_pipeline(
             script, [(_keys(request_id), (self._owner, *arguments)) for request_id, arguments in calls]
         )

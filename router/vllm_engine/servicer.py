@@ -24,7 +24,6 @@ from outrider.errors import (
     PeerLostError,
 )
 from outrider.node import NodeRole
-from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import Context, rpc_errors
 from router.front import Front
 from router.vllm_engine.answer import EngineAnswer
@@ -40,14 +39,10 @@ NO_TOKENIZER_PATH = "/dev/null"
 
 
 class VllmEngineServicer:
-    """Implements `vllm.grpc.engine.VllmEngine`; messages are those of the package smg_grpc_proto, which has no types.
+    """Implements `vllm.grpc.engine.VllmEngine`. Its messages are those of the package smg_grpc_proto, without types."""
 
-    `calls`: the ones that a drain ends.
-    """
-
-    def __init__(self, front: Front, calls: OpenCalls) -> None:
+    def __init__(self, front: Front) -> None:
         self._front = front
-        self._calls = calls
         self._started_at = time.monotonic()
         self._watched_at = -math.inf
         self._tokenizer: list[Any] | None = None  # its archive, once it was asked for
@@ -61,9 +56,9 @@ class VllmEngineServicer:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
-        self._calls.enter(context)
         async with _errors(context):
-            ours = request_from_engine(request, self._front.served().info)
+            with self._front.requests.refusals_counted():
+                ours = request_from_engine(request, self._front.served().info)
             async with self._front.open(ours, context) as live:
                 answer = EngineAnswer(ours, is_streamed=request.stream)
 

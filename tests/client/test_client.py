@@ -28,6 +28,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         if request.text == "full":
             fail(context, CapacityError("256 requests wait", retry_after_seconds=0.5))
         context.add_callback(self.cancelled.set)
+        context.set_trailing_metadata((("outrider-tokens", "4"),))
         started = router_pb2.Started(num_prompt_tokens=3, seed=9, model="m", router="here")
         yield router_pb2.GenerateResponse(request_id="r1", started=started)
         for sample, words in enumerate((["a", " b"], ["c", " d"])):
@@ -119,6 +120,7 @@ def test_a_stream_is_its_deltas_and_then_a_record(client):
     assert stream.finished[1].stop_token_id == 2
     assert stream.summary.metrics.speculation.acceptance_histogram == (1, 2)
     assert stream.summary.metrics.kv_transfer.bytes == 7
+    assert stream.trailers() == {"outrider-tokens": "4"}
 
 
 def test_cancel_reaches_the_router_and_just_ends_the_iteration(client, router):
@@ -171,6 +173,7 @@ async def test_the_async_client_does_the_same(served, router):
         stream = client.generate("hello")
         assert [delta.text async for delta in stream] == ["a", " b", "c", " d"]
         assert stream.summary.usage.num_generated_tokens == 4
+        assert await stream.trailers() == {"outrider-tokens": "4"}
         assert (await client.complete("hello")).text == "a b"
         assert await client.abort("r1")
         assert await client.tokenize("abc") == [3, 0]

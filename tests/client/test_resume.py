@@ -151,9 +151,28 @@ def test_no_room_while_resuming_is_waited_for(reader_of, start):
     serving = start()
     full = CapacityError("full", retry_after_seconds=0.1)
     taking_over = AlreadyRunningError("another call is taking it over")
-    serving.router.faults = [4, full, full, PeerLostError("no node", reason="NO_NODE"), taking_over, None]
+    serving.router.faults = [
+        4,
+        full,
+        full,
+        PeerLostError("no node", retry_after_seconds=0.1, reason="NO_NODE"),
+        taking_over,
+        None,
+    ]
     reader = reader_of(serving.address)
     assert_whole(reader, reader.generate(resume_window_seconds=10.0))
+
+
+@pytest.mark.parametrize("has_second", [False, True])
+def test_who_resumes_waits_as_long_as_this_router_asked_and_asks_another_one_at_once(reader_of, start, has_second):
+    first = start()
+    targets = [first.address, start().address] if has_second else [first.address]
+    first.router.faults = [4, CapacityError("full", retry_after_seconds=0.6), CapacityError("full"), None]
+    began_at = time.monotonic()
+    assert_whole(reader := reader_of(targets), reader.generate(resume_window_seconds=10.0))
+    methods = ["Generate", "Resume"] if has_second else ["Generate", "Resume", "Resume", "Resume"]
+    assert first.router.methods() == methods
+    assert (time.monotonic() - began_at >= 1.6) != has_second
 
 
 def test_a_full_system_refuses_as_ever(reader_of, start):

@@ -178,7 +178,9 @@ class Cluster:
             **extra,
         )
         self.server = server = make_server(
-            ServerConfig(port=0), authenticate=None if clients is None else clients.authenticate
+            ServerConfig(port=0),
+            authenticate=None if clients is None else clients.authenticate,
+            calls=self.service.calls,
         )
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -13,7 +15,7 @@ from outrider.errors import CapacityError, InvalidRequestError
 from outrider.request import Request, RequestOptions, SamplingParams
 from outrider.v1 import router_pb2
 from router import answer_budget
-from router.answer_budget import LEFT_SECONDS, STALLED_SECONDS, AnswerBudget
+from router.answer_budget import LEFT_SECONDS, STALLED_SECONDS, TICK_SECONDS, AnswerBudget, LoopClock
 from router.clients import Caller
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.memory import traced
@@ -23,7 +25,8 @@ TOKEN = 96
 """Bytes of one."""
 
 
-def request(num_prompt_tokens=1, max_tokens=1000):
+def request(num_prompt_tokens=1, max_tokens=1):
+    """By default no more is expected to come than is charged at once."""
     return Request(
         request_id="r",
         prompt_token_ids=(1,) * num_prompt_tokens,
@@ -66,7 +69,7 @@ def test_an_answer_takes_what_it_has_and_not_what_it_might_grow_to(budget):
     assert budget.reserved_bytes == 22 * 2 * TOKEN
     holders[0].account.grow(56)
     with pytest.raises(CapacityError) as full:
-        holders[1].account.grow(1)
+        holders[-1].account.grow(1)
     assert (full.value.reason, full.value.retry_after_seconds) == ("JOURNAL_FULL", 1.0)
     with pytest.raises(CapacityError):
         Holder(budget)
@@ -75,6 +78,68 @@ def test_an_answer_takes_what_it_has_and_not_what_it_might_grow_to(budget):
         holder.account.grow(1)
         holder.account.close()
     assert budget.reserved_bytes == 0
+
+
+def test_answers_that_run_have_room_to_their_ends(budget):
+    holders = [Holder(budget, max_tokens=20) for _ in range(4)]
+    with pytest.raises(CapacityError):
+        Holder(budget, max_tokens=20)
+    for holder in holders:
+        holder.account.grow(19)
+    holders[0].account.settle(20)
+    Holder(budget, max_tokens=15)
+    assert not any(holder.error for holder in holders)
+    assert budget.reserved_bytes == (4 * 21 + 2) * TOKEN
+
+
+def test_what_is_expected_follows_what_answers_had(clock, monkeypatch):
+    monkeypatch.setattr(answer_budget, "BYTES_PER_ANSWER", 0)
+    monkeypatch.setattr(answer_budget, "BYTES_PER_SAMPLE", 0)
+    budget = AnswerBudget(100_000 * TOKEN)
+
+    def num_admitted():
+        holders = []
+        with suppress(CapacityError):
+            while True:
+                holders.append(Holder(budget, max_tokens=100_000))
+        for holder in holders:
+            holder.account.close()
+        return len(holders)
+
+    at_first = num_admitted()
+    for _ in range(500):
+        Holder(budget).account.settle(60)
+    assert num_admitted() > 2 * at_first > 100
+    for _ in range(20):
+        Holder(budget).account.settle(5000)
+    assert num_admitted() < 25
+
+
+def test_where_more_comes_than_was_expected_the_newest_answers_end(budget, clock):
+    stalled = Holder(budget, clock[0] - 2 * STALLED_SECONDS, num_prompt_tokens=9)
+    oldest, *others = (Holder(budget, num_prompt_tokens=19) for _ in range(4))
+    oldest.account.grow(15)
+    assert (stalled.error.reason, [other.error for other in others]) == ("NOT_READING", [None] * 3)
+    oldest.account.grow(30)
+    assert [other.error and other.error.reason for other in others] == [None, "JOURNAL_FULL", "JOURNAL_FULL"]
+    with pytest.raises(CapacityError) as full:
+        others[0].account.grow(36)
+    assert (full.value.reason, oldest.error) == ("JOURNAL_FULL", None)
+
+
+async def test_nobody_is_late_while_the_event_loop_itself_is_held_up():
+    clock = LoopClock()
+    try:
+        before, loop = clock(), asyncio.get_running_loop()
+        time.sleep(0.5)  # noqa: ASYNC251 that is what it is about
+        until = loop.time()
+        assert clock() - before <= 2 * TICK_SECONDS
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while clock() - before < 5 * TICK_SECONDS:
+                await asyncio.sleep(0.01)
+        assert loop.time() - until >= 2 * TICK_SECONDS, "it goes on like any other"
+    finally:
+        clock.close()
 
 
 def test_what_can_never_fit_is_not_told_to_come_again(budget):
@@ -213,6 +278,10 @@ async def end_of(cluster, call):
 
 
 async def test_an_answer_that_is_kept_takes_no_more_memory_than_it_is_charged(cluster):
+    """What all answers of most rounds take. Once in a while a table of the interpreter's grows, such as its set of all
+
+    tasks: in a process in which earlier tests have left a thousand of them, by 128 KiB at once.
+    """
     await cluster.serve()
 
     async def keep(num_answers):
@@ -223,7 +292,10 @@ async def test_an_answer_that_is_kept_takes_no_more_memory_than_it_is_charged(cl
         gc.collect()
 
     await keep(5)  # what is made once
-    charged = cluster.services.answers.reserved_bytes
+    excesses = []
     with traced() as size:
-        await keep(40)
-        assert size() <= cluster.services.answers.reserved_bytes - charged
+        for _ in range(5):
+            charged, before = cluster.services.answers.reserved_bytes, size()
+            await keep(10)
+            excesses.append(size() - before - (cluster.services.answers.reserved_bytes - charged))
+    assert sorted(excesses)[len(excesses) // 2] <= 0, excesses

@@ -2,10 +2,12 @@
 
 import asyncio
 import fcntl
+import itertools
 import json
 import os
 import signal
 import termios
+import threading
 
 import pytest
 
@@ -63,6 +65,57 @@ async def test_a_verdict_is_kept(checker, monkeypatch):
     before = [await verdict(checker, each) for each in (GOOD, BAD)]
     monkeypatch.setattr(checker, "_compile", None)
     assert [await verdict(checker, each) for each in (GOOD, BAD)] == before
+
+
+async def test_a_constraint_that_many_ask_for_is_compiled_once_as_long_as_one_of_them_waits(checker, monkeypatch):
+    asked, release = [], threading.Event()
+
+    def compile_constraint(constraint, _asked):
+        asked.append(constraint)
+        assert release.wait(60)
+
+    monkeypatch.setattr(checker, "_compile", compile_constraint)
+    first, *others = [asyncio.ensure_future(checker.check(GOOD, client=str(index))) for index in range(5)]
+    given_up = asyncio.ensure_future(checker.check(BAD))
+    await asyncio.sleep(0)
+    first.cancel()
+    given_up.cancel()
+    await asyncio.wait((first, given_up))
+    assert len(checker._compiling) == 1
+    others += [asyncio.ensure_future(checker.check(each)) for each in (BAD, GOOD)]
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(*others)
+    assert asked == [GOOD, BAD]
+    assert not checker._compiling
+
+
+async def test_how_many_constraints_wait_depends_on_how_long_one_takes(checker, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(checker, "_compile", lambda _constraint, _asked: release.wait(60) and None)
+
+    async def accepted(client):
+        """How many of a hundred of one client."""
+        tasks = [asyncio.ensure_future(checker.check(numbered(), client=client)) for _ in range(100)]
+        for _ in range(10):  # turns of the event loop: who is refused is so at once
+            await asyncio.sleep(0)
+        refused = [error for task in tasks if task.done() and (error := task.exception())]
+        assert all(isinstance(error, CapacityError) and error.reason == "CONSTRAINTS_BUSY" for error in refused)
+        waiting.extend(tasks)
+        return len(tasks) - len(refused)
+
+    waiting, numbers = [], itertools.count()
+    numbered = lambda: Constraint(ConstraintKind.REGEX, f"a{{{next(numbers)}}}")  # noqa: E731
+    checker._seconds = 0.5
+    assert [await accepted(client) for client in ("one", "another", "a third")] == [16, 16, 1]
+    assert sum([await accepted(f"made up {number}") for number in range(10)]) <= 10
+    for task in waiting:
+        task.cancel()
+    release.set()
+    await asyncio.wait(waiting)
+    checker._seconds = 0.05
+    assert await accepted("one") == 100
+    await asyncio.gather(*waiting[-100:])
 
 
 async def test_a_process_that_was_killed_is_started_again(checker):

@@ -123,6 +123,9 @@ async def test_an_answer_that_is_larger_than_a_message_ends_when_that_is_known(c
     assert (failure.code, failure.reason) == (INVALID, "ANSWER_TOO_LARGE"), "and not to be retried"
     assert cluster.decode.step < 400, "it was not computed to its end"
     await cluster.is_empty()
+    labels = {"model_name": "fake-model", "reason": "ANSWER_TOO_LARGE"}
+    counted = cluster.registry.get_sample_value("outrider:request_failures_total", labels)
+    assert counted == 1, "and its client has not just left"
     small = cluster.request(max_tokens=4, n=4, output=R.OutputOptions(top_logprobs=20))
     assert len((await cluster.stub.Complete(small, timeout=20)).completions) == 4
 

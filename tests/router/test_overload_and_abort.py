@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 
 import grpc
 import pytest
 
+from outrider.errors import AlreadyRunningError, CapacityError
 from outrider.v1 import router_pb2
 from tests.router.conftest import PATIENCE_SECONDS, Answer, read_on, refused
+from tests.support.memory_store import MemoryAnswerStore
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 LONG = 400
@@ -61,6 +64,53 @@ async def test_without_a_queue_a_full_system_refuses(full):
     await full.is_empty()
     full.decode.step_seconds = 0.0
     assert (await full.generate(max_tokens=8)).token_ids()
+
+
+async def test_every_request_that_fails_or_is_refused_is_counted_once_and_so_is_a_client_that_leaves(full):
+    async def store(stored):
+        raise AlreadyRunningError("on another router", reason="DUPLICATE_REQUEST_ID")
+
+    memory = MemoryAnswerStore(owner=b"router", lease_seconds=1.0)
+    await full.serve(max_waiting=0, journal_bytes=1 << 17, store=memory)
+    running = await start_long(full)
+    expected = Counter()
+
+    async def fails_with(reason, request):
+        assert (await full.fail(request)).reason == reason
+        expected[reason] += 1
+
+    await fails_with("INVALID_REQUEST", full.request(top_p=7.0))
+    await fails_with("PROMPT_TOO_LONG", full.request(text="p" * 1000))
+    await fails_with("QUEUE_FULL", full.request())
+    await fails_with("QUEUE_FULL", full.resumable())
+    await fails_with("REQUEST_TOO_LARGE", full.request(text="p" * (3 << 20)))
+    memory.create = store
+    await fails_with("DUPLICATE_REQUEST_ID", full.resumable())
+    full.service.requests._clients.charge = raising(CapacityError("too often", reason="RATE_LIMIT"))
+    await fails_with("RATE_LIMIT", full.request())
+    del full.service.requests._clients.charge
+    full.service.requests.is_draining = True
+    await fails_with("DRAINING", full.request())
+    full.service.requests.is_draining = False
+    running.cancel()
+    expected["CLIENT_LEFT"] += 1
+    await full.is_empty()
+
+    def counted():
+        values = {reason: full.registry.get_sample_value(FAILURES, LABEL | {"reason": reason}) for reason in expected}
+        return values | {"all": sum(s.value for m in full.registry.collect() for s in m.samples if s.name == FAILURES)}
+
+    await full.eventually(lambda: counted() == expected | {"all": expected.total()}, what="counts")
+
+
+FAILURES, LABEL = "outrider:request_failures_total", {"model_name": "fake-model"}
+
+
+def raising(error):
+    def call(*_arguments):
+        raise error
+
+    return call
 
 
 async def test_clients_that_name_themselves_share_a_full_queue(full):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import grpc
 import pytest
 
-from outrider.errors import AlreadyRunningError, PeerLostError, StoreError
+from outrider.errors import AbortedError, AlreadyRunningError, PeerLostError, StoreError
 from outrider.v1 import router_pb2
+from router.answer_keeper import CREATES_AT_ONCE
+from router.clients import Caller
+from router.store.base import SpansRefusedError
 from tests.router.conftest import PATIENCE_SECONDS, eventually, read_on, refused, told
 from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 from tests.support.router_fakes import fake_model_info
@@ -292,6 +296,79 @@ async def test_leases_are_renewed_while_the_store_takes_no_tokens(cluster):
     call.cancel()
 
 
+class RefusingStore(MemoryAnswerStore):
+    """Takes no tokens of one request."""
+
+    def __init__(self, **fields):
+        super().__init__(**fields)
+        self.starts = Counter()  # of spans, by request and position
+
+    async def append(self, spans):
+        spans = list(spans)
+        self.starts.update((span.request_id, span.start_position) for span in spans)
+        await super().append(span for span in spans if span.request_id != "refused")
+        if any(span.request_id == "refused" for span in spans):
+            raise SpansRefusedError("WRONGTYPE", frozenset({"refused"}))
+
+
+async def test_tokens_that_the_store_refuses_of_one_request_hold_up_no_other(cluster):
+    store, records = await serve(cluster, RefusingStore)
+    calls = [cluster.stub.Generate(request(cluster, 400, request_id=name)) for name in ("refused", "taken")]
+    for call in calls:
+        await call.read()
+    await cluster.eventually(lambda: len(records.get("taken").tokens.token_ids().get(0, ())) > 10)
+    assert set(store.starts.values()) == {1}, "nothing is sent twice"
+    assert [name for name, _ in store.starts].count("refused") == 1
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_store_that_was_emptied_is_filled_again_by_several_calls_at_a_time(cluster):
+    store, records = await serve(cluster, store_lease_seconds=0.1)
+    names = [f"r{number}" for number in range(20)]
+    calls = [cluster.stub.Generate(request(cluster, 400, request_id=name)) for name in names]
+    for call in calls:
+        await call.read()
+    gate, entered, create = asyncio.Event(), [], store.create
+
+    async def create_later(stored):
+        entered.append(stored.request_id)
+        await gate.wait()
+        await create(stored)
+
+    store.create = create_later
+    for name in names:
+        records.remove(name)
+    await cluster.eventually(lambda: len(entered) >= CREATES_AT_ONCE)
+    assert len(entered) == CREATES_AT_ONCE
+    gate.set()
+    await cluster.eventually(lambda: all(records.get(name) for name in names))
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_whole_answer_is_looked_at_again_when_it_is_read_and_when_its_window_ends(cluster):
+    """In between it costs nothing."""
+    _, records = await serve(cluster, lease_seconds=0.1, store_lease_seconds=0.1)
+    keeper = cluster.service.requests.keeper
+    await cluster.generate(request(cluster, 3, seconds=1.0))
+    await cluster.eventually(lambda: list(keeper._resting) == ["r"] and not keeper._kept)
+    live, take = cluster.service.requests._by_key["r"], asyncio.Event()
+
+    async def read_slowly(_event):
+        await take.wait()
+
+    reading = asyncio.ensure_future(live.write(read_slowly, lambda event: event))
+    await cluster.eventually(lambda: list(keeper._kept) == ["r"] and not keeper._resting)
+    expires_at = records.get("r").expires_at
+    await cluster.eventually(lambda: records.get("r").expires_at > expires_at, what="a renewal")
+    take.set()
+    await reading
+    await cluster.eventually(lambda: list(keeper._resting) == ["r"])
+    await cluster.eventually(lambda: len(records) == 0 and not (keeper._resting or keeper._kept or keeper._to_delete))
+    assert len(cluster.service.requests) == 0
+
+
 async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(cluster):
     store, records = await serve(cluster)
     gate = gated(store, "delete")
@@ -339,6 +416,77 @@ async def test_a_claim_of_a_name_that_is_being_deleted_waits_and_is_kept(cluster
     gate.open()
     assert (await reading).code is grpc.StatusCode.NOT_FOUND
     assert records.get("r") is None
+
+
+async def test_a_router_that_stops_ends_no_request_for_good_whatever_it_is_doing(pair, monkeypatch):
+    """A drain that takes too long is cut off: then `stop` is all that still happens."""
+    monkeypatch.setattr("router.attempt.PREFILL_ANSWER_SECONDS", PATIENCE_SECONDS)
+    await pair.serve(max_waiting=4)
+    prefill, decode = pair.first.prefill, pair.first.decode
+    prefill.answer_gate = asyncio.Event()
+    decode.step_seconds = 0.0
+    whole = pair.first.stub.Generate(pair.request(request_id="whole", max_tokens=2))
+    while not (await whole.read()).HasField("finished"):
+        pass  # what is left are the prefill node's figures
+    decode.step_seconds, decode.max_running = 0.01, 1
+    calls = [pair.first.stub.Generate(pair.request(request_id=name)) for name in ("running", "waiting")]
+    await pair.first.eventually(lambda: pair.first.services.queue.num_waiting == 1)
+    await pair.first.service.stop()
+    prefill.answer_gate.set()
+    for call in (whole, *calls):
+        failure = await refused(call)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert (await pair.first.fail(pair.request(request_id="new"))).reason == "DRAINING"
+
+
+async def test_a_resume_whose_window_ends_while_the_store_is_asked_is_not_left_waiting(cluster):
+    store, _ = await serve(cluster)
+    call = cluster.stub.Generate(request(cluster, 400, seconds=0.3))
+    for _ in range(3):
+        await call.read()
+    call.cancel()
+    gate, requests = gated(store, "read"), cluster.service.requests
+    resumed = asyncio.ensure_future(read_on(cluster.resume_call()))
+    await gate.until_entered()
+    await cluster.eventually(lambda: not requests._by_key, what="the window's end")
+    gate.open()
+    outcome = (await asyncio.gather(resumed, return_exceptions=True))[0]
+    if isinstance(outcome, grpc.aio.AioRpcError):
+        assert outcome.code() is grpc.StatusCode.NOT_FOUND
+    else:  # the store had not forgotten it
+        assert told(outcome)
+    cluster.decode.step_seconds = 0.0
+
+
+async def test_a_stream_of_a_request_that_was_dropped_meanwhile_ends(cluster):
+    await serve(cluster)
+    live = await cluster.service.requests.open(request(cluster, 400), Caller())
+    live.close()
+
+    async def take(_event):
+        pass
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        with pytest.raises(AbortedError) as dropped:
+            await live.write(take, lambda event: event)
+    assert dropped.value.reason == "DROPPED"
+
+
+async def test_a_client_that_leaves_while_its_request_is_stored_leaves_no_name(pair):
+    await pair.serve()
+    create, stored = pair.stores[0].create, asyncio.Event()
+
+    async def create_slowly(request):
+        await create(request)
+        stored.set()
+        await asyncio.Event().wait()  # the answer never comes
+
+    pair.stores[0].create = create_slowly
+    call = pair.first.stub.Generate(pair.request())
+    await asyncio.wait_for(stored.wait(), PATIENCE_SECONDS)
+    call.cancel()
+    await pair.first.eventually(lambda: pair.records.get("r") is None, what="a free name")
+    assert len((await pair.second.generate(pair.request(max_tokens=5))).token_ids()) == 5
 
 
 async def test_a_planned_drain_stores_the_last_tokens(pair):

@@ -117,10 +117,14 @@ async def test_a_store_that_was_emptied_is_filled_again(pair):
     assert told(await pair.resume({0: started.num_prompt_tokens})) == letters(pair.first.decode.opened[0], 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"n": 3}, {"top_logprobs": 2}, {"echo": True, "stop": ["nothing"]}])
+CUT_OFF = {"seed": 4, "strike": "a drain that was cut off"}
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"top_logprobs": 2}, {"echo": True, "stop": ["nothing"]}, CUT_OFF])
 async def test_a_program_that_streams_does_not_notice(pair, options):
     await pair.serve()
     options = {"seed": 4, "max_tokens": 80, **options}
+    end_first = pair.kill_first if options.pop("strike", None) is None else pair.first.service.stop
 
     async def run(targets, strike=None):
         logprobs = []
@@ -135,7 +139,7 @@ async def test_a_program_that_streams_does_not_notice(pair, options):
         return [(stream.text(k), stream.token_ids(k), stream.finished[k]) for k in samples], logprobs, stream
 
     undisturbed, logprobs, whole = await run(pair.second.address)
-    answer, logprobs_again, stream = await run([pair.first.address, pair.second.address], pair.kill_first)
+    answer, logprobs_again, stream = await run([pair.first.address, pair.second.address], end_first)
     assert answer == undisturbed
     assert logprobs_again == logprobs
     assert stream.summary.usage.num_generated_tokens == whole.summary.usage.num_generated_tokens

@@ -15,7 +15,7 @@ from outrider.config.resolve import load_config
 from outrider.errors import ConfigError, StoreError
 from router.config import RouterConfig
 from router.store.address import store_address
-from router.store.base import StoredRequest, TokenSpan
+from router.store.base import SpansRefusedError, StoredRequest, TokenSpan
 from router.store.valkey import ValkeyAnswerStore
 from tests.support.store_server import StoreServer, tls_in_front_of
 
@@ -137,6 +137,17 @@ async def test_spans_that_are_repeated_as_they_were_or_with_more_are_stored_once
     entries = await server_keys.lrange(tokens, 0, -1)
     assert sum(len(entry) // 4 - 2 for entry in entries) == len(entries) == 49
     assert (await store.read("r1")).token_ids == {0: tuple(range(49))}
+
+
+async def test_what_the_server_refuses_of_one_request_is_stored_of_the_others(store, server_keys):
+    others = [dataclasses.replace(STORED, request_id=name) for name in ("r2", "r3")]
+    for stored in (STORED, *others):
+        await store.create(stored)
+    await server_keys.set("outrider:{r:r1}:tokens", "no list")
+    with pytest.raises(SpansRefusedError) as refused:
+        await store.append([TokenSpan(name, 0, 3, [7, 8]) for name in ("r2", "r1", "r3")])
+    assert refused.value.request_ids == {"r1"}
+    assert [(await store.read(stored.request_id)).token_ids for stored in others] == [{0: (7, 8)}] * 2
 
 
 async def test_calls_at_once_have_connections_of_their_own(store, server_keys):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import grpc.aio
@@ -17,8 +18,25 @@ from outrider.service.server import bind
 WAIT_SECONDS = 60.0
 
 
-async def serve(client_tls: TlsConfig | None = None, security: PeerSecurity = PLAINTEXT) -> tuple[grpc.aio.Server, str]:
-    server = grpc.aio.server(options=server_options())
+class TellPeer(grpc.aio.ServerInterceptor):
+    """Each answer's initial metadata say over which connection the call came."""
+
+    async def intercept_service(self, continuation, details):
+        handler = await continuation(details)
+        if handler.response_streaming:
+            return handler
+
+        async def answer(request, context):
+            await context.send_initial_metadata((("peer", context.peer()),))
+            return await handler.unary_unary(request, context)
+
+        return handler._replace(unary_unary=answer)
+
+
+async def serve(
+    client_tls: TlsConfig | None = None, security: PeerSecurity = PLAINTEXT, **options: float
+) -> tuple[grpc.aio.Server, str]:
+    server = grpc.aio.server(options=server_options(**options), interceptors=(TellPeer(),))
     health = Health(())
     await health.add_to(server)
     address = bind(server, ServerConfig(port=0), security, role="router", client_tls=client_tls)
@@ -36,6 +54,50 @@ async def refusal(channel: grpc.aio.Channel) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await check(channel)
     return refused.value.code()
+
+
+async def test_a_connection_that_is_old_is_replaced_and_its_streams_go_on():
+    server, address = await serve(max_connection_age_seconds=0.2)
+    peers = set()
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)
+        await watch.read()
+        async with asyncio.timeout(WAIT_SECONDS):
+            while len(peers) < 3:
+                call = stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)
+                assert (await call).status == health_pb2.HealthCheckResponse.SERVING
+                peers.add(dict(await call.initial_metadata())["peer"])
+        assert not watch.done()
+        watch.cancel()
+    await server.stop(0)
+
+
+async def test_a_flood_of_pings_ends_its_connection():
+    server, address = await serve()
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            num_pings = 0
+            while not reader.at_eof():
+                writer.write(frame(PING, bytes(8)))
+                await writer.drain()
+                await reader.read(4096)
+                num_pings += 1
+    except ConnectionError:
+        pass
+    assert num_pings > 50, "who pings a little too often is forgiven"
+    writer.close()
+    await server.stop(0)
+
+
+SETTINGS, PING = 4, 6
+
+
+def frame(kind: int, payload: bytes = b"") -> bytes:
+    """Of HTTP/2, for the whole connection, without flags."""
+    return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
 
 
 async def test_a_proxy_variable_captures_no_channel(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
 import threading
@@ -11,6 +12,7 @@ from wsgiref.util import setup_testing_defaults
 import pytest
 from prometheus_client import CollectorRegistry, Counter, make_wsgi_app
 
+from outrider.service import pages
 from outrider.service.config import ServerConfig
 from outrider.service.pages import Page, PatientRequest, with_pages
 from outrider.service.server import serve_metrics
@@ -112,3 +114,27 @@ def test_who_is_slow_holds_no_thread_for_ever(monkeypatch, capfd, said):
         server.shutdown()
         server.server_close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_who_opens_connections_without_end_gets_no_threads_without_end(monkeypatch):
+    monkeypatch.setattr(pages, "MAX_CONNECTIONS", 4)
+    server = serve_metrics(ServerConfig(metrics_port=0), registry=CollectorRegistry())
+    address = ("127.0.0.1", server.server_port)
+
+    def num_threads():
+        return len([each for each in threading.enumerate() if "process_request" in each.name])
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.server_close)
+        stack.callback(server.shutdown)
+        held = [stack.enter_context(socket.create_connection(address, timeout=PATIENCE_SECONDS)) for _ in range(4)]
+        wait_for(lambda: num_threads() == 4)
+        for _ in range(8):
+            with socket.create_connection(address, timeout=PATIENCE_SECONDS) as refused:
+                assert refused.recv(1) == b""
+        assert num_threads() == 4
+        held[0].close()
+        wait_for(lambda: num_threads() == 3)
+        with socket.create_connection(address, timeout=PATIENCE_SECONDS) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert connection.recv(15) == b"HTTP/1.0 200 OK"

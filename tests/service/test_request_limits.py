@@ -1,7 +1,9 @@
-"""Services of one cluster know each other; whoever else the authority vouches for is no service."""
+"""Services of one cluster know each other; whoever else the authority vouches for is no service. Calls are counted."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 from dataclasses import replace
 
@@ -10,17 +12,28 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.resolve import load_config
-from outrider.errors import ConfigError
+from outrider.errors import CapacityError, ConfigError
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD, Hello, encode_hello
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.rpc.channels import open_channel
 from outrider.rpc.credentials import TlsConfig, client_credentials
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
+from outrider.rpc.status import from_rpc_error
 from outrider.service.config import ServerConfig
 from outrider.service.health import Health
 from outrider.service.node_service import NodeServicer
+from outrider.service.open_calls import OpenCalls
 from outrider.service.server import bind, make_server
-from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc, session_pb2, session_pb2_grpc
+from outrider.v1 import (
+    node_pb2,
+    node_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
 from tests.service.conftest import INFO, REPORT
 
 authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
@@ -139,6 +152,58 @@ async def test_without_a_certificate_of_the_authority_nothing_is_answered(addres
     ):
         async with dial(address, stranger) as channel:
             assert {await outcome(call, channel) for call in CALLS} == {UNAVAILABLE}, stranger
+
+
+class Endless(router_pb2_grpc.RouterServiceServicer):
+    """Streams end with their clients."""
+
+    async def Generate(self, request, context):
+        await context.write(router_pb2.GenerateResponse())
+        await asyncio.Event().wait()
+
+    async def WatchCluster(self, request, context):
+        yield router_pb2.WatchClusterResponse()
+        await asyncio.Event().wait()
+
+    async def Abort(self, request, context):
+        return router_pb2.AbortResponse(aborted=True)
+
+
+@pytest.mark.parametrize("method", ["Generate", "WatchCluster"])
+async def test_a_process_with_all_the_calls_that_it_may_have_answers_probes_and_frees(method):
+    refusals = []
+    server = make_server(ServerConfig(max_concurrent_rpcs=16), calls=OpenCalls(on_refused=refusals.append))
+    router_pb2_grpc.add_RouterServiceServicer_to_server(Endless(), server)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(lambda: INFO, lambda: REPORT), server)
+    await Health(()).add_to(server)
+    address = bind(server, ServerConfig(port=0), role="router")
+    await server.start()
+    async with open_channel(address) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        open_call = functools.partial(getattr(stub, method), getattr(router_pb2, f"{method}Request")())
+        calls = [open_call() for _ in range(16)]
+        for call in calls:
+            await call.read()
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await open_call().read()
+            error = from_rpc_error(refused.value)
+            assert isinstance(error, CapacityError)
+            assert (error.reason, error.retry_after_seconds) == ("TOO_MANY_CALLS", 1.0)
+        assert [refusal.reason for refusal in refusals] == ["TOO_MANY_CALLS"] * 3
+        assert [await outcome(call, channel) for call in (health, get_node, watch)] == [None] * 3
+        assert (await stub.Abort(router_pb2.AbortRequest(), timeout=WAIT_SECONDS)).aborted
+        calls.pop().cancel()
+
+        async def open_one(channel):
+            await open_call().read()
+
+        async with asyncio.timeout(WAIT_SECONDS):
+            while (code := await outcome(open_one, channel)) is not None:  # the server has not seen that one is gone
+                assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()
+    await server.stop(0)
 
 
 def dial(address, tls):

@@ -38,7 +38,7 @@ TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 MOVE_GAP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0)
 MOVE_CAUSES = (
     *("decode_lost", "decode_silent", "decode_late", "draining", "group_failed", "prefill_lost", "protocol"),
-    *("token_mismatch", "hand_off"),
+    *("token_mismatch", "internal"),
 )
 
 _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
@@ -284,7 +284,9 @@ class RouterMetrics:
         self._queue = family.histogram("vllm:request_queue_time_seconds", "Arrival to admission.", REQUEST_BUCKETS)
         self._add_finished = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
         self.add_failures = family.labelled_counter(  # by OutriderErrors' reasons
-            "outrider:request_failures", "Requests that ended in an error.", "reason"
+            "outrider:request_failures",
+            "Requests that were refused, that ended in an error, or whose clients had left (CLIENT_LEFT).",
+            "reason",
         )
         self.add_lost_nodes = family.labelled_counter("outrider:nodes_lost", "Nodes that died or froze.", "role")
         self.add_mixed_numerics = family.counter(
