@@ -16,7 +16,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never, Protocol, runtime_checkable
@@ -31,6 +30,7 @@ from outrider import __version__
 from outrider.config.arguments import parse_role_arguments
 from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
+from outrider.lossy_stream import exit_now, guard_standard_streams
 from outrider.parent_death import die_with_parent
 from outrider.rpc.channels import server_options
 from outrider.rpc.credentials import TlsConfig
@@ -107,10 +107,12 @@ class ServiceProcess:
         A mistake in them ends the process with status 2 and one line on stderr.
         """
         _share_heaps()
+        guard_standard_streams()
         self.role = role
         self.sections = parse_role_arguments(role, sections, argv)
         self.config: ServerConfig = self.sections["server"]
         self.telemetry: TelemetryConfig = self.sections["telemetry"]
+        configure_logging(self.telemetry, role=role)
         self.security = PeerSecurity(self.sections["security"], on_refused=log_refused_files)  # between services
         self.tracer = make_role_tracer(self.telemetry, role=role)
         self._announcer = Announcer.from_environment()
@@ -133,12 +135,8 @@ class ServiceProcess:
         clients had given them up. A connection that ends with its process is UNAVAILABLE.
         """
         die_with_parent()
-        configure_logging(self.telemetry, role=self.role)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            status = runner.run(self._run(service, client_tls or TlsConfig(), authenticate))
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            exit_now(runner.run(self._run(service, client_tls or TlsConfig(), authenticate)))
 
     async def _run(self, service: Service, client_tls: TlsConfig, authenticate: Authenticate | None) -> int:
         loop = asyncio.get_running_loop()
@@ -236,8 +234,7 @@ class ServiceProcess:
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():
             _log.warning("second signal: ending at once", signal=signal.Signals(number).name)
-            sys.stderr.flush()
-            os._exit(128 + number)
+            exit_now(128 + number)
         self._stopping.set()
 
 
