@@ -129,8 +129,10 @@ class _Descriptor:
             rest, self._is_torn = rest[num_bytes:], num_bytes < len(rest)
 
 
-def lossy(stream: TextIO) -> LossyStream:
-    """A stream to the same place."""
+def lossy(stream: TextIO | None) -> LossyStream:
+    """To the same place; None, as `sys.stderr` is where it was closed, to nowhere."""
+    if stream is None or stream.closed:
+        return LossyStream(len)
 
     def write(text: str) -> None:
         stream.write(text)

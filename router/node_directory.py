@@ -251,10 +251,7 @@ class NodeDirectory:
                 self._has_model.set()
         served = self.served
         if info.model.fingerprint != served.info.fingerprint:
-            raise MismatchError(
-                f"{info.name} serves {info.model.name} with fingerprint {info.model.fingerprint}, this router"
-                f" {served.info.name} with fingerprint {served.info.fingerprint} (from {served.node})"
-            )
+            raise MismatchError(_describe_difference(info.name, info.model, served))
         self._check_features(link, info.name, info.model)
         self._compare_numerics(info.name, info.model.numerics)
         return served.info.fingerprint
@@ -287,8 +284,8 @@ class NodeDirectory:
             return
         if model.vocabulary_fingerprint != served.info.vocabulary_fingerprint:
             raise MismatchError(
-                f"{name} drafts with vocabulary {model.vocabulary_fingerprint}, the target model has"
-                f" {served.info.vocabulary_fingerprint} (from {served.node})"
+                f"{name} drafts for another vocabulary, {model.vocab_size} tokens of {model.name}, than that of"
+                f" {served.node}, {served.info.vocab_size} tokens of {served.info.name}"
             )
 
     async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> ServedModel:
@@ -297,6 +294,19 @@ class NodeDirectory:
         _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
         constraints = ConstraintChecker(files["tokenizer.json"], model)
         return ServedModel(model, tokenizer, files, constraints, name)
+
+
+def _describe_difference(name: str, model: ModelInfo, served: ServedModel) -> str:
+    """Why KV of one is none of the other, in the words of the settings; the fingerprints are in the nodes' logs."""
+    ours, node = served.info, served.node
+    if model.name != ours.name or model.vocab_size != ours.vocab_size:
+        return f"{name} serves {model.name} ({model.vocab_size} tokens), {node} {ours.name} ({ours.vocab_size} tokens)"
+    if model.dtype != ours.dtype:
+        same = "model.dtype of all prefill and decode nodes must be the same"
+        return f"{name} computes {model.name} in {model.dtype}, {node} in {ours.dtype}: {same}"
+    if model.revision != ours.revision:
+        return f"{name} serves revision {model.revision or '?'} of {model.name}, {node} {ours.revision or '?'}"
+    return f"{name} has other weights, another configuration or tokenizer of {model.name} than {node}"
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

@@ -37,7 +37,7 @@ from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.rpc.tls_files import TlsFiles
 from outrider.service.address import is_loopback, reachable_address
-from outrider.service.announce import Announcer
+from outrider.service.announce import announce, announce_failure, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
 from outrider.service.pages import FindPage, PatientRequest, with_pages
@@ -113,9 +113,9 @@ class ServiceProcess:
         self.config: ServerConfig = self.sections["server"]
         self.telemetry: TelemetryConfig = self.sections["telemetry"]
         configure_logging(self.telemetry, role=role)
+        announce_uncaught_errors()
         self.security = PeerSecurity(self.sections["security"], on_refused=log_refused_files)  # between services
         self.tracer = make_role_tracer(self.telemetry, role=role)
-        self._announcer = Announcer.from_environment()
         self._stopping = asyncio.Event()
         self._server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
 
@@ -153,7 +153,7 @@ class ServiceProcess:
             pages = service.pages() if isinstance(service, FrontService) else None
             metrics = serve_metrics(self.config, find_page=pages)
         except (OutriderError, OSError) as error:
-            _log.error("cannot listen", error=str(error))
+            announce_failure("cannot listen", error)
             return 1
         metrics_address = None if metrics is None else f"{self.config.host}:{metrics.server_port}"
         where = {
@@ -163,7 +163,7 @@ class ServiceProcess:
             "pid": os.getpid(),
             "drain_seconds": self.config.drain_seconds,
         }
-        self._announcer.say(**where)
+        announce(**where)
         reachable = reachable_address(self.config.advertise_address, address)
         _log.info(
             "listening",
@@ -200,15 +200,14 @@ class ServiceProcess:
         failure = starting.exception()
         if failure is not None:
             stopping.cancel()
-            trace = None if isinstance(failure, OutriderError) else failure
-            _log.error("cannot start", error=str(failure), exc_info=trace)
+            announce_failure("cannot start", failure)
             return 1
         if isinstance(service, FrontService):
             service.follow_readiness(health.set_ready)
         _settle_memory()
         await health.set_serving(is_serving=True)
         described = {"version": __version__, **service.describe()}
-        self._announcer.say(serving=True, **{**described, **where})
+        announce(serving=True, **{**described, **where})
         _log.info(
             "serving", address=where["address"], start_seconds=round(time.monotonic() - started_at, 3), **described
         )
