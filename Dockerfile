@@ -69,7 +69,7 @@ WORKDIR /source
 COPY outrider/__init__.py outrider/cache_directory.py outrider/
 COPY outrider/engine/__init__.py outrider/engine/
 COPY outrider/engine/cpu_kernels outrider/engine/cpu_kernels
-RUN OUTRIDER_KERNEL_LIBRARIES=/kernels python -m outrider.engine.cpu_kernels.build --all
+RUN OUTRIDER_KERNEL_LIBRARIES=/kernels python -P -m outrider.engine.cpu_kernels.build --all
 COPY . .
 RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 

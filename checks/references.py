@@ -92,7 +92,7 @@ def command_page() -> Iterator[str]:
         yield from _command(f"outrider {name}", _commands_of(parser)[name], COMMANDS[name], level=2)
     yield "\n## Services\n\nEach service is a command of its own; `--help` lists the settings that it reads."
     options = {_options_of_service(role) for role in ROLES}
-    yield f"\n```\n{chr(10).join(f'python -m {role}' for role in ROLES)}\n\n{chr(10).join(options)}\n```"
+    yield f"\n```\n{chr(10).join(f'python -P -m {role}' for role in ROLES)}\n\n{chr(10).join(options)}\n```"
 
 
 def _command(name: str, parser: argparse.ArgumentParser, summary: str, *, level: int) -> Iterator[str]:

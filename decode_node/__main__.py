@@ -178,6 +178,7 @@ def make_build(
             description={
                 **compute.describe(model_config, cpu_turns=cpu_turns),
                 "draft_targets": list(config.draft_targets),
+                "proposer": info.proposer,
                 "max_running_sequences": config.max_running_sequences,
             },
         )

@@ -18,6 +18,7 @@ from outrider.engine.engine import PromptEngine
 from outrider.engine.engine_thread import EngineThread
 from outrider.engine.processor import usable_cpus
 from outrider.engine.step_progress import StepProgress
+from outrider.lossy_stream import exit_now
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.node_service import NodeServicer, default_node_name
 from outrider.service.profiling import ProfileDesk
@@ -37,7 +38,7 @@ def end_process(error: Exception) -> None:
     The process's supervisor starts another one.
     """
     _log.error("the engine failed; the process ends", error=str(error), exc_info=error)
-    os._exit(EXIT_ENGINE_FAILED)
+    exit_now(EXIT_ENGINE_FAILED)
 
 
 def event_loop_clock() -> Callable[[], int]:

@@ -23,6 +23,8 @@ back in the client. Nothing else knows status codes.
 
 from __future__ import annotations
 
+MAX_DESCRIPTION = 500
+
 
 class OutriderError(Exception):
     """Base of every error that is ours. `reason` is the ErrorInfo reason, UPPER_SNAKE_CASE."""
@@ -34,6 +36,14 @@ class OutriderError(Exception):
         self.message = message
         if reason is not None:
             self.reason = reason
+
+
+def describe_error(error: BaseException) -> str:
+    """On one line of a few hundred characters; an error that is not ours with its type."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, OutriderError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= MAX_DESCRIPTION else f"{text[: MAX_DESCRIPTION - 1]}…"
 
 
 class InvalidRequestError(OutriderError):

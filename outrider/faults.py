@@ -25,6 +25,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from outrider.errors import ConfigError
+from outrider.lossy_stream import drain_standard_streams
 
 FAULTS_VARIABLE = "OUTRIDER_FAULTS"
 ONCE_VARIABLE = "OUTRIDER_FAULTS_ONCE"
@@ -88,7 +89,7 @@ class Fault:
             is_due = self.nth is None or self.nth == self._num_reached
         if is_due and self._is_first():
             sys.stderr.write(f"fault {self.point}: {self.action}\n")
-            sys.stderr.flush()
+            drain_standard_streams()
             self._happen()
 
     def _is_first(self) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +11,7 @@ import grpc.aio
 from outrider.engine_node import EXIT_ENGINE_FAILED, TargetNode, TargetParts
 from outrider.errors import InternalError, PeerLostError
 from outrider.kv_transfer.connectors import Connector
+from outrider.lossy_stream import exit_now
 from outrider.node import NodeLoad, NodeRole, NodeState
 from outrider.prefill import PrefillFigures
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
@@ -60,7 +59,7 @@ class PrefillNode(TargetNode[PrefillParts]):
         max_jobs: int,
         allows_profiles: bool = True,
         tracer: Tracer = NO_TRACER,
-        exit_process: Callable[[int], None] = os._exit,
+        exit_process: Callable[[int], None] = exit_now,
     ) -> None:
         """`exit_process` ends the process at once when the engine thread has failed."""
         super().__init__(
@@ -149,11 +148,7 @@ class PrefillNode(TargetNode[PrefillParts]):
         self._state = NodeState.LOST
         self._jobs.start_draining()
         self._jobs.fail_all(InternalError(f"the engine thread failed: {error}"))
-        self._event_loop.call_later(FAREWELL_SECONDS, self._exit)
-
-    def _exit(self) -> None:
-        sys.stderr.flush()
-        self._exit_process(EXIT_ENGINE_FAILED)
+        self._event_loop.call_later(FAREWELL_SECONDS, self._exit_process, EXIT_ENGINE_FAILED)
 
     # ---- how it is doing
 

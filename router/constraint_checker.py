@@ -7,7 +7,6 @@ import hashlib
 import json
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from outrider.constraints.compile_process import MAX_CPU_SECONDS
 from outrider.errors import CapacityError, InternalError, InvalidRequestError, NotSupportedError
 from outrider.node import ModelInfo
+from outrider.own_modules import module_command
 from outrider.request import Constraint
 from outrider.service.telemetry.logging import get_logger
 from router.encoding_queue import MAX_WAITING_BYTES, EncodingQueue
@@ -133,8 +133,8 @@ class _Compiling:
 
 
 def _start() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "outrider.constraints.compile_process"],
+    return subprocess.Popen(  # noqa: S603 this interpreter, and our own module
+        module_command("outrider.constraints.compile_process"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -256,10 +256,7 @@ class NodeDirectory:
             await self._adopt(link, info.name, info.model)
         served = self.model()
         if info.model.fingerprint != served.info.fingerprint:
-            raise MismatchError(
-                f"{info.name} serves {info.model.name} with fingerprint {info.model.fingerprint}, this router"
-                f" {served.info.name} with fingerprint {served.info.fingerprint} (from {served.node})"
-            )
+            raise MismatchError(_describe_difference(info.name, info.model, served))
         self._check_features(link, info.name, info.model)
         self._compare_numerics(info.name, info.model.numerics)
         return served.info.fingerprint
@@ -292,8 +289,8 @@ class NodeDirectory:
             return
         if model.vocabulary_fingerprint != served.info.vocabulary_fingerprint:
             raise MismatchError(
-                f"{name} drafts with vocabulary {model.vocabulary_fingerprint}, the target model has"
-                f" {served.info.vocabulary_fingerprint} (from {served.node})"
+                f"{name} drafts for another vocabulary, {model.vocab_size} tokens of {model.name}, than that of"
+                f" {served.node}, {served.info.vocab_size} tokens of {served.info.name}"
             )
 
     async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> None:
@@ -315,6 +312,19 @@ class NodeDirectory:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _describe_difference(name: str, model: ModelInfo, served: ServedModel) -> str:
+    """Why KV of one is none of the other, in the words of the settings; the fingerprints are in the nodes' logs."""
+    ours, node = served.info, served.node
+    if model.name != ours.name or model.vocab_size != ours.vocab_size:
+        return f"{name} serves {model.name} ({model.vocab_size} tokens), {node} {ours.name} ({ours.vocab_size} tokens)"
+    if model.dtype != ours.dtype:
+        same = "model.dtype of all prefill and decode nodes must be the same"
+        return f"{name} computes {model.name} in {model.dtype}, {node} in {ours.dtype}: {same}"
+    if model.revision != ours.revision:
+        return f"{name} serves revision {model.revision or '?'} of {model.name}, {node} {ours.revision or '?'}"
+    return f"{name} has other weights, another configuration or tokenizer of {model.name} than {node}"
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

@@ -15,6 +15,7 @@ from outrider.node_stamp import NodeStamp
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
 from outrider.rpc.status import UNREACHABLE
+from outrider.service.announce import announce
 from outrider.service.liveness import ProgressDeadline, Standing, watch_progress
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
@@ -248,6 +249,7 @@ class NodeLink:
         if is_refused:
             if self.refusal != error.message:
                 _log.error("node refused", node=self.name, address=self.address, error=error.message)
+                announce(refused=shorten_condition(error.message), address=self.address)
             self.refusal = error.message
         if was_up or is_refused:
             self.state = NodeState.LOST

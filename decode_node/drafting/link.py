@@ -17,6 +17,7 @@ from decode_node.drafting.drafted_sequence import is_well_formed
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
 from outrider.rpc.status import from_rpc_error
+from outrider.service.announce import announce
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
@@ -98,6 +99,7 @@ class DraftLink:
             except MismatchError as error:
                 if error.message != self.refusal:
                     _log.warning("draft node refused", target=self.address, error=error.message)
+                    announce(refused=error.message, address=self.address)
                 self.refusal = error.message
                 backoff = REFUSED_BACKOFF_SECONDS
             except PeerLostError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -20,7 +21,7 @@ from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_arguments import require_gateway
 from outrider.cluster.gpu_shares import memory_shares
-from outrider.cluster.plan import DECODE, LOOPBACK, ROUTER
+from outrider.cluster.plan import DECODE, DRAFT, LOOPBACK, ROUTER
 from outrider.config.arguments import (
     add_setting_flags,
     add_settings_arguments,
@@ -32,6 +33,7 @@ from outrider.config.imports.vllm_arguments import add_vllm_flags
 from outrider.config.resolve import ResolvedConfig, parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
+from outrider.lossy_stream import drain_standard_streams, guard_standard_streams
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.locate import is_at_hand
 from outrider.service.server import probe_port
@@ -50,6 +52,8 @@ CLUSTER_FLAGS = {
     "port": "cluster.port",
 }
 """Settings by the flag that sets them."""
+SIGNAL_SECONDS = 0.5
+"""A signal that comes just before this thread begins to wait is handled after it has waited."""
 SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
 
 
@@ -170,6 +174,7 @@ def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    guard_standard_streams()
     printer = EventPrinter(sys.stdout)
     cluster = make_cluster(arguments, tls=arguments.tls)
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
@@ -196,36 +201,45 @@ def run(arguments: argparse.Namespace) -> int:
     has_served = False
     try:
         while not signals and cluster.failure is None:
-            news.get()
+            with contextlib.suppress(queue.Empty):
+                news.get(timeout=SIGNAL_SECONDS)
             is_first = not has_served and all(node.state is ChildState.SERVING for node in cluster.nodes)
             has_served = has_served or is_first
             if has_served and arguments.json_status is not None:
-                cluster.write_status(arguments.json_status)
+                try:
+                    cluster.write_status(arguments.json_status)
+                except OSError as error:  # the cluster serves all the same
+                    printer.say(f"{arguments.json_status} cannot be written: {error.strerror}")
             if is_first:
                 announce_serving(cluster, printer)
                 if cluster.config.openai_port is not None:
                     announce_openai(cluster, printer)
-                if arguments.tls is not None:
-                    printer.say(f"clients: --tls {arguments.tls}")
+                tls = "" if arguments.tls is None else f" --tls {arguments.tls}"
+                printer.say(f"now, for example: outrider chat --target {cluster.router_address}{tls}")
     finally:
-        statuses = cluster.stop()
+        cluster.stop()
         if arguments.json_status is not None:
-            arguments.json_status.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                arguments.json_status.unlink()
+        drain_standard_streams()
     if cluster.failure is not None:
         raise PeerLostError(f"{cluster.failure} (logs in {cluster.log_directory})", reason="START_FAILED")
-    # Before it serves, a process may still be importing modules: SIGTERM then ends it without a message.
-    good = {0} if has_served else {0, -signal.SIGTERM}
-    return 0 if set(statuses.values()) <= good else 1
+    if len(signals) > 1:
+        return 128 + signals[-1]
+    return 0 if cluster.has_ended_well else 1
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
-    """Prints the address and what the decode node reported: numerics, kernels, and other facts."""
+    """Prints the address, who drafts, and what the decode node reported: numerics, kernels, and other facts."""
     described = next((dict(node.description) for node in cluster.nodes if node.role == "decode_node"), {})
+    drafting = {node.name: node.description.get("proposer") for node in cluster.nodes if node.role in (DRAFT, DECODE)}
+    drafts = [f"{name} by {proposer}" for name, proposer in drafting.items() if proposer not in (None, NO_PROPOSER)]
     facts = {name: described[name] for name in SHOWN_FIRST if name in described}
     printer.say(f"serving on {cluster.router_address}")
     page = next((node.metrics_address for node in cluster.nodes if node.role == ROUTER), None)
     if page is not None:
         printer.say(f"page: http://{page}/")
+    printer.say(f"drafts: {', '.join(drafts) or 'none'}")
     if "numerics" in described:
         printer.say(f"numerics: {described['numerics']}")
         printer.say(described["kernels"])

@@ -11,13 +11,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from outrider.cluster.plan import ChildSpec
+from outrider.errors import MAX_DESCRIPTION
+from outrider.own_modules import without_working_folder
 from outrider.parent_death import PARENT_VARIABLE
 from outrider.service.announce import ANNOUNCE_VARIABLE
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
+TAIL_BYTES = 16_384
+"""Of a log, in which last words are looked for."""
 
 
 class ChildState(enum.Enum):
@@ -49,6 +53,7 @@ class EventKind(enum.Enum):
     LISTENING = "listening"
     PROGRESS = "progress"
     SERVING = "serving"
+    REFUSED = "refused"  # by another process, which goes on without it
     DIED = "died"
     FAILED = "failed"
     STOPPING = "stopping"
@@ -85,6 +90,9 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._descriptor: int | None = None
         self._buffer = b""
+        self._unheard: list[dict[str, Any]] = []  # announcements of a process that has ended
+        self._failure = ""  # as it announced
+        self._log_start = 0  # where this life's part of the log begins
 
     @property
     def pid(self) -> int:
@@ -95,17 +103,26 @@ class Child:
         return self._process is not None
 
     def spawn(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Starts the process. The calling thread must outlive it. Raises: OSError."""
+        """Starts the process. The calling thread must outlive it. Raises: OSError.
+
+        It starts without a log where none can be opened: a disk that is full later, or a cleaner of temporary files,
+        must not keep a process from being started again.
+        """
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
-            with self.log_path.open("ab") as log:
+            with self._open_log() as log:
+                self._log_start = log.tell()
                 self._process = subprocess.Popen(  # noqa: S603 the cluster's own command
                     [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     pass_fds=(writer,),
-                    env={**environ, ANNOUNCE_VARIABLE: str(writer), PARENT_VARIABLE: str(os.getpid())},
+                    env={
+                        **without_working_folder(environ),
+                        ANNOUNCE_VARIABLE: str(writer),
+                        PARENT_VARIABLE: str(os.getpid()),
+                    },
                     start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
                 )
         except OSError:
@@ -114,20 +131,49 @@ class Child:
         finally:
             os.close(writer)
         os.set_blocking(reader, False)
-        self._descriptor, self._buffer = reader, b""
+        self._descriptor, self._buffer, self._failure = reader, b"", ""
         self.state, self.serving_since = ChildState.STARTING, None
 
     def announcements(self) -> list[dict[str, Any]]:
         """New announcements since the last call."""
+        said, self._unheard = self._unheard, []
         if self._descriptor is None:
-            return []
+            return said
         try:
             while data := os.read(self._descriptor, 65536):
                 self._buffer += data
         except BlockingIOError:
             pass  # nothing more for now
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines if line.startswith(b"{")]
+        said += [json.loads(line) for line in lines if line.startswith(b"{")]
+        self._failure = next((each["failed"] for each in said if "failed" in each), self._failure)
+        return [each for each in said if "failed" not in each]
+
+    def bound_log(self, max_bytes: int) -> None:
+        """A log that has grown beyond this goes to `LOG.1`, whose content is lost. Raises: OSError.
+
+        It is copied and emptied: the process, and libraries in it, go on writing to the same file, at its end.
+        """
+        if self.log_path.stat().st_size <= max_bytes or not self.log_path.is_file():
+            return
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(-max_bytes, os.SEEK_END)
+                self._old_log_path.write_bytes(log.read(max_bytes))  # no more, however fast it grows
+        finally:  # also on a full disk: this makes room
+            os.truncate(self.log_path, 0)
+            self._log_start = 0
+
+    def _open_log(self) -> BinaryIO:
+        try:
+            self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self.log_path.open("ab")
+        except OSError:
+            return Path(os.devnull).open("ab")
+
+    @property
+    def _old_log_path(self) -> Path:
+        return self.log_path.with_name(f"{self.log_path.name}.1")
 
     def reap(self) -> int | None:
         """The exit status once the process has ended (negative: the signal's number), else None."""
@@ -137,6 +183,7 @@ class Child:
         if status is None:
             return None
         self._process = None
+        self._unheard = self.announcements()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -151,21 +198,23 @@ class Child:
         return True
 
     def last_words(self) -> str:
-        """The last error in the log, or its last line."""
+        """Why it failed, as it announced; otherwise the last line of its log that is an error or no event."""
+        if self._failure:
+            return self._failure
         try:
             with self.log_path.open("rb") as log:
-                log.seek(max(self.log_path.stat().st_size - 16_384, 0))
-                lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+                log.seek(max(log.seek(0, os.SEEK_END) - TAIL_BYTES, self._log_start))
+                lines = log.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
-        for line in reversed(lines):
+        for line in filter(str.strip, reversed(lines)):
             try:
                 event = json.loads(line)
             except ValueError:
-                return line.strip()
+                return line.strip()[:MAX_DESCRIPTION]
             if isinstance(event, dict) and event.get("level") in ("error", "critical"):
                 return ": ".join(str(event[key]) for key in ("event", "error") if event.get(key))
-        return lines[-1].strip() if lines else ""
+        return ""
 
     def snapshot(self) -> NodeProcess:
         return NodeProcess(

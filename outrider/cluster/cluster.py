@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -27,11 +28,16 @@ from outrider.cluster.plan import (
     child_command,
     plan_children,
 )
-from outrider.errors import InternalError, NotFoundError, PeerLostError
+from outrider.errors import ConfigError, InternalError, NotFoundError, PeerLostError
 
 TICK_SECONDS = 0.05
 START_SECONDS = 600.0
 """Default patience of `wait_serving`: a first start may download the model."""
+PREFIX = "outrider-"
+"""Of temporary folders; a number follows."""
+SIGNAL_SECONDS = 0.5
+KEPT_SECONDS = 86_400.0
+"""How long the logs of a cluster that could not start, or was killed, are kept in a temporary folder."""
 NODE_TERM_SHARE = 0.4
 """Nodes get their SIGTERM when the routers have ended, or after this share of the time of routers and gateway."""
 
@@ -57,9 +63,10 @@ class Cluster:
         self.on_event: Callable[[ClusterEvent], None] = lambda _: None
         """Called on the supervisor's thread; must not block. Set it before `start`."""
         given = self.launch.log_directory
-        name = f"outrider-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self.log_directory = Path(tempfile.gettempdir(), name) if given is None else given
         self._turns_directory: Path | None = None  # private: no other user can put a file there
+        self._holds: list[int] = []  # descriptors
         self._children = [
             Child(spec, self.log_directory / f"{spec.name}.log") for spec in plan_children(self.config, self.launch)
         ]
@@ -73,11 +80,19 @@ class Cluster:
     # ------------------------------------------------------------ for the owner
 
     def start(self) -> None:
-        """Starts the children; returns at once."""
+        """Starts the children; returns at once. Raises: ConfigError without a folder for logs."""
         assert self._thread is None, "a cluster starts once"
         is_chosen = self.launch.log_directory is not None  # by the user: it may be there already
-        self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=is_chosen)
-        self._turns_directory = Path(tempfile.mkdtemp(prefix="outrider-turns-", dir=_memory_directory()))
+        _remove_leftovers()
+        try:
+            self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=is_chosen)
+            prefix = f"{PREFIX}{os.getpid()}-turns-"
+            self._turns_directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_memory_directory()))
+            self._holds = [_hold(self._turns_directory)]
+            if not is_chosen:
+                self._holds.append(_hold(self.log_directory))
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be made: {error.strerror}") from error
         self._thread = threading.Thread(target=self._run, name="cluster-supervisor", daemon=True)
         self._thread.start()
 
@@ -132,8 +147,8 @@ class Cluster:
     def stop(self) -> dict[str, int]:
         """Stops everything within about 4.5 s; returns the exit statuses by name. Idempotent."""
         self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(SIGNAL_SECONDS)  # a signal that comes just before it would wait for its end
         return self.exit_statuses
 
     def kill_all(self) -> None:
@@ -144,6 +159,17 @@ class Cluster:
     def exit_statuses(self) -> dict[str, int]:
         """Of each child's last process that ended; negative is a signal's number."""
         return {child.spec.name: child.exit_status for child in self._children if child.exit_status is not None}
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether no process ended by itself, by SIGKILL or with an error.
+
+        One that did not serve yet may still have been importing modules: SIGTERM then ends it without a message.
+        """
+        return all(
+            child.exit_status in (None, 0) or (child.exit_status == -signal.SIGTERM and child.serving_since is None)
+            for child in self._children
+        )
 
     def status(self) -> dict[str, Any]:
         """As JSON values: {"router": router_address, "nodes": [{role, name, …, state, log}]}."""
@@ -194,6 +220,8 @@ class Cluster:
         for child in self._children:
             self._listen(child)
             self._notice_death(child)
+            with contextlib.suppress(OSError):
+                child.bound_log(self._supervision.max_log_bytes)
             if self._is_due(child):
                 self._spawn(child)
 
@@ -208,6 +236,9 @@ class Cluster:
                 child.serving_since = time.monotonic()
                 self._become(child, ChildState.SERVING)
                 self._tell(child, EventKind.SERVING, f"on {child.address}")
+            elif "refused" in said:
+                refused = next((other for other in self._children if other.address == said["address"]), child)
+                self._tell(refused, EventKind.REFUSED, f"by {child.spec.name}: {said['refused']}")
             else:
                 child.address = str(said["address"])
                 child.metrics_address = said.get("metrics_address")
@@ -219,15 +250,19 @@ class Cluster:
             status = child.reap()
         if status is None:
             return
+        self._listen(child)
         if child.spec.is_one_shot and status == 0:
             self._become(child, ChildState.ENDED)
             self._tell(child, EventKind.ENDED, child.last_words())
             return
-        why = describe_status(status)
-        first_start = child.serving_since is None and child.num_restarts == 0
-        if first_start and status > 0:
-            self._fail(child, f"{child.spec.name} ended {why}: {child.last_words()}")
+        why, words = describe_status(status), child.last_words()
+        if child.serving_since is None and child.num_restarts == 0:
+            early = "" if status > 0 else " before it served"
+            self._fail(child, f"{child.spec.name} ended {why}{early}{f': {words}' if words else ''}")
             return
+        self._start_again_later(child, f"{why}: {words}" if words and status > 0 else why)
+
+    def _start_again_later(self, child: Child, why: str) -> None:
         since = child.serving_since
         if since is not None and time.monotonic() - since >= self._supervision.stable_seconds:
             child.num_failures = 0
@@ -274,7 +309,10 @@ class Cluster:
             with self._changed:
                 child.spawn(command, self.launch.environ)
         except OSError as error:
-            self._fail(child, f"{child.spec.name} cannot be started: {error}")
+            if child.num_restarts:
+                self._start_again_later(child, f"cannot be started: {error}")
+            else:
+                self._fail(child, f"{child.spec.name} cannot be started: {error}")
             return
         self._become(child, ChildState.STARTING)
         self._tell(child, EventKind.STARTING, f"pid {child.pid}")
@@ -298,9 +336,11 @@ class Cluster:
             self._reap_stopped(rest, nodes_deadline)
         for child in self._children:
             self._become(child, ChildState.ENDED)
+        for hold in self._holds:
+            os.close(hold)
         if self._turns_directory is not None:
             shutil.rmtree(self._turns_directory, ignore_errors=True)
-        if self.launch.log_directory is None and self.failure is None and not any(self.exit_statuses.values()):
+        if self.launch.log_directory is None and self.failure is None and self.has_ended_well:
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def _seconds_to_end(self, children: list[Child]) -> float:
@@ -336,8 +376,7 @@ class Cluster:
             self._changed.notify_all()
 
     def _tell(self, child: Child, kind: EventKind, message: str = "", *, done: int = 0, total: int = 0) -> None:
-        # A listener that fails (a closed terminal) must not end the supervision.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # a listener that fails must not end the supervision
             self.on_event(ClusterEvent(kind=kind, name=child.spec.name, message=message, done=done, total=total))
 
     def _all_serve(self) -> bool:
@@ -359,6 +398,28 @@ def _memory_directory() -> Path:
     """A directory in memory: on a disk, writing back a mapped file would stall its processes."""
     shared = Path("/dev/shm")  # noqa: S108 names there are random
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
+    """What keeps another supervisor from removing it, until it is closed. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_leftovers() -> None:
+    """Folders of this user's clusters whose supervisor is gone, a day after: it was killed, or they could not start."""
+    for folder in {Path(tempfile.gettempdir()), _memory_directory()}:
+        for path in folder.glob(f"{PREFIX}[0-9]*-*"):
+            with contextlib.suppress(OSError):
+                found = path.lstat()
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > KEPT_SECONDS:
+                    os.close(_hold(path, fcntl.LOCK_EX))
+                    shutil.rmtree(path)
 
 
 def _port(address: str | None) -> int | None:

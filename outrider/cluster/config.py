@@ -53,6 +53,7 @@ class Supervision:
     end_seconds: float = 1.5  # from the end of a process's drain to SIGKILL
     restart_seconds: float = 1.0  # wait before a second restart; doubled for each further one
     max_restart_seconds: float = 30.0
+    max_log_bytes: int = 8 << 20  # of each process's log; as much of what came before is kept beside it
     stable_seconds: float = 60.0  # after serving for this long, restarts count from the first again
 
     def restart_delay(self, num_failures: int, *, has_served: bool) -> float:

@@ -7,11 +7,14 @@ import time
 from typing import TextIO
 
 from outrider.cluster.child import ClusterEvent, EventKind
+from outrider.lossy_stream import LossyStream
 
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
 LINE_SECONDS = 2.0
 """How often progress within a stage is printed where nothing can be redrawn, as in a container's log."""
+STILL_SECONDS = 10.0
+"""The same while a stage goes on and its figures stay."""
 
 
 class EventPrinter:
@@ -19,16 +22,19 @@ class EventPrinter:
     two seconds. Thread-safe.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | LossyStream) -> None:
         self._stream = stream
         self._is_terminal = stream.isatty()
         self._lock = threading.Lock()
-        self._bars: dict[str, ClusterEvent] = {}
+        self._bars: dict[str, tuple[ClusterEvent, float]] = {}  # by process, with the beginning of the stage
         self._drawn_at = 0.0
+        self._drawn: ClusterEvent | None = None
         self._bar_length = 0
 
     def show(self, event: ClusterEvent) -> None:
-        """Raises: OSError when the terminal is gone."""
+        """Nothing of a failed start: whoever waits for the cluster is told by an exception."""
+        if event.kind is EventKind.FAILED:
+            return
         if event.kind is EventKind.PROGRESS:
             self._progress(event)
             return
@@ -44,30 +50,39 @@ class EventPrinter:
 
     def _progress(self, event: ClusterEvent) -> None:
         is_done = 0 < event.total <= event.done
+        now = time.monotonic()
         with self._lock:
-            before = self._bars.get(event.name)
-            self._bars[event.name] = event
+            before, began_at = self._bars.get(event.name, (None, now))
+            if before is None or before.message != event.message:
+                before, began_at = None, now
+            self._bars[event.name] = event, began_at
         if is_done:
             with self._lock:
                 del self._bars[event.name]
-            self.say(f"{event.name:<10} {event.message} {_amount(event)}")
+            took = f" in {now - began_at:.0f} s" if now - began_at >= 1 else ""
+            self.say(f"{event.name:<10} {event.message} {_amount(event)}{took}")
         elif not self._is_terminal:
-            if before is None or before.message != event.message:
-                self._drawn_at = time.monotonic()
+            patience = STILL_SECONDS if event == self._drawn else LINE_SECONDS
+            if before is None:
+                self._drawn_at, self._drawn = now, event
                 self.say(f"{event.name:<10} {event.message} …")
-            elif (event.done or event.total) and time.monotonic() - self._drawn_at >= LINE_SECONDS:
-                self._drawn_at = time.monotonic()
-                self.say(f"{event.name:<10} {event.message} {_amount(event)} …")
-        elif time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
+            elif (event.done or event.total) and now - self._drawn_at >= patience:
+                self._drawn_at, self._drawn = now, event
+                self.say(f"{event.name:<10} {event.message} {_amount(event)}, {now - began_at:.0f} s …")
+        elif now - self._drawn_at >= REDRAW_SECONDS:
             with self._lock:
                 self._draw_bars()
 
     def _draw_bars(self) -> None:
         self._clear_bar()
-        line = "   ".join(f"{name} {event.message} {_bar(event)}" for name, event in self._bars.items())
+        now = time.monotonic()
+        line = "   ".join(
+            f"{name} {event.message} {_bar(event)} {now - began_at:.0f} s"
+            for name, (event, began_at) in self._bars.items()
+        )
         self._stream.write(line)
         self._stream.flush()
-        self._bar_length, self._drawn_at = len(line), time.monotonic()
+        self._bar_length, self._drawn_at = len(line), now
 
     def _clear_bar(self) -> None:
         if self._bar_length:

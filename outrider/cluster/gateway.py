@@ -18,9 +18,10 @@ from outrider.cluster.config import GatewayConfig
 from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gateway_arguments, may_trace, require_gateway
 from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
+from outrider.lossy_stream import guard_standard_streams
 from outrider.parent_death import die_with_parent
 from outrider.service.address import is_wildcard
-from outrider.service.announce import Announcer
+from outrider.service.announce import announce, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import warn_if_exposed
 from outrider.service.server import probe_port
@@ -37,6 +38,7 @@ _log = get_logger("gateway")
 def main() -> int:
     """0 after a signal; 1 when the gateway cannot start."""
     die_with_parent()
+    guard_standard_streams()
     sections = parse_role_arguments(
         MODULE, {"server": ServerConfig, "telemetry": TelemetryConfig, "gateway": GatewayConfig}
     )
@@ -44,14 +46,11 @@ def main() -> int:
     telemetry: TelemetryConfig = sections["telemetry"]
     config: GatewayConfig = sections["gateway"]
     configure_logging(telemetry, role="gateway")
-    try:
-        require_gateway()
-        if not config.router_targets:
-            raise ConfigError("gateway.router_targets is empty: name the routers, host:port")
-        ports = choose_ports(server)
-    except ConfigError as error:
-        _log.error("cannot start", error=str(error))
-        return 1
+    announce_uncaught_errors()
+    require_gateway()
+    if not config.router_targets:
+        raise ConfigError("gateway.router_targets is empty: name the routers, host:port")
+    ports = choose_ports(server)
     warn_if_exposed(
         server.host, what="the OpenAI API", is_protected=False, fix="put a proxy that asks for credentials before it"
     )
@@ -70,12 +69,11 @@ def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
     address = f"{ports.host}:{ports.port}"
     metrics_address = f"{ports.metrics_host}:{ports.metrics_port}"
     where = {"role": MODULE, "address": address, "metrics_address": metrics_address, "pid": os.getpid()}
-    announcer = Announcer.from_environment()
-    announcer.say(**where, drain_seconds=drain_seconds)
+    announce(**where, drain_seconds=drain_seconds)
     while (model := served_model(ports)) is None:
         time.sleep(TICK_SECONDS)
     _log.info("serving", address=address, metrics_address=metrics_address, model=model)
-    announcer.say(**where, serving=True, model=model)
+    announce(**where, serving=True, model=model)
 
 
 def choose_ports(server: ServerConfig) -> GatewayPorts:

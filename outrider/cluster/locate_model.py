@@ -9,13 +9,14 @@ import os
 import sys
 
 from outrider.config.arguments import parse_role_arguments
-from outrider.errors import OutriderError
-from outrider.service.announce import announce_progress
+from outrider.lossy_stream import guard_standard_streams
+from outrider.service.announce import announce_progress, announce_uncaught_errors
 from outrider.service.config import TelemetryConfig
 from outrider.service.telemetry.logging import configure_logging
 
 
 def main() -> int:
+    guard_standard_streams()
     from outrider.model_hub.config import ModelConfig
     from outrider.model_hub.locate import locate_model
 
@@ -23,11 +24,8 @@ def main() -> int:
         "outrider.cluster.locate_model", {"model": ModelConfig, "telemetry": TelemetryConfig}
     )
     configure_logging(sections["telemetry"], role="model")
-    try:
-        location = locate_model(sections["model"], progress=announce_progress)
-    except OutriderError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+    announce_uncaught_errors()
+    location = locate_model(sections["model"], progress=announce_progress)
     sys.stderr.write(f"{location.name}: {os.fspath(location.directory)}\n")
     return 0
 

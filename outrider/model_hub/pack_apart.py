@@ -10,6 +10,7 @@ import sys
 
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress
+from outrider.own_modules import module_command
 from outrider.parent_death import PARENT_VARIABLE
 
 PACKER = "outrider.heads.packer"
@@ -29,7 +30,7 @@ def pack_apart(config: ModelConfig, progress: Progress) -> None:
         return
     try:
         with subprocess.Popen(  # noqa: S603 our own interpreter
-            [sys.executable, "-m", PACKER],
+            module_command(PACKER),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},

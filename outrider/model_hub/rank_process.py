@@ -5,7 +5,6 @@ Both arguments are descriptors of sockets to rank 0.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.errors import ConfigError, ModelError
+from outrider.lossy_stream import exit_now, guard_standard_streams
 from outrider.model_hub.shard import START_SECONDS, Start, open_shard
 from outrider.parent_death import die_with_parent
 
@@ -20,6 +20,7 @@ from outrider.parent_death import die_with_parent
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     die_with_parent()
+    guard_standard_streams()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # sent to a group of processes: rank 0 says when to stop
     commands, kv = (socket.socket(fileno=int(descriptor)) for descriptor in argv)
@@ -61,6 +62,4 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(status)  # torch takes a second to take itself apart, for which rank 0 would wait
+    exit_now(main(sys.argv[1:]))  # torch takes a second to take itself apart, for which rank 0 would wait

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
 from outrider.model_hub.tensor_parallel import check_tensor_parallel
+from outrider.own_modules import module_command
 from outrider.parent_death import PARENT_VARIABLE
 
 TIMEOUT_SECONDS = 60.0
@@ -146,7 +146,7 @@ def _spawn(rank: int, *, timeout_seconds: float) -> Member:
     ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
     descriptors = [end.fileno() for end in theirs]
     process = subprocess.Popen(  # noqa: S603 this interpreter, and our own module
-        [sys.executable, "-m", "outrider.model_hub.rank_process", *map(str, descriptors)],
+        [*module_command("outrider.model_hub.rank_process"), *map(str, descriptors)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         env={**os.environ, PARENT_VARIABLE: str(os.getpid())},

@@ -3,8 +3,10 @@
     {"role": "decode_node", "address": "127.0.0.1:40001", "metrics_address": null, "pid": 77}
     {"progress": "weights", "done": 1048576, "total": 270000000}      any number of these
     {"serving": true, "role": …, "address": …, "metrics_address": …, "pid": …, …}
+    {"refused": "it computes in bfloat16, …", "address": "127.0.0.1:40002"}             of another service
+    {"failed": "cannot start: …"}                                          instead, and the process ends
 
-The first is written when the port is bound, the last when the service serves. The
+The first is written when the port is bound, the third when the service serves. The
 descriptor's number is in OUTRIDER_ANNOUNCE_FD; without it nothing is announced.
 """
 
@@ -12,10 +14,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from typing import Any
 
+from outrider.errors import OutriderError, describe_error
 from outrider.service.telemetry.logging import get_logger
 
 ANNOUNCE_VARIABLE = "OUTRIDER_ANNOUNCE_FD"
@@ -90,6 +94,18 @@ _STAGES = {
 }
 
 
+def announce_failure(event: str, error: BaseException) -> None:
+    """Why this process ends: one line for the process that started it, and one in the log, with an unexpected trace."""
+    announce(failed=f"{event}: {describe_error(error)}")
+    trace = None if isinstance(error, OutriderError) else error
+    _failure_log.error(event, error=describe_error(error), exc_info=trace)
+
+
+def announce_uncaught_errors() -> None:
+    """From now on, an exception that ends the main thread is announced as a failed start."""
+    sys.excepthook = lambda _kind, error, _trace: announce_failure("cannot start", error)
+
+
 def announce_progress(stage: str, done: int, total: int) -> None:
     """Tells the process that started this one, and the log: `open_model(config, progress=announce_progress)`."""
     _process_announcer.progress(stage, done, total)
@@ -97,4 +113,6 @@ def announce_progress(stage: str, done: int, total: int) -> None:
 
 
 _process_announcer = Announcer.from_environment()
+announce = _process_announcer.say
+_failure_log = get_logger("service")
 _process_log = ProgressLog()

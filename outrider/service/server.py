@@ -16,7 +16,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never, Protocol, runtime_checkable
@@ -31,13 +30,14 @@ from outrider import __version__
 from outrider.config.arguments import parse_role_arguments
 from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
+from outrider.lossy_stream import exit_now, guard_standard_streams
 from outrider.parent_death import die_with_parent
 from outrider.rpc.channels import server_options
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.rpc.tls_files import TlsFiles
 from outrider.service.address import is_loopback, reachable_address
-from outrider.service.announce import Announcer
+from outrider.service.announce import announce, announce_failure, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
 from outrider.service.open_calls import OpenCalls
@@ -115,13 +115,15 @@ class ServiceProcess:
         A mistake in them ends the process with status 2 and one line on stderr.
         """
         _share_heaps()
+        guard_standard_streams()
         self.role = role
         self.sections = parse_role_arguments(role, sections, argv)
         self.config: ServerConfig = self.sections["server"]
         self.telemetry: TelemetryConfig = self.sections["telemetry"]
+        configure_logging(self.telemetry, role=role)
+        announce_uncaught_errors()
         self.security = PeerSecurity(self.sections["security"], on_refused=log_refused_files)  # between services
         self.tracer = make_role_tracer(self.telemetry, role=role)
-        self._announcer = Announcer.from_environment()
         self._stopping = asyncio.Event()
         self._server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
 
@@ -141,12 +143,8 @@ class ServiceProcess:
         clients had given them up. A connection that ends with its process is UNAVAILABLE.
         """
         die_with_parent()
-        configure_logging(self.telemetry, role=self.role)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            status = runner.run(self._run(service, client_tls or TlsConfig(), authenticate))
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            exit_now(runner.run(self._run(service, client_tls or TlsConfig(), authenticate)))
 
     async def _run(self, service: Service, client_tls: TlsConfig, authenticate: Authenticate | None) -> int:
         loop = asyncio.get_running_loop()
@@ -164,7 +162,7 @@ class ServiceProcess:
             pages = service.pages() if isinstance(service, FrontService) else None
             metrics = serve_metrics(self.config, find_page=pages)
         except (OutriderError, OSError) as error:
-            _log.error("cannot listen", error=str(error))
+            announce_failure("cannot listen", error)
             return 1
         metrics_address = None if metrics is None else f"{self.config.host}:{metrics.server_port}"
         where = {
@@ -174,7 +172,7 @@ class ServiceProcess:
             "pid": os.getpid(),
             "drain_seconds": self.config.drain_seconds,
         }
-        self._announcer.say(**where)
+        announce(**where)
         reachable = reachable_address(self.config.advertise_address, address)
         _log.info(
             "listening",
@@ -211,15 +209,14 @@ class ServiceProcess:
         failure = starting.exception()
         if failure is not None:
             stopping.cancel()
-            trace = None if isinstance(failure, OutriderError) else failure
-            _log.error("cannot start", error=str(failure), exc_info=trace)
+            announce_failure("cannot start", failure)
             return 1
         if isinstance(service, FrontService):
             service.follow_readiness(health.set_ready)
         _settle_memory()
         await health.set_serving(is_serving=True)
         described = {"version": __version__, **service.describe()}
-        self._announcer.say(serving=True, **{**described, **where})
+        announce(serving=True, **{**described, **where})
         _log.info(
             "serving", address=where["address"], start_seconds=round(time.monotonic() - started_at, 3), **described
         )
@@ -245,8 +242,7 @@ class ServiceProcess:
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():
             _log.warning("second signal: ending at once", signal=signal.Signals(number).name)
-            sys.stderr.flush()
-            os._exit(128 + number)
+            exit_now(128 + number)
         self._stopping.set()
 
 

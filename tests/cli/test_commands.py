@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -15,6 +16,8 @@ import pytest
 
 from outrider.cli.config import ROLES
 from outrider.cli.main import main
+from outrider.own_modules import module_command, without_working_folder
+from tests.support.waiting import wait_for
 
 ROLE_PROCESS = Path(__file__).parents[1] / "cluster" / "role_process.py"
 WAIT_SECONDS = 60.0
@@ -40,9 +43,19 @@ SECTIONS = {{**NODE_SECTIONS, **SERVICE_SECTIONS, "{role}": Config}}
 
 
 class Up:
-    """`outrider up` as a person starts it, in a directory whose `python -m router` is a stand-in."""
+    """`outrider up` as a person starts it, where `router` and the other roles are stand-ins.
 
-    def __init__(self, directory: Path) -> None:
+    It runs beside modules of somebody else's service, which have the names of ours and of the standard library's.
+    """
+
+    def __init__(self, directory: Path, *, shell: str = 'exec "$@"', **environ: str) -> None:
+        """`shell`: how it is run."""
+        working = directory / "my service"
+        working.mkdir()
+        for name in ("router", "decode_node", "queue", "token", "outrider"):
+            (working / f"{name}.py").write_text("raise SystemExit('this is my service')")
+        (working / "prefill_node").mkdir()
+        (working / "prefill_node" / "__init__.py").write_text("raise SystemExit('this is my service')")
         for role in ROLES:
             (directory / role).mkdir()
             (directory / role / "__init__.py").touch()
@@ -51,15 +64,20 @@ class Up:
         (directory / "config.json").write_text("{}")  # a model's directory, as far as `up` looks
         self.status_file = directory / "status.json"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.cli.main", "up", "--port", "0", "--model", str(directory),
+            ["bash", "-c", shell, "bash",
+             sys.executable, "-P", "-m", "outrider.cli.main", "up", "--port", "0", "--model", str(directory),
              "--json-status", str(self.status_file), "--set", "server.drain_seconds=60"],
-            cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=working, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PYTHONPATH": str(directory), **environ},
         )  # fmt: skip
         self.lines: list[str] = []
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
             if line.startswith("version="):
                 break
+
+    def nodes(self) -> list[dict]:
+        return json.loads(self.status_file.read_text())["nodes"]
 
     def wait(self) -> int:
         rest, _ = self.process.communicate(timeout=WAIT_SECONDS)
@@ -191,6 +209,69 @@ def test_up_restarts_a_node_and_ends_with_0_and_without_its_file(up):
     assert up.lines.count("router     ended with status 0") == 1
     pids = [node["pid"] for node in status["nodes"]]
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.fixture
+def full_pipe(tmp_path):
+    """Its reader is there and never reads."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(descriptor, b"x" * 4096)
+    yield path
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        'exec "$@" >/dev/full 2>&1',
+        'exec "$@" >&- 2>&-',
+        'exec "$@" > >(head -3) 2>&1',
+        'exec "$@" >$FULL_PIPE 2>&1',
+    ],
+    ids=["a full disk", "closed", "head -3", "a reader that is stopped"],
+)
+def test_up_serves_and_restarts_nodes_whatever_becomes_of_its_output(tmp_path, full_pipe, shell):
+    up = Up(tmp_path, shell=shell, FULL_PIPE=str(full_pipe))
+    try:
+        wait_for(up.status_file.exists)
+        (first,) = (node["pid"] for node in up.nodes() if node["name"] == "draft-0")
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: all(node["state"] == "serving" and node["pid"] != first for node in up.nodes()))
+        pids = [node["pid"] for node in up.nodes()]
+    finally:
+        up.process.send_signal(signal.SIGTERM)
+    assert up.wait() == 0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_second_signal_ends_up_at_once_with_its_own_status(tmp_path):
+    up = Up(tmp_path)
+    (router,) = (node["pid"] for node in up.nodes() if node["name"] == "router")
+    os.kill(router, signal.SIGSTOP)
+    up.process.send_signal(signal.SIGTERM)
+    for line in up.process.stdout:
+        if line.startswith("router     stopping"):
+            break
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait() == 128 + signal.SIGINT
+    assert not psutil.pid_exists(router)
+
+
+@pytest.mark.parametrize("environ", [{}, {"PYTHONPATH": "."}, {"PYTHONPATH": ":"}], ids=["", ".", "empty"])
+def test_what_lies_in_the_working_folder_is_not_taken_for_a_service(tmp_path, environ, monkeypatch):
+    for name in ("router.py", "queue.py", "outrider.py"):
+        (tmp_path / name).write_text("raise SystemExit('this is my service')")
+    monkeypatch.chdir(tmp_path)
+    started = subprocess.run(
+        [*module_command("router"), "--help"],
+        env=without_working_folder({**os.environ, **environ}), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert started.returncode == 0, started.stderr
+    assert "--set" in started.stdout
 
 
 def test_config_prints_every_section_with_sources(capsys, tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """A stand-in for any of the four roles, run as `python role_process.py ROLE …`: no model, real life cycle.
 
-As a router it answers with the words of the prompt. `ROLE_FAILS=decode_node` makes that
-role's start fail; with `START_WHEN` every start waits until that file exists. With `ECHO_TOKENIZER`, a folder, a
-router has the service that the OpenAI gateway asks; `ECHO_TOKENIZER_SHOWN` is where it says that the folder is.
+As a router it answers with the words of the prompt. `ROLE_FAILS=decode_node` makes that role's start fail, and
+`ROLE_BREAKS` makes it fail with an error of nobody's. `ROLE_ENDS=decode_node` ends its process with `ROLE_STATUS`, a
+negative one by a signal. `ROLE_FLOODS=decode_node` writes 32 MiB of log before it serves, and `ROLE_REFUSES=router`
+refuses its first prefill node. With `START_WHEN` every start waits until that file exists. With `ECHO_TOKENIZER`, a
+folder, a router has the service that the OpenAI gateway asks; it says that the folder is `ECHO_TOKENIZER_SHOWN`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from outrider.config.settings import setting
 from outrider.errors import CapacityError, InvalidRequestError, ModelError
-from outrider.service.announce import announce_progress
+from outrider.service.announce import announce, announce_progress
 from outrider.service.config import SERVICE_SECTIONS
 from outrider.service.rpc_errors import rpc_errors
 from outrider.service.server import ServiceProcess
@@ -84,6 +86,18 @@ class RoleService:
     async def start(self, address: str) -> None:
         if self._role in os.environ.get("ROLE_FAILS", ""):
             raise ModelError("weights.safetensors is not there")
+        if self._role in os.environ.get("ROLE_BREAKS", ""):
+            prompt = "a long value " * 10_000
+            assert not prompt, "angles of positions\nare within a window"
+        if self._role in os.environ.get("ROLE_ENDS", ""):
+            status = int(os.environ["ROLE_STATUS"])
+            os.kill(os.getpid(), -status) if status < 0 else os._exit(status)
+        if self._role in os.environ.get("ROLE_FLOODS", ""):
+            for _ in range(128):  # past Python, as libraries in C do
+                os.write(2, b"x" * 255 * 1024 + b"\n")
+                await asyncio.sleep(0.01)
+        if self._role in os.environ.get("ROLE_REFUSES", ""):
+            announce(refused="its dtype is bfloat16", address=self._config.prefill_targets[0])
         announce_progress("weights", 10, 10)
         while not may_start():
             await asyncio.sleep(0.01)  # polls

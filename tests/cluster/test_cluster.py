@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,7 @@ from outrider.client import Client
 from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch, Supervision
 from outrider.errors import NotFoundError, PeerLostError
 from tests.support.cluster_nodes import wait_for_node
+from tests.support.waiting import wait_for
 
 ROLE_PROCESS = Path(__file__).with_name("role_process.py")
 WAIT_SECONDS = 30.0
@@ -26,7 +30,13 @@ def role_command(role: str) -> list[str]:
     return [sys.executable, str(ROLE_PROCESS), role]
 
 
-def make_cluster(tmp_path: Path, *, environ=None, overrides=(), end_seconds=WAIT_SECONDS, **config) -> Cluster:
+def ends_with(status: int) -> dict:
+    return {"environ": {"ROLE_ENDS": "decode_node", "ROLE_STATUS": str(status)}}
+
+
+def make_cluster(
+    tmp_path: Path, *, environ=None, overrides=(), end_seconds=WAIT_SECONDS, supervision=None, **config
+) -> Cluster:
     launch = Launch(
         command=role_command,
         locate_model=False,
@@ -34,7 +44,7 @@ def make_cluster(tmp_path: Path, *, environ=None, overrides=(), end_seconds=WAIT
         environ={**os.environ, **(environ or {})},
         overrides=overrides,
     )
-    supervision = Supervision(restart_seconds=0.1, end_seconds=end_seconds)
+    supervision = supervision or Supervision(restart_seconds=0.1, end_seconds=end_seconds)
     return Cluster(ClusterConfig(**{"port": 0, **config}), launch, supervision=supervision)
 
 
@@ -117,15 +127,104 @@ def test_a_node_that_dies_comes_back_on_its_port_and_a_frozen_one_is_stopped(tmp
             {"overrides": ("decode_node.num_speculative_token=3",)},
             "the nearest is decode_node.num_speculative_tokens",
         ),
+        (
+            {"environ": {"ROLE_BREAKS": "decode_node"}},
+            "^decode-0 ended with status 1: cannot start: AssertionError: angles of positions are within a window$",
+        ),
+        (ends_with(0), "^decode-0 ended with status 0 before it served$"),
+        (ends_with(-signal.SIGKILL), "^decode-0 ended by SIGKILL before it served$"),
+        (ends_with(3), "^decode-0 ended with status 3$"),
     ],
-    ids=["no weights", "a wrong setting"],
+    ids=["no weights", "a wrong setting", "a bug", "status 0", "a signal", "without a word"],
 )
 def test_a_node_that_cannot_start_ends_the_start_with_its_last_words(tmp_path, wrong, message):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "decode-0.log").write_text('{"level": "error", "event": "of yesterday"}\n')
     cluster = make_cluster(tmp_path, prefill_nodes=0, draft_nodes=0, **wrong)
     cluster.start()
     with pytest.raises(PeerLostError, match=message):
         cluster.wait_serving(WAIT_SECONDS)
     cluster.stop()
+
+
+def test_why_a_start_failed_is_known_when_the_disk_of_the_logs_is_full(tmp_path):
+    (tmp_path / "logs").mkdir()
+    for name in ("decode-0", "router"):
+        (tmp_path / "logs" / f"{name}.log").symlink_to("/dev/full")
+    cluster = make_cluster(tmp_path, prefill_nodes=0, draft_nodes=0, environ={"ROLE_FAILS": "decode_node"})
+    cluster.start()
+    with pytest.raises(PeerLostError, match=r"^decode-0 ended with status 1: cannot start: weights"):
+        cluster.wait_serving(WAIT_SECONDS)
+    cluster.stop()
+
+
+def test_a_node_comes_back_when_its_log_cannot_be_opened_any_more(tmp_path):
+    with make_cluster(tmp_path, prefill_nodes=0, draft_nodes=0) as cluster:
+        shutil.rmtree(tmp_path / "logs")
+        (tmp_path / "logs").touch()  # no folder can be made there
+        cluster.kill("decode-0")
+        wait_for_node(cluster, "decode-0", lambda node: node.num_restarts == 1 and node.state is ChildState.SERVING)
+
+
+def test_a_log_is_bounded_however_much_a_process_writes(tmp_path):
+    most = 1 << 20
+    supervision = Supervision(max_log_bytes=most)
+    cluster = make_cluster(
+        tmp_path, prefill_nodes=0, draft_nodes=0, supervision=supervision, environ={"ROLE_FLOODS": "decode_node"}
+    )
+    log, old = (tmp_path / "logs" / f"decode-0.log{end}" for end in ("", ".1"))
+    largest = 0
+    with cluster:
+        wait_for(lambda: log.stat().st_size <= most)
+        largest = log.stat().st_size + old.stat().st_size
+        assert old.read_bytes().endswith(b"x\n")
+    assert 0 < largest <= 2 * most
+    assert '"event": "stopped"' in log.read_text()
+
+
+def test_a_node_that_another_refuses_is_told_by_its_name(tmp_path):
+    cluster = make_cluster(tmp_path, draft_nodes=0, environ={"ROLE_REFUSES": "router"})
+    events = []
+    cluster.on_event = events.append
+    with cluster:
+        pass
+    (refused,) = (event for event in events if event.kind is EventKind.REFUSED)
+    assert (refused.name, refused.message) == ("prefill-0", "by router: its dtype is bfloat16")
+
+
+def test_folders_of_clusters_that_are_gone_are_removed_after_a_day(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yesterday = time.time() - 2 * 86_400
+    names = ("outrider-7-left", "outrider-8-new", "outrider-9-running", "outrider-of-somebody")
+    gone, new, running, foreign = folders = [tmp_path / name for name in names]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "router.log").touch()
+        if folder is not new:
+            os.utime(folder, (yesterday, yesterday))
+    descriptor = os.open(running, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    try:
+        launch = Launch(command=role_command, locate_model=False)
+        with Cluster(ClusterConfig(port=0, prefill_nodes=1, draft_nodes=0), launch) as cluster:
+            assert cluster.log_directory.parent == tmp_path
+    finally:
+        os.close(descriptor)
+    assert sorted(path for path in tmp_path.glob("outrider-*")) == sorted([new, running, foreign])
+    assert not gone.exists()
+
+
+def test_a_start_that_is_interrupted_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    launch = Launch(
+        command=role_command, locate_model=False, environ={**os.environ, "START_WHEN": str(tmp_path / "never")}
+    )
+    cluster = Cluster(ClusterConfig(port=0, prefill_nodes=1, draft_nodes=0), launch)
+    cluster.start()
+    wait_for(lambda: cluster.node("decode-0").pid)
+    cluster.stop()
+    assert cluster.has_ended_well, cluster.exit_statuses
+    assert list(tmp_path.glob("outrider-*")) == []
 
 
 SUPERVISOR = """

@@ -17,7 +17,7 @@ KILL_ROLE = """
 import os, pathlib, signal, sys
 for entry in pathlib.Path("/proc").iterdir():
     if entry.name.isdigit() and int(entry.name) not in (1, os.getpid()):
-        if (entry / "cmdline").read_bytes().split(b"\\0")[1:3] == [b"-m", sys.argv[1].encode()]:
+        if (entry / "cmdline").read_bytes().split(b"\\0")[1:4] == [b"-P", b"-m", sys.argv[1].encode()]:
             os.kill(int(entry.name), signal.SIGKILL)
 """
 

@@ -21,8 +21,8 @@ def test_containers_run_what_is_in_the_image(manifests):
     scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.scripts]")[2]
     assert re.search(r"^outrider = ", scripts, re.MULTILINE)
     for workload in manifests.workloads().values():
-        program, flag, module = container_of(workload)["command"]
-        assert (program, flag) == ("python", "-m")
+        program, *flags, module = container_of(workload)["command"]
+        assert [program, *flags] == ["python", "-P", "-m"]
         is_package = (ROOT / module).is_dir()
         assert importlib.util.find_spec(f"{module}.__main__" if is_package else module) is not None
 

@@ -60,7 +60,7 @@ def seconds(text):
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_runs_as_little_as_it_can(compose, role):
     service = compose["services"][role]
-    assert service["command"] == ["python", "-m", role]
+    assert service["command"] == ["python", "-P", "-m", role]
     assert service["init"] is True
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -43,7 +43,10 @@ class FaultyCluster(RunningCluster):
     proxies. Killed processes are started again at once.
     """
 
-    def __init__(self, model: Path, directory: Path, *, settings: tuple[str, ...] = (), store: str = "") -> None:
+    def __init__(
+        self, model: Path, directory: Path, *, settings: tuple[str, ...] = (), store: str = "", **launch: Any
+    ) -> None:
+        """`launch`: more of `Launch`."""
         self.network = Network()
         self.points = FaultPoints(directory, FAULT_POINTS)
         names = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)] + ["draft-0"]
@@ -53,7 +56,8 @@ class FaultyCluster(RunningCluster):
             self.network.listen(
                 name, lambda port=port: (HOST, port), source=self._process_at, address=KV_HOST, port=port
             )
-        launch = Launch(
+        launched = Launch(
+            **launch,
             overrides=(
                 f"model.id={model}",
                 f"model.head={make_tiny_head(directory / 'head')}",
@@ -81,7 +85,7 @@ class FaultyCluster(RunningCluster):
             prefill_nodes=2,
             decode_nodes=2,
         )
-        self.cluster = Cluster(config, launch, supervision=Supervision(restart_seconds=0.1, stable_seconds=0.1))
+        self.cluster = Cluster(config, launched, supervision=Supervision(restart_seconds=0.1, stable_seconds=0.1))
         self._arenas: set[Path] = set()  # files in shared memory
 
     def __enter__(self) -> Self:

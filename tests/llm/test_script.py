@@ -23,7 +23,7 @@ STAND_INS = f"""
 import functools, sys
 import psutil
 import outrider.llm.llm as module
-def with_stand_ins(launch, command, locate_model, **options):
+def with_stand_ins(launch, locate_model, **options):
     command = lambda role: [sys.executable, {str(ROLE_PROCESS)!r}, role]
     return launch(command=command, locate_model=False, **options)
 module.Launch = functools.partial(with_stand_ins, module.Launch)

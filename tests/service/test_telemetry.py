@@ -3,12 +3,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 import urllib.request
 
 import pytest
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from outrider.lossy_stream import LossyStream
 from outrider.node import NodeLoad
 from outrider.request import FinishReason
 from outrider.service.config import ServerConfig, TelemetryConfig
@@ -52,6 +54,34 @@ def test_prompt_text_is_logged_only_when_asked_for(log_to, log_text, is_there):
     stream = log_to(log_format="json", log_text=log_text)
     get_logger("flow").info("request admitted", text="a secret prompt")
     assert ("a secret prompt" in stream.getvalue()) is is_there
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_trace_does_not_show_what_variables_hold(log_to, log_format):
+    stream = log_to(log_format=log_format)
+
+    def fail(prompt: str) -> None:
+        raise ValueError(f"a prompt of {len(prompt)} characters")
+
+    try:
+        fail("a secret " + "prompt")
+    except ValueError:
+        get_logger("flow").exception("internal error")
+    assert "a prompt of 15 characters" in stream.getvalue()
+    assert "secret prompt" not in stream.getvalue()
+
+
+def test_lost_log_lines_are_counted_on_every_service(monkeypatch):
+    def full(_text: str) -> None:
+        raise OSError
+
+    monkeypatch.setattr("sys.stderr", LossyStream(full))
+    sys.stderr.write("one\ntwo\n")
+    sys.stderr.drain()
+    for metrics in (EngineMetrics, PrefillMetrics, RouterMetrics):
+        registry = CollectorRegistry()
+        metrics(model_name="m", registry=registry)
+        assert exported(registry)['outrider:log_lines_lost_total{model_name="m"}'] == 2
 
 
 def test_the_level_and_other_libraries_are_respected(log_to):

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 import structlog
 
+from outrider.lossy_stream import LossyStream
 from outrider.service.config import TelemetryConfig
 
 TEXT_FIELD = "text"
@@ -31,9 +32,12 @@ def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
 def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | None = None) -> None:
     """Sets the process's log output; every event carries `role`. Called once, by the composition root.
 
-    The standard library's loggers (grpc's and libraries') go the same way, from warnings up.
+    The standard library's loggers (grpc's and libraries') go the same way, from warnings up. Behind
+    `guard_standard_streams` a logger neither waits nor raises; what is lost meanwhile is told once.
     """
     stream = sys.stderr if stream is None else stream
+    if isinstance(stream, LossyStream):
+        stream.on_lost = lambda number: get_logger("logging").warning("log lines were lost", num_lines=number)
     as_json = config.log_format == "json" or (config.log_format == "auto" and not stream.isatty())
     level = logging.getLevelNamesMapping()[config.log_level.upper()]
 
@@ -52,10 +56,15 @@ def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | No
         add_role,
         guard_text,
     ]
+    without_locals = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # they may be prompts
     last: list[structlog.typing.Processor] = (
-        [structlog.processors.dict_tracebacks, _order, structlog.processors.JSONRenderer()]
+        [structlog.processors.ExceptionRenderer(without_locals), _order, structlog.processors.JSONRenderer()]
         if as_json
-        else [structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=0)]
+        else [
+            structlog.dev.ConsoleRenderer(
+                colors=stream.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
     )
     structlog.configure(
         processors=[*shared, *last],

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from outrider.lossy_stream import num_lost_lines
 from outrider.node import NodeLoad, NodeRole
 from outrider.request import FinishReason, VerificationMethod
 from outrider.session import SpeculationCounts
@@ -44,12 +45,28 @@ MOVE_CAUSES = (
 _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
+class _Followed(Collector):
+    """A counter that is read when metrics are."""
+
+    def __init__(self, name: str, help_text: str, model_name: str, read: Callable[[], float]) -> None:
+        self._name, self._help_text, self._model_name, self._read = name, help_text, model_name, read
+
+    def collect(self) -> Iterable[Metric]:
+        counter = CounterMetricFamily(self._name, self._help_text, labels=("model_name",))
+        counter.add_metric((self._model_name,), self._read())
+        return (counter,)
+
+
 class _Family:
     """Makes metrics that share a registry and the label model_name."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
         self._registry = registry
+
+    def count_lost_log_lines(self) -> None:
+        name, help_text = "outrider:log_lines_lost", "Lines of the log that could not be written."
+        self._registry.register(_Followed(name, help_text, self._model_name, num_lost_lines))
 
     def gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(name, help_text, ("model_name",), registry=self._registry).labels(self._model_name)
@@ -122,6 +139,7 @@ class EngineMetrics:
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         family = _Family(model_name, registry)
+        family.count_lost_log_lines()
         self._running = family.gauge("vllm:num_requests_running", "Sequences in the running batch.")
         self._waiting = family.gauge("vllm:num_requests_waiting", "Sequences that wait for the running batch.")
         self._kv_usage = family.gauge("vllm:kv_cache_usage_perc", "Used share of KV blocks, 0 to 1.")
@@ -264,6 +282,7 @@ class RouterMetrics:
         registry.register(self._token_times)
         self.observe_tokens = self._token_times.add
         family = _Family(model_name, registry)
+        family.count_lost_log_lines()
         # What these are given is asked at each scrape, by another thread: a wait grows while nothing happens.
         self.follow_running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.").set_function
         self.follow_waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.").set_function

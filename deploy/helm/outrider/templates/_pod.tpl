@@ -182,9 +182,9 @@ spec:
       image: {{ include "outrider.image" . | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       {{- if eq $role "openai" }}
-      command: [python, -m, outrider.cluster.gateway]
+      command: [python, -P, -m, outrider.cluster.gateway]
       {{- else }}
-      command: [python, -m, {{ $role }}]
+      command: [python, -P, -m, {{ $role }}]
       {{- end }}
       env:
         - {name: OUTRIDER_CONFIG, value: /etc/outrider/{{ $role }}.yaml}

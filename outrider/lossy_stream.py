@@ -1,0 +1,193 @@
+"""Standard output and error that neither fail nor wait, whatever becomes of the disk, terminal or reader behind them.
+
+A full disk, a closed pipe, or a reader that is stopped must not reach whoever writes a log line: not the request that
+it is about, and not the supervisor of other processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import select
+import stat
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Never, TextIO
+
+MAX_PENDING_CHARACTERS = 1 << 20
+IDLE_SECONDS = 10.0
+"""After which a stream's thread ends, until there is something to write."""
+DRAIN_SECONDS = 1.0
+"""How long the end of a process waits for what it has written last."""
+
+
+class LossyStream(io.TextIOBase):
+    """A thread writes what it is given; lines that cannot be written are dropped and counted. Thread-safe.
+
+    Lines are lost while writing fails, and when `MAX_PENDING_CHARACTERS` wait behind a writer that is blocked.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(
+        self, write: Callable[[str], object], *, is_terminal: bool = False, descriptor: int | None = None
+    ) -> None:
+        """`write` may raise and block; it writes all of a text, or raises. `descriptor`: where to, if it has one."""
+        self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
+        """Called in the writer's thread, once writing works again, with the number of lines that are lost."""
+        self.num_lost_lines = 0
+        self._write = write
+        self._is_terminal = is_terminal
+        self._descriptor = descriptor
+        self._changed = threading.Condition()  # reentrant: a finalizer may write while its thread is in here
+        self._pending: deque[str] = deque()  # the first one is being written
+        self._num_pending = 0  # characters
+        self._num_untold = 0  # of the lines that are lost
+        self._thread: threading.Thread | None = None
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return super().fileno() if self._descriptor is None else self._descriptor
+
+    def write(self, text: str) -> int:
+        """Never raises an OSError, and never waits for the reader."""
+        with self._changed:
+            if self._pending and self._num_pending + len(text) > MAX_PENDING_CHARACTERS:
+                self._lose(text)
+                return len(text)
+            self._pending.append(text)
+            self._num_pending += len(text)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # none can be had now: the next write tries again
+                    self._thread = None
+            self._changed.notify_all()
+        return len(text)
+
+    def drain(self, seconds: float = DRAIN_SECONDS) -> None:
+        """Waits until everything is written or lost, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._pending, IDLE_SECONDS):
+                    self._thread = None
+                    return
+                text = self._pending[0]
+            try:
+                self._write(text)
+                is_written = True
+            except Exception:  # noqa: BLE001 a stream of somebody else's may raise anything
+                is_written = False
+            num_lost = 0
+            with self._changed:
+                if is_written:
+                    num_lost, self._num_untold = self._num_untold, 0
+                else:
+                    self._lose(text)
+                self._pending.popleft()
+                self._num_pending -= len(text)
+                self._changed.notify_all()
+            if num_lost:
+                self.on_lost(num_lost)
+
+    def _lose(self, text: str) -> None:
+        num_lines = text.count("\n")
+        self.num_lost_lines += num_lines
+        self._num_untold += num_lines
+
+
+class _Descriptor:
+    """Writes whole texts to a file descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._is_torn = False  # the last line has no end
+
+    def write(self, text: str) -> None:
+        """Raises: OSError."""
+        rest = memoryview((f"\n{text}" if self._is_torn else text).encode(errors="backslashreplace"))
+        while rest:
+            try:
+                num_bytes = os.write(self._descriptor, rest)
+            except BlockingIOError:
+                select.select((), (self._descriptor,), ())
+                continue
+            rest, self._is_torn = rest[num_bytes:], num_bytes < len(rest)
+
+
+def lossy(stream: TextIO | None) -> LossyStream:
+    """To the same place; None, as `sys.stderr` is where it was closed, to nowhere."""
+    if stream is None or stream.closed:
+        return LossyStream(len)
+
+    def write(text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
+    return LossyStream(write, is_terminal=stream.isatty())
+
+
+def guard_standard_streams() -> None:
+    """Makes `sys.stdout` and `sys.stderr` lossy. Call it first in a process; what a test has put there stays.
+
+    A descriptor that was closed becomes the null device, so that no file and no connection gets its number, to which
+    libraries write. Standard error of a pipe or terminal no longer blocks libraries either.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+    _unblock(2)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is getattr(sys, f"__{name}__"):
+            # Python has none where the descriptor was closed; by now it may be anybody's.
+            target = descriptor if getattr(sys, name) is not None else os.open(os.devnull, os.O_WRONLY)
+            write = _Descriptor(target).write
+            setattr(sys, name, LossyStream(write, is_terminal=os.isatty(target), descriptor=target))
+    atexit.register(drain_standard_streams)
+
+
+def _unblock(descriptor: int) -> None:
+    """Opens a pipe or terminal anew: O_NONBLOCK is a flag of the open file, which other processes may share."""
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISFIFO(mode) or os.isatty(descriptor):
+        with suppress(OSError):  # nobody reads it, or it belongs to another user
+            fresh = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            os.dup2(fresh, descriptor)
+            os.close(fresh)
+
+
+def num_lost_lines() -> int:
+    """Of this process's standard streams, once they are guarded."""
+    return sum(stream.num_lost_lines for stream in _guarded())
+
+
+def drain_standard_streams() -> None:
+    """Waits until what was written to them has left, at most `DRAIN_SECONDS` each."""
+    for stream in _guarded():
+        stream.drain()
+
+
+def _guarded() -> list[LossyStream]:
+    return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, LossyStream)]
+
+
+def exit_now(status: int) -> Never:
+    """Ends the process without the interpreter's own end, after its last log lines."""
+    drain_standard_streams()
+    os._exit(status)

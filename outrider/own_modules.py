@@ -1,0 +1,37 @@
+"""How a process of ours is started, so that it runs our modules and not what lies in the working folder.
+
+`python -m router` looks there first, and a web service has a router.py of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import outrider
+
+ROOT = Path(outrider.__file__).resolve().parents[1]
+"""Where our packages lie."""
+SEARCH_PATH = "PYTHONPATH"
+
+
+def module_command(module: str) -> list[str]:
+    """`python -m MODULE` of this interpreter, without the working folder."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def without_working_folder(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment for such a process, and for those that it starts.
+
+    `PYTHONPATH` does not name the working folder either, as `PYTHONPATH=.` does, unless our packages lie there.
+    """
+    others = {name: value for name, value in environ.items() if name != SEARCH_PATH}
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed, with all that is in it
+        return others
+    folders = [Path(entry).absolute() for entry in environ.get(SEARCH_PATH, "").split(os.pathsep)]
+    kept = [str(folder) for folder in folders if folder.resolve() != here or here == ROOT]
+    return {**others, **({SEARCH_PATH: os.pathsep.join(kept)} if kept else {})}
