@@ -16,15 +16,14 @@ import jinja2.sandbox
 import jinja2.utils
 
 from outrider.errors import InvalidRequestError, ModelError
-
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+from outrider.model_hub.checkpoint_text import DEFAULT_TEMPLATE
 
 
 class ChatTemplate:
-    """Renders messages. The template comes with the model, so it runs in jinja2's sandbox."""
+    """Renders messages. Templates come with the model, so they run in jinja2's sandbox."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises: ModelError when the template does not parse."""
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """`sources`: by name, as in `CheckpointText`. Raises: ModelError when one does not parse."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -34,14 +33,22 @@ class ChatTemplate:
         environment.globals["namespace"] = _Namespace
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = environment.from_string(source)
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template does not parse: {error}") from error
 
     def render(self, messages: Iterable[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
         """Raises: InvalidRequestError when the template refuses the messages."""
+        template = self._templates.get(DEFAULT_TEMPLATE)
+        if template is None:
+            names = ", ".join(sorted(self._templates)) or "none"
+            raise InvalidRequestError(
+                f"the model has no default chat template (it has: {names}); send text",
+                field="chat",
+                reason="CHAT_TEMPLATE",
+            )
         try:
-            return self._template.render(
+            return template.render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
@@ -54,32 +61,6 @@ class ChatTemplate:
                 field="chat.messages",
                 reason="CHAT_TEMPLATE",
             ) from error
-
-
-def load_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
-    """From "chat_template.jinja" or "tokenizer_config.json"; None for a model without one.
-
-    Raises: ModelError when either cannot be read.
-    """
-    try:
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    except ValueError as error:
-        raise ModelError(f"tokenizer_config.json is not JSON: {error}") from error
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default", next(iter(named.values()), None))
-    if "chat_template.jinja" in files:
-        source = files["chat_template.jinja"].decode()
-    if not source:
-        return None
-    special_tokens: dict[str, str] = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            special_tokens[name] = token
-    return ChatTemplate(source, special_tokens)
 
 
 class _GenerationTag(jinja2.ext.Extension):

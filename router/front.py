@@ -12,7 +12,6 @@ from typing import Protocol
 
 from outrider import __version__
 from outrider.errors import PeerLostError
-from outrider.model_hub.checkpoint_text import default_sampling
 from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
@@ -95,7 +94,8 @@ class Front:
 
     def model(self) -> Model:
         """Raises: PeerLostError while no node has served yet."""
-        info = self.served().info
+        served = self.served()
+        info = served.info
         proposer, num_speculative_tokens = self._nodes.proposer()
         return Model(
             name=info.name,
@@ -109,7 +109,7 @@ class Front:
             verification_method=VerificationMethod(self._services().config.verification_method),
             fingerprint=info.fingerprint,
             version=__version__,
-            default_sampling=default_sampling(self.served().tokenizer_files),
+            default_sampling=served.text.default_sampling,
         )
 
     def cluster_status(self) -> ClusterStatus:

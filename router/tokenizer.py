@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the files that the nodes serve. Torch-free."""
+"""Text to token ids and back, as the served checkpoint says. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import tokenizers
 
 from outrider.errors import InvalidRequestError, ModelError
-from router.chat_template import ChatTemplate, load_chat_template
+from outrider.model_hub.checkpoint_text import CheckpointText
+from router.chat_template import ChatTemplate
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from router.encoding_queue import EncodingQueue
 
@@ -24,18 +25,16 @@ class Tokenizer:
     library releases the interpreter meanwhile); `detokenizer` is for the loop.
     """
 
-    def __init__(self, files: Mapping[str, bytes], *, num_threads: int = 2) -> None:
+    def __init__(self, text: CheckpointText, *, num_threads: int = 2) -> None:
         """Raises: ModelError for files that are not a tokenizer. Takes about 0.2 s: call it in a thread."""
-        if "tokenizer.json" not in files:
-            raise ModelError("the node's tokenizer has no tokenizer.json", reason="NO_TOKENIZER")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-            description = json.loads(files["tokenizer.json"])
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(text.tokenizer_json)
+            description = json.loads(text.tokenizer_json)
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template: ChatTemplate | None = load_chat_template(files)
+        self._template = ChatTemplate(text.chat_templates, text.special_tokens)
         self._is_byte_level = _is_byte_level(description.get("decoder"))
         self._token_bytes: dict[bool, list[bytes]] = {}  # by whether special tokens are skipped
         self._longest_token = 0  # in bytes; 0: not known
@@ -72,12 +71,9 @@ class Tokenizer:
         Raises: InvalidRequestError when the model has no template or its template refuses the messages, and as
         `encode_text`; CapacityError when too many texts wait.
         """
-        template = self._template
-        if template is None:
-            raise InvalidRequestError("the model has no chat template; send text", field="chat", reason="CHAT_TEMPLATE")
 
         def encode() -> list[int]:
-            text = template.render(messages, add_generation_prompt=add_generation_prompt)
+            text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
             self._check_length(text, max_tokens, field="chat.messages")
             return self._encode(text, add_special_tokens=False)
 
