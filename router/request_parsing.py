@@ -10,7 +10,7 @@ from outrider.wire.enums import VERIFICATION_METHODS
 from outrider.wire.request import chat_from_proto, constraint_from_proto, request_from_proto, skips_special_tokens
 from router.clients import Caller
 from router.node_directory import ServedModel
-from router.validation import check_lengths
+from router.validation import check_prompt
 
 MAX_RESUME_WINDOW_SECONDS = 3600.0
 """Of longer windows an hour counts: answers that nobody comes back to take memory, here and in the store."""
@@ -34,7 +34,7 @@ async def read_request(
     many texts or constraints wait.
     """
     token_ids = await encode_prompt(proto, served, client=caller.share)
-    max_tokens = check_lengths(proto, len(token_ids), served.info)
+    max_tokens = check_prompt(proto, token_ids, served.info)
     constraint = constraint_from_proto(proto.sampling)
     if constraint is not None:
         await served.constraints.check(constraint, client=caller.share)
