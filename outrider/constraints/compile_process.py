@@ -18,7 +18,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from outrider.constraints.grammar import compile_grammar, open_tokenizer
+from outrider.constraints.grammar import NAMED_SCHEMAS, compile_grammar, open_tokenizer
 from outrider.errors import InvalidRequestError, NotSupportedError
 from outrider.request import Constraint, ConstraintKind
 
@@ -36,7 +36,6 @@ _SCHEMAS = (
     *("anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
 )
 """Each has a schema, or a list of them."""
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def main() -> None:
@@ -107,7 +106,7 @@ def _parts_of(schema: Schema) -> Iterator[tuple[Path, Any]]:
             yield from (((keyword, index), each) for index, each in enumerate(part))
         else:
             yield (keyword,), part
-    for keyword in _NAMED_SCHEMAS:
+    for keyword in NAMED_SCHEMAS:
         if isinstance(parts := schema.get(keyword), dict):
             yield from (((keyword, name), part) for name, part in parts.items())
 
