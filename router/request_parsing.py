@@ -8,6 +8,7 @@ from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
 from outrider.wire.enums import VERIFICATION_METHODS
 from outrider.wire.request import chat_from_proto, constraint_from_proto, request_from_proto, skips_special_tokens
+from router.chat_template import ChatTemplate
 from router.clients import Caller
 from router.node_directory import ServedModel
 from router.validation import check_prompt
@@ -86,10 +87,13 @@ async def encode_prompt(
     if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
         return list(proto.token_ids.ids)
     if proto.HasField("chat"):
-        messages, add_generation_prompt = chat_from_proto(proto.chat)
+
+        def render(template: ChatTemplate) -> str:
+            messages, variables = chat_from_proto(proto.chat)
+            return template.render(messages, **variables)
+
         return await tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
+            render,
             num_bytes=proto.chat.ByteSize(),
             client=client,
             max_tokens=max_tokens,

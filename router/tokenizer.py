@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -63,21 +63,20 @@ class Tokenizer:
 
     async def encode_chat(
         self,
-        messages: Iterable[Mapping[str, str]],
+        render: Callable[[ChatTemplate], str],
         *,
-        add_generation_prompt: bool,
         num_bytes: int = 0,
         client: str = "",
         max_tokens: int | None = None,
     ) -> list[int]:
-        """The chat template's rendering, nothing added. `messages`, of about `num_bytes`, are read in the thread.
+        """The chat template's rendering, nothing added. `render` is called in the thread, for about `num_bytes`.
 
         Raises: InvalidRequestError when the model has no template or its template refuses the messages, and as
         `encode_text`; CapacityError when too many texts wait.
         """
 
         def encode() -> list[int]:
-            text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
+            text = render(self._template)
             self._check_length(text, max_tokens, field="chat.messages")
             return self._encode(text, add_special_tokens=False)
 

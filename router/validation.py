@@ -98,6 +98,9 @@ def check_chat(chat: router_pb2.Chat, model: ModelInfo, *, field: str = "chat") 
         field=f"{field}.messages",
         reason="PROMPT_TOO_LONG",
     )
+    for name in ("messages", "add_generation_prompt", "continue_final_message"):
+        is_allowed = name not in chat.template_kwargs
+        _require(is_allowed, f"{name} is a field of its own", field=f"{field}.template_kwargs")
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidRequestError("a message's role is empty", field=f"{field}.messages[{index}].role")

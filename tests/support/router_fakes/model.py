@@ -22,6 +22,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}\n"
     "{{ '<|start|>assistant\n' -}}\n"
     "{% endif %}\n"
+    "{% if thought is defined %}\n"
+    "{{ thought ~ '' -}}\n"
+    "{% endif %}\n"
 )
 
 
