@@ -39,7 +39,7 @@ class Tokenizer:
         self._template = ChatTemplate(text.chat_templates, text.special_tokens)
         self._token_bytes: TokenBytes | None = None  # None: the library decodes
         with suppress(NotSupportedError):
-            self._token_bytes = TokenBytes.of(description)
+            self._token_bytes = TokenBytes.of(self._tokenizer)
         self._parts: dict[bool, list[bytes]] = {}  # of a byte-level tokenizer, by whether special tokens are skipped
         self._longest_token = 0  # in bytes; 0: not known
         if self._token_bytes is not None and self._token_bytes.is_byte_level:

@@ -133,18 +133,17 @@ class _Tokens:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises: NotSupportedError for a decoder whose tokens are not known as bytes."""
-        description = json.loads(tokenizer_json)
-        known = TokenBytes.of(description)
+        self._tokenizer = Tokenizer.from_str(json.dumps(_without_prefix(json.loads(tokenizer_json))))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        known = TokenBytes.of(self._tokenizer)
         special = known.special_ids | set(eos_token_ids)
         self.eos_token_id = eos_token_ids[0]
         self.special_token_ids = [token_id for token_id in sorted(special) if token_id < vocab_size]
         self.tokens = [*known.of_id[:vocab_size], *([b""] * (vocab_size - len(known.of_id)))]
         self._special = special
         self._spell = lru_cache(MAX_SPELLINGS)(self._encode)
-        self._tokenizer = Tokenizer.from_str(json.dumps(_without_prefix(description)))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:

@@ -15,7 +15,6 @@ from typing import Any
 import tokenizers
 
 from outrider.errors import ModelError
-from outrider.token_bytes import vocabulary_of
 
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -112,9 +111,16 @@ def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str
 def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
     """Every id that has an entry in a tokenizer.json, added tokens included. Raises ModelError for anything else."""
     try:
-        return vocabulary_of(json.loads(tokenizer_json))
+        tokenizer: dict[str, Any] = json.loads(tokenizer_json)
+        entries = tokenizer["model"]["vocab"]
+        if isinstance(entries, Mapping):
+            strings = {int(token_id): str(string) for string, token_id in entries.items()}
+        else:  # unigram: [[string, score], …], the id is the index
+            strings = {token_id: str(entry[0]) for token_id, entry in enumerate(entries)}
+        strings.update({int(token["id"]): str(token["content"]) for token in tokenizer.get("added_tokens") or ()})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ModelError(f"{TOKENIZER_FILE} is not a tokenizer: {error!r}") from error
+    return strings
 
 
 def _with_added_tokens(files: Mapping[str, bytes], config: Mapping[str, Any], named: Mapping[str, Any]) -> bytes:
