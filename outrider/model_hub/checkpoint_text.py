@@ -103,6 +103,8 @@ def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str
     """The same files, for readers of their own rules: what was resolved is in the first place where they look."""
     config = _read_object(files, "tokenizer_config.json") | dict(text.special_tokens)
     resolved = dict(files) | {TOKENIZER_FILE: text.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
+    if "special_tokens_map.json" in files:
+        resolved["special_tokens_map.json"] = json.dumps(dict(text.special_tokens)).encode()
     if DEFAULT_TEMPLATE in text.chat_templates:
         resolved["chat_template.jinja"] = text.chat_templates[DEFAULT_TEMPLATE].encode()
     return resolved

@@ -41,7 +41,7 @@ MODEL = Fields(
     verification_method=VERIFICATION_METHODS.or_else(None),
     default_sampling=Conversion(
         lambda values: router_pb2.SamplingParams(**values),
-        lambda proto: {field.name: value for field, value in proto.ListFields()},
+        lambda proto: {field.name: type(value)(f"{value:.7g}") for field, value in proto.ListFields()},  # float32
     ),
 )
 CLUSTER = Fields(ClusterStatus, router_pb2.WatchClusterResponse, nodes=Conversion(_status_to_proto, _status_from_proto))
