@@ -43,8 +43,8 @@ MAX_OWN_DEBT_SECONDS = 0.02
 """A grammar that owes less than this goes on, however much the others owe."""
 FORGIVEN_SHARE = 0.02
 """Share of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
-NOT_ALLOWED = "a generated token is not one that the constraint allows"
-"""How such a failure begins: the tokens are not of an answer under it, or nothing else was left to draw."""
+NOT_ALLOWED = "a generated token does not follow the constraint"
+"""How such a failure begins: the client brought other tokens, or no token that the constraint allows could be drawn."""
 _LEXER = "lexer error"
 """Marks errors of the lexer, whose states all samples of a grammar share: another sample may have caused them."""
 

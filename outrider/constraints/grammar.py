@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ _FORMAT_LENGTHS = {"date-time": 35, "time": 24, "duration": 40}
 _FORMATS = (*_FORMAT_LENGTHS, "date", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values have schemas by names that are the user's own."""
-_DATA = ("const", "enum", "default", "examples", "example", "x-guidance")
+DATA = ("const", "enum", "default", "examples", "example", "x-guidance")
 
 
 def grammar_text(constraint: Constraint) -> str:
@@ -89,7 +89,7 @@ def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
                 continue  # a dialect that llguidance would fetch
             case "$dynamicAnchor" | "$recursiveAnchor":
                 continue  # names of places
-        is_data = keyword in _DATA
+        is_data = keyword in DATA
         found[keyword] = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMAS)
     longest = _FORMAT_LENGTHS.get(str(found.get("format")).lower())
     if longest is not None and isinstance(found.get("maxLength", longest), int):
@@ -121,6 +121,10 @@ def open_tokenizer(tokenizer_json: str, *, vocab_size: int, eos_token_ids: Seque
     return LLTokenizer(tokens, eos_token=list(eos_token_ids))
 
 
+_PREFIX_MARKS = ('"Prepend"', '"Metaspace"', '"add_prefix_space": true', '"add_prefix_space":true')
+"""In the tokenizer.json of one that may put a space before a text."""
+
+
 class _Tokens:
     """A model's tokens as llguidance takes them, and how a text is spelled where nothing else can follow.
 
@@ -133,7 +137,9 @@ class _Tokens:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises: NotSupportedError for a decoder whose tokens are not known as bytes."""
-        self._tokenizer = Tokenizer.from_str(json.dumps(_without_prefix(json.loads(tokenizer_json))))
+        if any(mark in tokenizer_json for mark in _PREFIX_MARKS):
+            tokenizer_json = json.dumps(_without_prefix(json.loads(tokenizer_json)))
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -142,16 +148,10 @@ class _Tokens:
         self.eos_token_id = eos_token_ids[0]
         self.special_token_ids = [token_id for token_id in sorted(special) if token_id < vocab_size]
         self.tokens = [*known.of_id[:vocab_size], *([b""] * (vocab_size - len(known.of_id)))]
-        self._special = special
+        self._visible = [b"" if token_id in special else part for token_id, part in enumerate(self.tokens)]
+        self._ids = {part: token_id for token_id, part in enumerate(self._visible)}
+        self._longest = max(map(len, self._ids))
         self._spell = lru_cache(MAX_SPELLINGS)(self._encode)
-
-    @cached_property
-    def _ids(self) -> dict[bytes, int]:
-        return {part: token_id for token_id, part in enumerate(self.tokens) if part and token_id not in self._special}
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
         return self._spell(text)
@@ -161,7 +161,7 @@ class _Tokens:
         wanted, num_bytes = text.encode(), 0
         found: list[int] = []
         for token_id in self._tokenizer.encode(text, add_special_tokens=False).ids:
-            part = self.tokens[token_id] if token_id < len(self.tokens) and token_id not in self._special else b""
+            part = self._visible[token_id] if token_id < len(self._visible) else b""
             if not part or not wanted.startswith(part, num_bytes):
                 break
             found.append(token_id)

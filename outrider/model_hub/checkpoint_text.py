@@ -101,7 +101,8 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
 
 def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str, bytes]:
     """The same files, for readers of their own rules: what was resolved is in the first place where they look."""
-    config = _read_object(files, "tokenizer_config.json") | dict(text.special_tokens)
+    config = _read_object(files, "tokenizer_config.json")
+    config = {name: value for name, value in config.items() if name not in SPECIAL_TOKENS} | dict(text.special_tokens)
     resolved = dict(files) | {TOKENIZER_FILE: text.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
     if "special_tokens_map.json" in files:
         resolved["special_tokens_map.json"] = json.dumps(dict(text.special_tokens)).encode()
