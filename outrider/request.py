@@ -7,7 +7,9 @@ nothing downstream asks "was it set?".
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class FinishReason(enum.Enum):
@@ -65,6 +67,7 @@ class Constraint:
 class ChatMessage:
     role: str  # "system", "user", "assistant", or another that the model's template knows
     content: str
+    members: Mapping[str, Any] = field(default_factory=dict)  # others that it reads, such as name and tool_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,7 @@ class OutputOptions:
     skip_special_tokens: bool = True
     echo: bool = False
     token_ids_only: bool = False
+    token_bytes: bool = False  # with each logprob, what the token adds to a text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,8 @@ class TokenLogprobs:
     logprob: float  # natural logarithm; NaN for the prompt's first token, which follows nothing
     rank: int  # 1 + number of strictly more likely tokens
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    token_bytes: bytes = b""  # what it adds to a text, a part of a character perhaps; where it was asked for
+    top_bytes: tuple[bytes, ...] = ()  # the same of each of `top`
 
     @property
     def gap(self) -> float | None:

@@ -39,6 +39,7 @@ class Answer:
         started: Started,
         *,
         make_text: Callable[[], AnswerText],
+        token_bytes: Callable[[int], bytes] | None = None,
         batcher: DeliveryBatcher,
     ) -> None:
         """`started` is what readers are told first, once the request is admitted.
@@ -54,7 +55,7 @@ class Answer:
             self.needs_prompt_logprobs = len(request.prompt_token_ids) > 1
         self._batcher = batcher
         self.samples = tuple(
-            SampleAnswer(sample=sample, request=request, text=make_text())
+            SampleAnswer(sample=sample, request=request, text=make_text(), token_bytes=token_bytes)
             for sample in range(request.options.sampling.n)
         )
         self.started: Started | None = None
@@ -197,4 +198,5 @@ def make_answer(request: Request, *, tokenizer: Tokenizer, started: Started, bat
         matcher = StopStringMatcher(stop.strings, include_match=stop.include_match)
         return AnswerText(detokenizer, matcher, min_tokens=request.options.sampling.min_tokens)
 
-    return Answer(request, started, make_text=make_text, batcher=batcher)
+    token_bytes = tokenizer.token_bytes if output.token_bytes else None
+    return Answer(request, started, make_text=make_text, token_bytes=token_bytes, batcher=batcher)

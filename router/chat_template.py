@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import datetime as dt
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import jinja2
@@ -16,15 +18,35 @@ import jinja2.sandbox
 import jinja2.utils
 
 from outrider.errors import InvalidRequestError, ModelError
+from outrider.model_hub.checkpoint_text import DEFAULT_TEMPLATE
 
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOOL_TEMPLATE = "tool_use"
+"""The template for chats with tools, where a checkpoint has one of its own for them."""
+_OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks in a rendering where the last message ends, as in transformers."""
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a template may raise for messages that it does not expect."""
+_CALL: dict[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+_CHAT_WITH_CALL: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "b"},
+]
 
 
 class ChatTemplate:
-    """Renders messages. The template comes with the model, so it runs in jinja2's sandbox."""
+    """Renders messages. Templates come with the model, so they run in jinja2's sandbox."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises: ModelError when the template does not parse."""
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """`sources`: by name, as in `CheckpointText`. Raises: ModelError when one does not parse."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -33,53 +55,106 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         environment.globals["namespace"] = _Namespace
         self._special_tokens = dict(special_tokens)
+        self._takes_mappings: dict[str, bool] = {}  # by template, once it was tried
         try:
-            self._template = environment.from_string(source)
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template does not parse: {error}") from error
 
-    def render(self, messages: Iterable[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """Raises: InvalidRequestError when the template refuses the messages."""
+    def render(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """`messages`: OpenAI's, with what clients leave out. `variables`: the template's own, such as enable_thinking.
+
+        Raises: InvalidRequestError when there is no template, or it refuses the messages.
+        """
+        name = TOOL_TEMPLATE if variables.get("tools") and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
+        template = self._templates.get(name)
+        if template is None:
+            names = ", ".join(sorted(self._templates)) or "none"
+            raise _refused(f"the model has no chat template for this (it has: {names}); send text", field="chat")
+        chat = [_normalized(message) for message in messages]
+        if continue_final_message and chat:
+            chat[-1]["content"] += _OPEN_END
+        values = {"tools": None, "documents": None} | self._special_tokens | variables
+        values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
+        if any("tool_calls" in message for message in chat) and not self._takes_arguments_as_mappings(name):
+            _write_arguments(chat)
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}",
-                field="chat.messages",
-                reason="CHAT_TEMPLATE",
-            ) from error
+            text = template.render(values)
+        except _TEMPLATE_ERRORS as error:
+            raise _refused(f"the model's chat template refuses these messages: {error}") from error
+        if not continue_final_message:
+            return text
+        beginning, found, end = text.rpartition(_OPEN_END.strip())
+        if not found:
+            raise _refused("the model's chat template does not end with the last message: it cannot be continued")
+        return beginning if end.startswith(" ") else beginning.rstrip()
+
+    def _takes_arguments_as_mappings(self, name: str) -> bool:
+        """Whether a call's arguments are an object for this template, as transformers has them, or a text.
+
+        Most write an object as JSON; some add a text to others, which fails with an object.
+        """
+        if name not in self._takes_mappings:
+            self._takes_mappings[name] = True
+            chat = copy.deepcopy(_CHAT_WITH_CALL)
+            for takes_mappings in (True, False):
+                try:
+                    values = {"tools": None, "documents": None} | self._special_tokens
+                    self._templates[name].render(values | {"messages": chat, "add_generation_prompt": False})
+                except _TEMPLATE_ERRORS:
+                    _write_arguments(chat)
+                else:
+                    self._takes_mappings[name] = takes_mappings
+                    break
+        return self._takes_mappings[name]
 
 
-def load_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
-    """From "chat_template.jinja" or "tokenizer_config.json"; None for a model without one.
+def _refused(message: str, *, field: str = "chat.messages") -> InvalidRequestError:
+    return InvalidRequestError(message, field=field, reason="CHAT_TEMPLATE")
 
-    Raises: ModelError when either cannot be read.
+
+def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which what clients may leave out, or write in two ways, is as templates expect it.
+
+    Members that are null are left out. Raises: InvalidRequestError for content that is not text.
     """
-    try:
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    except ValueError as error:
-        raise ModelError(f"tokenizer_config.json is not JSON: {error}") from error
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default", next(iter(named.values()), None))
-    if "chat_template.jinja" in files:
-        source = files["chat_template.jinja"].decode()
-    if not source:
-        return None
-    special_tokens: dict[str, str] = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            special_tokens[name] = token
-    return ChatTemplate(source, special_tokens)
+    found = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
+    content = found.get("content", "")
+    if isinstance(content, list):
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise _refused("the content of a message is a text, or a list of parts with a text")
+        content = "\n".join(parts)
+    found["content"] = content
+    for function in _functions(found):
+        arguments = function.get("arguments") or "{}"
+        with suppress(ValueError, RecursionError):  # what is no JSON goes on as a text
+            function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return found
+
+
+def _functions(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of its tool calls."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        if isinstance(call, dict):
+            function = call.get("function", call)
+            if isinstance(function, dict):
+                yield function
+
+
+def _write_arguments(chat: Iterable[Mapping[str, Any]]) -> None:
+    for message in chat:
+        for function in _functions(message):
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
 
 
 class _GenerationTag(jinja2.ext.Extension):

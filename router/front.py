@@ -94,7 +94,8 @@ class Front:
 
     def model(self) -> Model:
         """Raises: PeerLostError while no node has served yet."""
-        info = self.served().info
+        served = self.served()
+        info = served.info
         proposer, num_speculative_tokens = self._nodes.proposer()
         return Model(
             name=info.name,
@@ -108,6 +109,7 @@ class Front:
             verification_method=VerificationMethod(self._services().config.verification_method),
             fingerprint=info.fingerprint,
             version=__version__,
+            default_sampling=served.text.default_sampling,
         )
 
     def cluster_status(self) -> ClusterStatus:

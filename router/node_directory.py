@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outrider.errors import MismatchError, PeerLostError
+from outrider.model_hub.checkpoint_text import CheckpointText, read_text, resolved_files
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeRole, NodeState, NodeStatus
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.peers import PeerSet
@@ -33,8 +34,9 @@ class ServedModel:
     """The model of the first prefill or decode node that served."""
 
     info: ModelInfo
+    text: CheckpointText
     tokenizer: Tokenizer
-    tokenizer_files: Mapping[str, bytes]  # by name, as the node sent them
+    tokenizer_files: Mapping[str, bytes]  # by name, for a gateway: as `resolved_files`
     constraints: ConstraintChecker
     node: str  # its name
 
@@ -303,10 +305,11 @@ class NodeDirectory:
                 if self.served is not None:
                     return
                 files = sent.result()
-                tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
+                text = await asyncio.to_thread(read_text, files)
+                tokenizer = await asyncio.to_thread(Tokenizer, text, num_threads=self._config.tokenizer_threads)
                 _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
-                constraints = ConstraintChecker(files["tokenizer.json"], model)
-                self.served = ServedModel(model, tokenizer, files, constraints, name)
+                constraints = ConstraintChecker(text.tokenizer_json, model)
+                self.served = ServedModel(model, text, tokenizer, resolved_files(files, text), constraints, name)
                 self._has_model.set()
         finally:
             for task in tasks:

@@ -8,9 +8,10 @@ from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
 from outrider.wire.enums import VERIFICATION_METHODS
 from outrider.wire.request import chat_from_proto, constraint_from_proto, request_from_proto, skips_special_tokens
+from router.chat_template import ChatTemplate
 from router.clients import Caller
 from router.node_directory import ServedModel
-from router.validation import check_lengths
+from router.validation import check_prompt
 
 MAX_RESUME_WINDOW_SECONDS = 3600.0
 """Of longer windows an hour counts: answers that nobody comes back to take memory, here and in the store."""
@@ -34,7 +35,7 @@ async def read_request(
     many texts or constraints wait.
     """
     token_ids = await encode_prompt(proto, served, client=caller.share)
-    max_tokens = check_lengths(proto, len(token_ids), served.info)
+    max_tokens = check_prompt(proto, token_ids, served.info)
     constraint = constraint_from_proto(proto.sampling)
     if constraint is not None:
         await served.constraints.check(constraint, client=caller.share)
@@ -86,10 +87,13 @@ async def encode_prompt(
     if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
         return list(proto.token_ids.ids)
     if proto.HasField("chat"):
-        messages, add_generation_prompt = chat_from_proto(proto.chat)
+
+        def render(template: ChatTemplate) -> str:
+            messages, variables = chat_from_proto(proto.chat)
+            return template.render(messages, **variables)
+
         return await tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
+            render,
             num_bytes=proto.chat.ByteSize(),
             client=client,
             max_tokens=max_tokens,

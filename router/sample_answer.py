@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from outrider.answer import Delta, Finished
 from outrider.errors import InternalError
@@ -24,13 +25,17 @@ class SampleAnswer:
     asked for.
     """
 
-    def __init__(self, *, sample: int, request: Request, text: AnswerText) -> None:
+    def __init__(
+        self, *, sample: int, request: Request, text: AnswerText, token_bytes: Callable[[int], bytes] | None = None
+    ) -> None:
+        """`token_bytes`: of a token id, where logprobs are to have them."""
         sampling = request.options.sampling
         self._sample = sample
         self._stop_token_ids = frozenset(request.options.stop_token_ids)  # with the end-of-text ids, unless ignored
         self._min_tokens = sampling.min_tokens
         self._max_tokens = sampling.max_tokens
         self._text = text
+        self._token_bytes = token_bytes
         self._brought = request.generated_token_ids
         self.start_position = len(request.prompt_token_ids) + len(self._brought)
         """Of the first token that this call makes."""
@@ -126,8 +131,14 @@ class SampleAnswer:
         text = "".join(self._texts[first:last]) if self._shows_text else ""
         if first == 0 and self._echo:
             text = self._echo + text
-        logprobs = tuple(self._logprobs[first:last]) if self._logprobs else ()
+        logprobs = tuple(map(self._spell, self._logprobs[first:last])) if self._logprobs else ()
         return Delta(self._sample, position, tuple(self._token_ids[first:last]), text, logprobs)
+
+    def _spell(self, value: TokenLogprobs) -> TokenLogprobs:
+        if self._token_bytes is None:
+            return value
+        top_bytes = tuple(self._token_bytes(token_id) for token_id, _ in value.top)
+        return replace(value, token_bytes=self._token_bytes(value.token_id), top_bytes=top_bytes)
 
     def tail(self) -> Delta | None:
         """Text that was held back when the sample ended without another token: a delta of its own, so that a client

@@ -1,15 +1,18 @@
-"""Text to token ids and back, with the files that the nodes serve. Torch-free."""
+"""Text to token ids and back, as the served checkpoint says. Torch-free."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tokenizers
 
-from outrider.errors import InvalidRequestError, ModelError
-from router.chat_template import ChatTemplate, load_chat_template
+from outrider.errors import InvalidRequestError, ModelError, NotSupportedError
+from outrider.model_hub.checkpoint_text import CheckpointText
+from outrider.token_bytes import TokenBytes
+from router.chat_template import ChatTemplate
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from router.encoding_queue import EncodingQueue
 
@@ -24,27 +27,27 @@ class Tokenizer:
     library releases the interpreter meanwhile); `detokenizer` is for the loop.
     """
 
-    def __init__(self, files: Mapping[str, bytes], *, num_threads: int = 2) -> None:
+    def __init__(self, text: CheckpointText, *, num_threads: int = 2) -> None:
         """Raises: ModelError for files that are not a tokenizer. Takes about 0.2 s: call it in a thread."""
-        if "tokenizer.json" not in files:
-            raise ModelError("the node's tokenizer has no tokenizer.json", reason="NO_TOKENIZER")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-            description = json.loads(files["tokenizer.json"])
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(text.tokenizer_json)
+            description = json.loads(text.tokenizer_json)
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template: ChatTemplate | None = load_chat_template(files)
-        self._is_byte_level = _is_byte_level(description.get("decoder"))
-        self._token_bytes: dict[bool, list[bytes]] = {}  # by whether special tokens are skipped
+        self._template = ChatTemplate(text.chat_templates, text.special_tokens)
+        self._token_bytes: TokenBytes | None = None  # None: the library decodes
+        with suppress(NotSupportedError):
+            self._token_bytes = TokenBytes.of(self._tokenizer)
+        self._parts: dict[bool, list[bytes]] = {}  # of a byte-level tokenizer, by whether special tokens are skipped
         self._longest_token = 0  # in bytes; 0: not known
-        if self._is_byte_level:
-            self._token_bytes = {
-                skip: _token_bytes(self._tokenizer, skip_special_tokens=skip) for skip in (True, False)
-            }
+        if self._token_bytes is not None and self._token_bytes.is_byte_level:
+            parts, special = self._token_bytes.of_id, self._token_bytes.special_ids
+            spoken = [b"" if token_id in special else part for token_id, part in enumerate(parts)]
+            self._parts = {False: parts, True: spoken}
             if _keeps_every_character(description):
-                self._longest_token = max(map(len, self._token_bytes[False]), default=0)
+                self._longest_token = max(map(len, parts), default=0)
         self._queue = EncodingQueue(num_threads)
 
     async def encode_text(self, text: str, *, client: str = "", max_tokens: int | None = None) -> list[int]:
@@ -60,24 +63,20 @@ class Tokenizer:
 
     async def encode_chat(
         self,
-        messages: Iterable[Mapping[str, str]],
+        render: Callable[[ChatTemplate], str],
         *,
-        add_generation_prompt: bool,
         num_bytes: int = 0,
         client: str = "",
         max_tokens: int | None = None,
     ) -> list[int]:
-        """The chat template's rendering, nothing added. `messages`, of about `num_bytes`, are read in the thread.
+        """The chat template's rendering, nothing added. `render` is called in the thread, for about `num_bytes`.
 
         Raises: InvalidRequestError when the model has no template or its template refuses the messages, and as
         `encode_text`; CapacityError when too many texts wait.
         """
-        template = self._template
-        if template is None:
-            raise InvalidRequestError("the model has no chat template; send text", field="chat", reason="CHAT_TEMPLATE")
 
         def encode() -> list[int]:
-            text = template.render(messages, add_generation_prompt=add_generation_prompt)
+            text = render(self._template)
             self._check_length(text, max_tokens, field="chat.messages")
             return self._encode(text, add_special_tokens=False)
 
@@ -93,19 +92,23 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
         """A decoder for one sample. `context`: the tokens before it."""
-        if self._is_byte_level:
-            return ByteDetokenizer(self._token_bytes[skip_special_tokens])
+        if self._parts:
+            return ByteDetokenizer(self._parts[skip_special_tokens])
         return WindowDetokenizer(
             lambda token_ids: self._decode(token_ids, skip_special_tokens=skip_special_tokens), context
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, special or not. May be asked by any thread."""
+        if self._token_bytes is not None:
+            table = self._token_bytes.of_id
+            return table[token_id] if token_id < len(table) else b""
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else token.encode()
+
     def token_text(self, token_id: int) -> str:
         """One token's text alone, special or not; parts of characters are U+FFFD. May be asked by any thread."""
-        if self._is_byte_level:
-            table = self._token_bytes[False]
-            return table[token_id].decode(errors="replace") if token_id < len(table) else ""
-        token = self._tokenizer.id_to_token(token_id)
-        return "" if token is None else token.replace("\u2581", " ")  # as which SentencePiece writes spaces
+        return self.token_bytes(token_id).decode(errors="replace")
 
     def close(self) -> None:
         """Ends the threads; a second call does nothing."""
@@ -127,43 +130,8 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def _is_byte_level(decoder: Any) -> bool:
-    """Whether decoding is nothing but GPT-2's bytes-as-characters alphabet."""
-    if not isinstance(decoder, dict):
-        return False
-    if decoder.get("type") == "Sequence":
-        return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
-    return decoder.get("type") == "ByteLevel"
-
-
 def _keeps_every_character(description: dict[str, Any]) -> bool:
     """Whether no part of a text can vanish before it is encoded."""
     strips = any(token.get("lstrip") or token.get("rstrip") for token in description.get("added_tokens", ()))
     removes = '"Removed"' in json.dumps(description.get("pre_tokenizer"))
     return description.get("normalizer") is None and not strips and not removes
-
-
-def _token_bytes(tokenizer: tokenizers.Tokenizer, *, skip_special_tokens: bool) -> list[bytes]:
-    """What each id adds to the text, as ByteLevel's decoder has it: ids without a token add nothing."""
-    by_id = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
-    added = tokenizer.get_added_tokens_decoder()
-    by_id |= {token_id: token.content for token_id, token in added.items()}
-    table = [b""] * (max(by_id, default=-1) + 1)
-    byte_of = _byte_alphabet()
-    for token_id, token in by_id.items():
-        if skip_special_tokens and token_id in added and added[token_id].special:
-            continue
-        try:
-            table[token_id] = bytes([byte_of[character] for character in token])
-        except KeyError:  # an added token, in plain text
-            table[token_id] = token.encode()
-    return table
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte, turned around."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    alphabet.update({chr(256 + index): byte for index, byte in enumerate(hidden)})
-    return alphabet

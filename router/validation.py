@@ -1,7 +1,7 @@
 """Every way in which a request can be wrong, found before any compute is spent.
 
-Two passes: `check_request` looks at the message alone, `check_lengths` at what needs the
-encoded prompt. Each raises InvalidRequestError naming the field by its path, such as
+Two passes: `check_request` looks at the message alone, `check_prompt` at what needs the
+encoded prompt, whichever way it came. Each raises InvalidRequestError naming the field by its path, such as
 "sampling.top_p". Constraints are compiled by `constraint_checker.py`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.node import ModelInfo
@@ -47,10 +47,14 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
     _check_generated(proto, model)
 
 
-def check_lengths(proto: router_pb2.GenerateRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
-    """The max_tokens in force. Raises: InvalidRequestError when the window, or a message, is too small."""
+def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], model: ModelInfo) -> int:
+    """The max_tokens in force.
+
+    Raises: InvalidRequestError when the window, or a message, is too small, or the model has no row for a token: a
+    tokenizer may know more ids than its model.
+    """
     field = _PROMPT_FIELDS[proto.WhichOneof("prompt") or "text"]
-    window, sampling = model.max_model_len, proto.sampling
+    window, sampling, num_prompt_tokens = model.max_model_len, proto.sampling, len(token_ids)
     left = window - num_prompt_tokens
     _require(num_prompt_tokens > 0, "the prompt has no token; at least one is needed", field=field)
     _require(
@@ -80,6 +84,7 @@ def check_lengths(proto: router_pb2.GenerateRequest, num_prompt_tokens: int, mod
             field="output.prompt_logprobs",
             reason="ANSWER_TOO_LARGE",
         )
+    check_token_ids(token_ids, model, field=field)
     return max_tokens
 
 
@@ -93,6 +98,9 @@ def check_chat(chat: router_pb2.Chat, model: ModelInfo, *, field: str = "chat") 
         field=f"{field}.messages",
         reason="PROMPT_TOO_LONG",
     )
+    for name in ("messages", "add_generation_prompt", "continue_final_message"):
+        is_allowed = name not in chat.template_kwargs
+        _require(is_allowed, f"{name} is a field of its own", field=f"{field}.template_kwargs")
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidRequestError("a message's role is empty", field=f"{field}.messages[{index}].role")
@@ -130,8 +138,7 @@ def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
         case "token_ids":
             num_ids = len(proto.token_ids.ids)
             if not 0 < num_ids < model.max_model_len:  # it is refused before each of its ids is looked at
-                check_lengths(proto, num_ids, model)
-            check_token_ids(proto.token_ids.ids, model, field="token_ids.ids")
+                check_prompt(proto, proto.token_ids.ids, model)
         case "chat":
             check_chat(proto.chat, model)
 

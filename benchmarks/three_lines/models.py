@@ -18,11 +18,12 @@ from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.scheduler import Scheduler
 from outrider.heads.of_target import HeadOfTarget
+from outrider.model_hub.checkpoint_text import read_text
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSettings, make_proposer, parse_draft_choice
 from outrider.speculation.proposers.model_forward import ModelForward
-from router.chat_template import load_chat_template
+from router.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from benchmarks.three_lines.speed_model import SpeedModel
@@ -157,16 +158,18 @@ def _encoded(prompts: Sequence[BenchPrompt], tokenizer_files: Mapping[str, bytes
     """As a router encodes them: messages by the model's chat template, where it has one."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(tokenizer_files["tokenizer.json"].decode())
-    template = load_chat_template(tokenizer_files)
+    checkpoint = read_text(tokenizer_files)
+    tokenizer = Tokenizer.from_buffer(checkpoint.tokenizer_json)
+    has_template = bool(checkpoint.chat_templates)
+    template = ChatTemplate(checkpoint.chat_templates, checkpoint.special_tokens)
     for prompt in prompts:
         text = prompt.content
         if not isinstance(text, str):
             turns = [{"role": turn.role, "content": turn.content} for turn in text if isinstance(turn, ChatMessage)]
             text = "\n".join(turn["content"] for turn in turns)
-            if template is not None:
+            if has_template:
                 text = template.render(turns, add_generation_prompt=True)
-        yield tokenizer.encode(text, add_special_tokens=template is None).ids
+        yield tokenizer.encode(text, add_special_tokens=not has_template).ids
 
 
 def mixed(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:

@@ -11,6 +11,7 @@ from typing import Any
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
 from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
 from outrider.client import ChatMessage, Client, GenerateStream, Prompt
+from outrider.request import TokenLogprobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
+    options["token_bytes"] = True
     num_samples = arguments.n or 1
     logprobs: dict[int, list[Any]] = {}
     client = Client(arguments.target, **read_connection(arguments))
     with client, client.generate(_prompt(arguments), **options) as stream:
         for delta in stream:
-            logprobs.setdefault(delta.sample, []).extend(dataclasses.asdict(entry) for entry in delta.logprobs)
+            logprobs.setdefault(delta.sample, []).extend(map(_logprobs_to_json, delta.logprobs))
             if num_samples == 1 and not arguments.json:
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
@@ -81,8 +83,18 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
     return [*system, ChatMessage("user", text)]
 
 
+def _logprobs_to_json(value: TokenLogprobs) -> dict[str, Any]:
+    """A token's text may be a part of a character: then it has U+FFFD, and its bytes say more."""
+    entry = dataclasses.asdict(value)
+    del entry["token_bytes"], entry["top_bytes"]
+    if value.token_bytes:
+        entry |= {"text": value.token_bytes.decode(errors="replace"), "bytes": list(value.token_bytes)}
+        entry["top_texts"] = [each.decode(errors="replace") for each in value.top_bytes]
+    return entry
+
+
 def _to_json(stream: GenerateStream, logprobs: dict[int, list[Any]]) -> dict[str, Any]:
-    prompt_logprobs = [dataclasses.asdict(entry) for entry in stream.started.prompt_logprobs]
+    prompt_logprobs = [_logprobs_to_json(entry) for entry in stream.started.prompt_logprobs]
     for entry in prompt_logprobs[:1]:
         entry["logprob"] = None  # the first token follows nothing; NaN is no JSON
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,14 @@ def text_or_file(value: str) -> str:
         return Path(value[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"cannot read {value[1:]}: {error}") from error
+
+
+def json_object(value: str) -> Any:
+    """Raises: argparse.ArgumentTypeError; ValueError for what is not JSON."""
+    found = json.loads(text_or_file(value))
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("a JSON object is needed")
+    return found
 
 
 _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
@@ -37,6 +46,7 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "json_schema": (text_or_file, "SCHEMA", "answer with JSON of this schema; @FILE reads it"),
     "regex": (text_or_file, "PATTERN", "answer with a text that matches all of it; @FILE reads it"),
     "grammar": (text_or_file, "LARK", "answer with a text of this grammar; @FILE reads it"),
+    "chat_template_kwargs": (json_object, "JSON", "variables of the model's chat template; @FILE reads them"),
 }
 
 

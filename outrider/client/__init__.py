@@ -27,7 +27,7 @@ from outrider.answer import (
     Usage,
 )
 from outrider.client.aio import AsyncClient, AsyncGenerateStream
-from outrider.client.options import GenerateOptions, Prompt
+from outrider.client.options import ChatOptions, GenerateOptions, Prompt
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client, GenerateStream
 from outrider.node import ClusterStatus, Model, NodeStatus
@@ -38,6 +38,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerateStream",
     "ChatMessage",
+    "ChatOptions",
     "Client",
     "ClusterStatus",
     "CompleteResult",

@@ -13,6 +13,7 @@ import grpc.aio
 from outrider.answer import CompleteResult, Delta
 from outrider.client.base import ABORT_SECONDS, BaseClient, BaseStream
 from outrider.client.options import (
+    ChatOptions,
     GenerateOptions,
     Prompt,
     make_detokenize_request,
@@ -127,11 +128,9 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
             raise lost[0]
         return False
 
-    async def tokenize(
-        self, prompt: str | Sequence[ChatMessage], *, add_generation_prompt: bool | None = None
-    ) -> list[int]:
+    async def tokenize(self, prompt: str | Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> list[int]:
         request = router_pb2.TokenizeRequest()
-        set_prompt(request, prompt, add_generation_prompt=add_generation_prompt)
+        set_prompt(request, prompt, **options)
         return list((await self._call("Tokenize", request, self._timeout_seconds)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:

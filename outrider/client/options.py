@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 from uuid import uuid4
 
 from google.protobuf import duration_pb2
@@ -21,12 +22,19 @@ DEFAULT_RESUME_WINDOW_SECONDS = 30.0
 """For clients of several routers."""
 
 
-class GenerateOptions(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """Keyword arguments about a chat."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]  # what JSON can say: {"enable_thinking": False, "tools": […]}
+
+
+class GenerateOptions(ChatOptions, total=False):
     """Keyword arguments of `generate` and `complete`. Defaults are those of router.proto."""
 
     request_id: str
     model: str
-    add_generation_prompt: bool
     # sampling
     temperature: float
     top_p: float
@@ -55,6 +63,7 @@ class GenerateOptions(TypedDict, total=False):
     skip_special_tokens: bool
     echo: bool
     token_ids_only: bool
+    token_bytes: bool  # with each logprob of the answer
     logprobs_mode: str  # "model", "sampled"
     # speculation
     speculation: bool
@@ -72,7 +81,7 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "n", "max_tokens", "min_tokens", "json_schema", "regex", "grammar"),
 )
-_OUTPUT = ("top_logprobs", "prompt_logprobs", "skip_special_tokens", "echo", "token_ids_only")
+_OUTPUT = ("top_logprobs", "prompt_logprobs", "skip_special_tokens", "echo", "token_ids_only", "token_bytes")
 _FIELDS = {
     **{name: name for name in ("request_id", "model", "priority", "generated_token_ids")},
     **{name: f"sampling.{name}" for name in _SAMPLING},
@@ -89,12 +98,12 @@ _FIELDS = {
 
 def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.GenerateRequest:
     """Raises: InvalidRequestError for what the wire cannot carry; TypeError for an option that does not exist."""
-    unknown = set(options) - set(GenerateOptions.__annotations__)
+    unknown = set(options) - GenerateOptions.__optional_keys__
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     request = router_pb2.GenerateRequest()
-    set_prompt(request, prompt, add_generation_prompt=options.get("add_generation_prompt"))
     values: Mapping[str, Any] = options
+    set_prompt(request, prompt, **{name: values[name] for name in ChatOptions.__optional_keys__ & values.keys()})
     for name, field in _FIELDS.items():
         _assign(request, field, values.get(name))
     if "choice" in options:
@@ -135,19 +144,34 @@ def make_detokenize_request(
     return request
 
 
-def set_prompt(request: Any, prompt: Any, *, add_generation_prompt: bool | None = None) -> None:
-    """Fills the prompt of a GenerateRequest, or the input of a TokenizeRequest (text and chat only)."""
+def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> None:
+    """Fills the prompt of a GenerateRequest, or the input of a TokenizeRequest (text and chat only).
+
+    Raises: InvalidRequestError for what the wire cannot carry.
+    """
     if isinstance(prompt, str):
         _assign(request, "text", prompt)
     elif len(prompt) > 0 and isinstance(prompt[0], ChatMessage):
-        for message in prompt:
-            request.chat.messages.add(role=message.role, content=message.content)
-        _assign(request, "chat.add_generation_prompt", add_generation_prompt)
+        for index, message in enumerate(prompt):
+            members = _to_json(message.members, f"chat.messages[{index}].members")
+            request.chat.messages.add(role=message.role, content=message.content, members=members)
+        _assign(request, "chat.add_generation_prompt", options.get("add_generation_prompt"))
+        _assign(request, "chat.continue_final_message", options.get("continue_final_message"))
+        variables = _to_json(options.get("chat_template_kwargs") or {}, "chat.template_kwargs")
+        _assign(request, "chat.template_kwargs", variables)
     elif isinstance(request, router_pb2.TokenizeRequest):
         raise InvalidRequestError("only text and chats are tokenized", field="input")
     else:
         request.token_ids.SetInParent()
         _assign(request, "token_ids.ids", prompt)
+
+
+def _to_json(values: Mapping[str, Any], field: str) -> dict[str, str]:
+    """Raises: InvalidRequestError."""
+    try:
+        return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{field}: {error}", field=field) from error
 
 
 def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:

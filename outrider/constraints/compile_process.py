@@ -18,7 +18,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from outrider.constraints.grammar import compile_grammar, open_tokenizer
+from outrider.constraints.grammar import DATA, NAMED_SCHEMAS, compile_grammar, open_tokenizer
 from outrider.errors import InvalidRequestError, NotSupportedError
 from outrider.request import Constraint, ConstraintKind
 
@@ -30,13 +30,6 @@ LOCATE_SECONDS = 0.1
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
-
-_SCHEMAS = (
-    *("items", "prefixItems", "additionalItems", "contains", "additionalProperties"),
-    *("anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
-)
-"""Each has a schema, or a list of them."""
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def main() -> None:
@@ -101,15 +94,15 @@ def faulty_part(schema: Schema, compiles: Callable[[Schema], bool]) -> Path:
 
 
 def _parts_of(schema: Schema) -> Iterator[tuple[Path, Any]]:
-    for keyword in _SCHEMAS:
-        part = schema.get(keyword)
-        if isinstance(part, list):
-            yield from (((keyword, index), each) for index, each in enumerate(part))
+    for keyword, value in schema.items():
+        if keyword in DATA:
+            continue
+        if isinstance(value, list):
+            yield from (((keyword, index), part) for index, part in enumerate(value))
+        elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            yield from (((keyword, name), part) for name, part in value.items())
         else:
-            yield (keyword,), part
-    for keyword in _NAMED_SCHEMAS:
-        if isinstance(parts := schema.get(keyword), dict):
-            yield from (((keyword, name), part) for name, part in parts.items())
+            yield (keyword,), value
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ MAX_OWN_DEBT_SECONDS = 0.02
 """A grammar that owes less than this goes on, however much the others owe."""
 FORGIVEN_SHARE = 0.02
 """Share of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
+NOT_ALLOWED = "a generated token does not follow the constraint"
+"""How such a failure begins: the client brought other tokens, or no token that the constraint allows could be drawn."""
 _LEXER = "lexer error"
 """Marks errors of the lexer, whose states all samples of a grammar share: another sample may have caused them."""
 
@@ -191,7 +193,7 @@ class GrammarState:
             if error:
                 self._fail(error)
             elif not is_allowed:
-                self.failure = "the constraint allows no token that other parameters, such as min_tokens, leave"
+                self.failure = f"{NOT_ALLOWED}: {token_id}, after {len(self._token_ids)} others"
 
     def masks(self, assumed_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]) -> Masks:
         """What may follow the assumed tokens and each of the drafts after them: [len(draft_token_ids) + 1, num_words].

@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
 
 from outrider.errors import InvalidRequestError, NotSupportedError
 from outrider.request import Constraint, ConstraintKind
+from outrider.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-NUMERICS = f"llguidance {version('llguidance')}"
+NUMERICS = f"llguidance {version('llguidance')}, compact"
 """Two nodes allow the same tokens if theirs are equal."""
 
 MAX_MESSAGE_LENGTH = 500
+MAX_SPELLINGS = 512
+"""Texts whose tokens are remembered: the samples of one grammar come to the same ones."""
 
 # A mask takes at most about 0.1 s, also where only one long text can follow; the states of one grammar's lexer take
 # about 40 MB.
@@ -32,19 +37,27 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000, step_max_items=3_000, max_lexer_states=20_000, verbose_errors=False
 )
 
-# Whitespace between JSON's tokens has no end by itself: a small model may write nothing else. A schema's own
+# Compact: a small model that may write whitespace between JSON's tokens may write nothing else. A schema's own
 # "x-guidance" comes before this.
-_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+
+_FORMAT_LENGTHS = {"date-time": 35, "time": 24, "duration": 40}
+"""Characters of a text of these formats at most, whose digits have no end by themselves."""
+_FORMATS = (*_FORMAT_LENGTHS, "date", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values have schemas by names that are the user's own."""
+DATA = ("const", "enum", "default", "examples", "example", "x-guidance")
 
 
 def grammar_text(constraint: Constraint) -> str:
     """As llguidance takes it. Raises: InvalidRequestError for a schema that is no JSON object."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            text = "{}" if constraint.text.strip() == "true" else constraint.text  # which is no object
             try:
+                schema = _without_annotations(json.loads(constraint.text))
+                text = json.dumps({} if schema is True else schema)  # which is no object
                 return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise invalid(constraint, str(error)) from error
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
@@ -54,6 +67,34 @@ def grammar_text(constraint: Constraint) -> str:
             texts = (json.dumps(option, ensure_ascii=False) for option in constraint.options)
             options = " | ".join(text.replace("\x7f", "\\u007f") for text in texts)  # Lark has no control characters
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}\n")
+
+
+def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
+    """Without what constrains nothing and llguidance refuses; times and durations have an end.
+
+    JSON Schema takes an unknown `format` for an annotation. `is_named`: a mapping from names to schemas.
+    """
+    if isinstance(schema, list):
+        return [_without_annotations(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if is_named:
+        return {name: _without_annotations(part) for name, part in schema.items()}
+    found: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        match keyword:
+            case "format" if isinstance(value, str) and value.lower() not in _FORMATS:
+                continue
+            case "$schema" if isinstance(value, str) and "//json-schema.org/" not in value:
+                continue  # a dialect that llguidance would fetch
+            case "$dynamicAnchor" | "$recursiveAnchor":
+                continue  # names of places
+        is_data = keyword in DATA
+        found[keyword] = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMAS)
+    longest = _FORMAT_LENGTHS.get(str(found.get("format")).lower())
+    if longest is not None and isinstance(found.get("maxLength", longest), int):
+        found["maxLength"] = min(found.get("maxLength", longest), max(longest, int(found.get("minLength", 0))))
+    return found
 
 
 def invalid(constraint: Constraint, message: str) -> InvalidRequestError:
@@ -67,11 +108,86 @@ def invalid(constraint: Constraint, message: str) -> InvalidRequestError:
 
 
 def open_tokenizer(tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Takes about 0.4 s. `vocab_size`: width of the logits. Raises: NotSupportedError."""
+    """Takes about 0.4 s. `vocab_size`: width of the logits; a tokenizer may have more ids, or fewer.
+
+    Raises: NotSupportedError.
+    """
+    if not eos_token_ids:
+        raise NotSupportedError("no constraints with this model: it names no end-of-text token, so no answer could end")
     try:
-        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
-    except ValueError as error:
-        raise NotSupportedError(f"no constraints with this model's tokenizer: {error}") from error
+        tokens: Any = _Tokens(tokenizer_json, vocab_size, eos_token_ids)
+    except NotSupportedError as error:
+        raise NotSupportedError(f"no constraints with this model's tokenizer: {error.message}") from error
+    return LLTokenizer(tokens, eos_token=list(eos_token_ids))
+
+
+_PREFIX_MARKS = ('"Prepend"', '"Metaspace"', '"add_prefix_space": true', '"add_prefix_space":true')
+"""In the tokenizer.json of one that may put a space before a text."""
+
+
+class _Tokens:
+    """A model's tokens as llguidance takes them, and how a text is spelled where nothing else can follow.
+
+    llguidance's own reader takes each added token of the form <...> for one that has no text. Here only special tokens
+    are: clients do not see those, so a text that looks like one is spelled by others.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Raises: NotSupportedError for a decoder whose tokens are not known as bytes."""
+        if any(mark in tokenizer_json for mark in _PREFIX_MARKS):
+            tokenizer_json = json.dumps(_without_prefix(json.loads(tokenizer_json)))
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        known = TokenBytes.of(self._tokenizer)
+        special = known.special_ids | set(eos_token_ids)
+        self.eos_token_id = eos_token_ids[0]
+        self.special_token_ids = [token_id for token_id in sorted(special) if token_id < vocab_size]
+        self.tokens = [*known.of_id[:vocab_size], *([b""] * (vocab_size - len(known.of_id)))]
+        self._visible = [b"" if token_id in special else part for token_id, part in enumerate(self.tokens)]
+        self._ids = {part: token_id for token_id, part in enumerate(self._visible)}
+        self._longest = max(map(len, self._ids))
+        self._spell = lru_cache(MAX_SPELLINGS)(self._encode)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._spell(text)
+
+    def _encode(self, text: str) -> list[int]:
+        """The tokenizer's own tokens, as far as they have the text's bytes and the model has rows for them."""
+        wanted, num_bytes = text.encode(), 0
+        found: list[int] = []
+        for token_id in self._tokenizer.encode(text, add_special_tokens=False).ids:
+            part = self._visible[token_id] if token_id < len(self._visible) else b""
+            if not part or not wanted.startswith(part, num_bytes):
+                break
+            found.append(token_id)
+            num_bytes += len(part)
+        while num_bytes < len(wanted):  # a tokenizer may normalize: the longest tokens of these bytes
+            sizes = range(min(self._longest, len(wanted) - num_bytes), 0, -1)
+            size = next((size for size in sizes if wanted[num_bytes : num_bytes + size] in self._ids), 0)
+            found += [self._ids[wanted[num_bytes : num_bytes + size]]] if size else []
+            num_bytes += size or 1  # a byte without a token can never be written
+        return found
+
+
+def _without_prefix(part: Any) -> Any:
+    """A tokenizer.json, or a part of it, that puts no space before a text."""
+    if isinstance(part, list):
+        return [_without_prefix(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    match part.get("type"):
+        case "Prepend":
+            return {"type": "Sequence", "normalizers": []}
+        case "Metaspace":
+            return part | {"prepend_scheme": "never"}
+        case "ByteLevel":
+            return part | {"add_prefix_space": False}
+    return {key: part[key] if key == "model" else _without_prefix(part[key]) for key in part}
 
 
 def compile_grammar(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 
-from outrider.client import ChatMessage, Client, GenerateOptions, RetryPolicy
+from outrider.client import ChatMessage, ChatOptions, Client, GenerateOptions, RetryPolicy
 from outrider.errors import CapacityError, InvalidRequestError, NotSupportedError, OutriderError
 from outrider.llm.outputs import RequestOutput, make_output
 from outrider.llm.prompts import Request
@@ -73,8 +73,9 @@ class Batch:
         if isinstance(content, str):
             token_ids = self._when_there_is_room(self._client.tokenize, content)
         elif len(content) > 0 and isinstance(content[0], ChatMessage):
-            is_open = request.options.get("add_generation_prompt")
-            token_ids = self._when_there_is_room(self._client.tokenize, content, add_generation_prompt=is_open)
+            given: Mapping[str, Any] = request.options
+            options = {name: given[name] for name in ChatOptions.__optional_keys__ & given.keys()}
+            token_ids = self._when_there_is_room(self._client.tokenize, content, **options)
             text = self._when_there_is_room(self._client.detokenize, token_ids, skip_special_tokens=False)
         else:
             token_ids = list(cast("Sequence[int]", content))

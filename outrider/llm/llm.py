@@ -52,10 +52,7 @@ _INSTEAD = {
     "tokenization_kwargs": "encode with get_tokenizer() and pass token ids",
     "mm_processor_kwargs": "prompts are text",
     "chat_template": _RENDER,
-    "chat_template_kwargs": _RENDER,
     "chat_template_content_format": "contents are sent to the template as text",
-    "continue_final_message": _RENDER,
-    "tools": _RENDER,
 }
 """By argument of vLLM's `generate` and `chat`, what to do without it."""
 
@@ -152,14 +149,23 @@ class LLM:
         use_tqdm: UseTqdm = True,  # noqa: FBT002 vLLM's
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """The answers to one conversation or many, rendered by the model's chat template. Otherwise as `generate`.
 
-        `messages` are OpenAI's, {"role": "user", "content": "…"}, of text only.
+        `messages` are OpenAI's, {"role": "user", "content": "…"}, of text only. `tools` are OpenAI's too, for the
+        template; calls of them are in the answer's text.
         """
         _check_arguments("chat", unsupported)
-        options = GenerateOptions(add_generation_prompt=add_generation_prompt)
+        variables = {**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        options = GenerateOptions(
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=variables,
+        )
         return self._answer("messages", read_conversations(messages), sampling_params, use_tqdm, options)
 
     def get_tokenizer(self) -> Any:

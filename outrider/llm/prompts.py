@@ -21,6 +21,9 @@ class TokensPrompt(TypedDict):
 PromptType = str | Sequence[int] | Mapping[str, Any]
 
 
+TOOL_MEMBERS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Of a message, beside its role and content."""
+
 Source = tuple[Prompt, str | None]
 """A prompt as it was given, and its text if that is known."""
 
@@ -88,14 +91,16 @@ def _read_messages(messages: Sequence[Any]) -> Source:
     return [_read_message(**message) for message in messages], None
 
 
-def _read_message(role: str = "", content: Any = None, **other: Any) -> ChatMessage:
-    extra = [name for name, value in other.items() if value is not None]
+def _read_message(role: str = "", content: Any = None, **members: Any) -> ChatMessage:
+    """What belongs to tool calls goes to the template as it is; such a message needs no text."""
+    members = {name: value for name, value in members.items() if value is not None}
+    extra = [name for name in members if name not in TOOL_MEMBERS]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
     for part in parts:
         if not isinstance(part, Mapping):
             extra.append(reprlib.repr(part))
         elif part.get("type") != "text" or "text" not in part:
             extra.append("a part without text" if part.get("type") == "text" else str(part.get("type")))
-    if extra or not parts:
+    if extra or not (parts or "tool_calls" in members):
         raise ValueError(f"a message has a role and a text, not {', '.join(extra) or 'nothing'}")
-    return ChatMessage(role=role, content="\n".join(part["text"] for part in parts))
+    return ChatMessage(role=role, content="\n".join(part["text"] for part in parts), members=members)

@@ -40,7 +40,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None  # any JSON object
     structural_tag: str | None = unsupported(None, "write a grammar")
     whitespace_pattern: str | None = unsupported(None, "write a grammar")
-    disable_any_whitespace: bool = unsupported(False, "write a grammar")
+    disable_any_whitespace: bool = False  # JSON is compact in either case
     disable_additional_properties: bool = unsupported(False, "set additionalProperties in the schema")
 
     def __post_init__(self) -> None:

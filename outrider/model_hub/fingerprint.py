@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelError
-from outrider.model_hub.vocabulary import TOKENIZER_FILE, read_json
+from outrider.model_hub.checkpoint_text import TOKENIZER_FILE
+from outrider.model_hub.vocabulary import read_json
 
 LENGTH_BYTES = 8
 SAMPLE_BYTES = 64 * 1024

@@ -18,16 +18,15 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import native_numerics, torch_numerics
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.sampler import Sampler
+from outrider.model_hub.checkpoint_text import open_text
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.locate import ModelLocation
 from outrider.model_hub.packed_weights import PackedKey
 from outrider.model_hub.vocabulary import (
-    eos_token_ids,
     grammar_compiler,
     known_token_ids,
-    read_json,
-    read_tokenizer_files,
+    row_eos_token_ids,
     vocabulary_fingerprint,
 )
 from outrider.node import ModelInfo
@@ -110,21 +109,19 @@ def describe_model(
         numerics = native_numerics(
             kernels.arithmetic, by_layers=model is not None, has_int8_weights=config.weights == INT8
         )
-    tokenizer_files, strings = read_tokenizer_files(directory)
+    tokenizer_files, text = open_text(directory)
     info = ModelInfo(
         name=location.name,
         revision=location.revision,
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_model_len,
-        eos_token_ids=eos_token_ids(
-            read_json(directory / "config.json"), read_json(directory / "generation_config.json")
-        ),
+        eos_token_ids=row_eos_token_ids(text, spec.vocab_size),
         dtype=spec.dtype,
         # Rounded weights and activations make another model, whose KV nobody else may use.
         fingerprint=model_fingerprint(
             directory, dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, W8A8"
         ),
-        vocabulary_fingerprint=vocabulary_fingerprint(strings),
+        vocabulary_fingerprint=vocabulary_fingerprint(text.vocabulary),
         numerics=str(numerics),
     )
     return LoadedModel(
@@ -135,8 +132,8 @@ def describe_model(
         spec=spec,
         info=info,
         tokenizer_files=tokenizer_files,
-        known_token_ids=known_token_ids(strings, spec.vocab_size),
-        constraints=grammar_compiler(tokenizer_files, spec.vocab_size),
+        known_token_ids=known_token_ids(text.vocabulary, spec.vocab_size),
+        constraints=grammar_compiler(text, spec.vocab_size),
         directory=directory,
         weights_from=weights_from,
         packed_key=packed_key,

@@ -191,12 +191,17 @@ def _delta_response(event: Delta) -> router_pb2.GenerateResponse:
 
 
 def token_logprobs_to_proto(value: TokenLogprobs) -> router_pb2.TokenLogprobs:
-    return router_pb2.TokenLogprobs(
+    message = router_pb2.TokenLogprobs(
         token_id=value.token_id,
         logprob=None if math.isnan(value.logprob) else value.logprob,
         rank=value.rank,
         top=[router_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in value.top],
     )
+    if value.token_bytes:
+        message.token_bytes = value.token_bytes
+        for entry, token_bytes in zip(message.top, value.top_bytes, strict=True):
+            entry.token_bytes = token_bytes
+    return message
 
 
 def logprobs_from_proto(protos: Iterable[router_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -210,6 +215,8 @@ def _token_logprobs_from_proto(proto: router_pb2.TokenLogprobs) -> TokenLogprobs
         logprob=proto.logprob if proto.HasField("logprob") else math.nan,
         rank=proto.rank,
         top=tuple((entry.token_id, entry.logprob) for entry in proto.top),
+        token_bytes=proto.token_bytes,
+        top_bytes=tuple(entry.token_bytes for entry in proto.top) if proto.token_bytes else (),
     )
 
 

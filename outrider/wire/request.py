@@ -6,8 +6,11 @@ contract's default here, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from outrider.errors import InvalidRequestError
 from outrider.request import (
     Constraint,
     ConstraintKind,
@@ -63,6 +66,7 @@ def request_from_proto(
             skip_special_tokens=skips_special_tokens(proto.output),
             echo=proto.output.echo,
             token_ids_only=proto.output.token_ids_only,
+            token_bytes=proto.output.token_bytes,
         ),
     )
 
@@ -148,7 +152,28 @@ def num_speculative_tokens_from_proto(proto: router_pb2.SpeculationOptions) -> i
     return proto.num_speculative_tokens if proto.HasField("num_speculative_tokens") else None
 
 
-def chat_from_proto(proto: router_pb2.Chat) -> tuple[Iterator[dict[str, str]], bool]:
-    """(messages as the template sees them, read as they are asked for; whether the assistant's turn is opened)."""
-    messages = ({"role": message.role, "content": message.content} for message in proto.messages)
-    return messages, proto.add_generation_prompt if proto.HasField("add_generation_prompt") else True
+def chat_from_proto(proto: router_pb2.Chat) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(messages, variables of the template). Raises: InvalidRequestError for what is not JSON."""
+    messages = []
+    for index, message in enumerate(proto.messages):
+        members = _from_json(message.members, f"chat.messages[{index}].members")
+        messages.append({"content": message.content} | members | {"role": message.role})
+    is_open = (
+        proto.add_generation_prompt if proto.HasField("add_generation_prompt") else not proto.continue_final_message
+    )
+    variables = _from_json(proto.template_kwargs, "chat.template_kwargs")
+    return messages, variables | {
+        "add_generation_prompt": is_open,
+        "continue_final_message": proto.continue_final_message,
+    }
+
+
+def _from_json(values: Mapping[str, str], field: str) -> dict[str, Any]:
+    """Raises: InvalidRequestError."""
+    found: dict[str, Any] = {}
+    for name, text in values.items():
+        try:
+            found[name] = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{field}[{name!r}] is not JSON: {error}", field=field) from error
+    return found

@@ -202,8 +202,9 @@ async def test_an_async_stream_is_cancelled_by_cancel_and_by_leaving_its_block(s
 
 def test_every_option_finds_its_field():
     request = make_request(
-        [ChatMessage("system", "s"), ChatMessage("user", "u")],
+        [ChatMessage("system", "s"), ChatMessage("user", "u", {"name": "é", "tool_calls": [{"id": 1}]})],
         {
+            "chat_template_kwargs": {"enable_thinking": False}, "continue_final_message": True, "token_bytes": True,
             "request_id": "r", "model": "m", "add_generation_prompt": False, "temperature": 0.0, "top_p": 0.5,
             "top_k": 3, "min_p": 0.25, "presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5,
             "logit_bias": {5: -2.0}, "seed": 2**64 - 1, "n": 2, "max_tokens": 7, "min_tokens": 1, "stop": ["x"],
@@ -215,8 +216,11 @@ def test_every_option_finds_its_field():
     )  # fmt: skip
     shown = json_format.MessageToDict(request)
     assert shown["chat"] == {
-        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
-        "addGenerationPrompt": False,
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u", "members": {"name": '"é"', "tool_calls": '[{"id": 1}]'}},
+        ],
+        "addGenerationPrompt": False, "continueFinalMessage": True, "templateKwargs": {"enable_thinking": "false"},
     }  # fmt: skip
     assert shown["sampling"]["temperature"] == 0.0
     assert shown["sampling"]["seed"] == str(2**64 - 1)
@@ -225,7 +229,7 @@ def test_every_option_finds_its_field():
     assert shown["stop"] == {"strings": ["x"], "tokenIds": [4], "ignoreEos": True, "includeMatch": True}
     assert shown["output"] == {
         "topLogprobs": 0, "promptLogprobs": 1, "skipSpecialTokens": False, "echo": True, "tokenIdsOnly": True,
-        "logprobsMode": "LOGPROBS_MODE_SAMPLED",
+        "logprobsMode": "LOGPROBS_MODE_SAMPLED", "tokenBytes": True,
     }  # fmt: skip
     assert shown["speculation"] == {
         "enabled": False, "numSpeculativeTokens": 0, "method": "VERIFICATION_METHOD_COUPLED",
@@ -253,6 +257,16 @@ def test_what_the_wire_cannot_carry_names_its_field(options, field):
     with pytest.raises(InvalidRequestError) as refused:
         make_request("x", options)
     assert refused.value.field == field
+
+
+def test_what_is_not_json_names_its_field():
+    for message, options, field in (
+        (ChatMessage("user", "a", {"name": {1}}), {}, "chat.messages[0].members"),
+        (ChatMessage("user", "a"), {"chat_template_kwargs": {"now": object()}}, "chat.template_kwargs"),
+    ):
+        with pytest.raises(InvalidRequestError, match="JSON serializable") as refused:
+            make_request([message], options)
+        assert refused.value.field == field
 
 
 def test_an_option_that_does_not_exist_is_a_type_error():

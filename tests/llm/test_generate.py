@@ -170,7 +170,7 @@ def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, rout
         ({"role": "user", "content": [{"type": "text"}]}, r"messages\[0\]: .* not a part without text"),
         ("hello", r"messages\[0\]: a message is a dict with role and content, not 'h'"),
         ({"role": "user", "content": ["a", "b"]}, r"messages\[0\]: .* not 'a'"),
-        ({"role": "assistant", "content": "a", "tool_calls": [1]}, "not tool_calls"),
+        ({"role": "assistant", "content": "a", "audio": {"id": "a"}}, "not audio"),
     ],
 )
 def test_a_message_that_is_not_text_is_refused(llm, message, problem):

@@ -7,6 +7,7 @@ import pytest
 
 from outrider.v1 import router_pb2
 from tests.router.conftest import refused
+from tests.support.router_fakes.model import fake_model_info
 
 R = router_pb2
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -121,6 +122,26 @@ async def test_an_unknown_model_is_not_found(serving):
 async def test_values_at_the_border_are_served(serving, fields):
     assert (await serving.generate(**fields)).finished
     serving.decode.opened.clear()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"text": "a plain added word"}, "text"),
+        ({"chat": R.Chat(messages=[R.ChatMessage(role="user", content="a plain added")])}, "chat.messages"),
+        ({"token_ids": R.TokenIds(ids=[97, 259])}, "token_ids.ids"),
+        ({"text": "a", "generated_token_ids": [259], "seed": 1}, "generated_token_ids"),
+        ({"text": "a", "stop": R.StopConditions(token_ids=[259])}, "stop.token_ids"),
+        ({"text": "a", "logit_bias": {259: 1.0}}, "sampling.logit_bias"),
+    ],
+)
+async def test_a_token_beyond_the_models_rows_is_refused_by_every_way_in(cluster, fields, field):
+    cluster.decode.model = cluster.prefill.model = fake_model_info(vocab_size=259)  # the tokenizer knows one more
+    await cluster.serve()
+    failure = await cluster.fail(cluster.request(**fields))
+    assert (failure.code, failure.field, failure.reason) == (INVALID, field, "TOKEN_OUT_OF_VOCABULARY"), failure
+    assert cluster.decode.opened == []
+    assert list((await cluster.stub.Tokenize(R.TokenizeRequest(text="plain added"))).token_ids) == [259]
 
 
 async def test_tokenize_and_detokenize_name_their_fields(serving):

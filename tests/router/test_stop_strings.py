@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.model_hub.checkpoint_text import read_text
 from router.stop_strings import StopStringMatcher
 from router.text import AnswerText
 from router.tokenizer import Tokenizer
 from tests.support.router_fakes import fake_tokenizer_files
 
-TOKENIZER = Tokenizer(fake_tokenizer_files())
+TOKENIZER = Tokenizer(read_text(fake_tokenizer_files()))
 
 
 def feed(pieces, strings, *, include_match=False):

@@ -30,7 +30,11 @@ from outrider.wire.answer import (
     token_logprobs_to_proto,
 )
 
-LOGPROBS = (TokenLogprobs(7, -0.5, 2, ((3, -0.25), (7, -0.5))), TokenLogprobs(9, -1.0, 1))
+LOGPROBS = (
+    TokenLogprobs(7, -0.5, 2, ((3, -0.25), (7, -0.5))),
+    TokenLogprobs(9, -1.0, 1),
+    TokenLogprobs(9, -1.0, 1, ((9, -1.0), (2, -3.0)), b"\xf0", (b"\xf0", b"")),
+)
 STARTED = Started(
     request_id="r", num_prompt_tokens=3, seed=2**64 - 1, model="m", router="here:1", prompt_logprobs=LOGPROBS
 )

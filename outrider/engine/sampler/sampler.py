@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.compiler import GrammarCompiler
+from outrider.constraints.compiler import NOT_ALLOWED, GrammarCompiler
 from outrider.engine.arrays import Array, Arrays
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.gpu_kernels import why_no_triton
@@ -163,9 +163,11 @@ class Sampler:
         constraint, penalties = state.constraint, state.penalties
         if constraint is not None:
             constraint.commit(token_ids)
-            if any(penalties.bans_stops(place) and each in penalties.stop_ids for place, each in enumerate(token_ids)):
-                state.failure = "the constraint is complete before min_tokens"
             state.failure = constraint.failure or state.failure
+            has_forbidden = constraint.failure.startswith(NOT_ALLOWED)  # as where every allowed one was excluded
+            early = [each for place, each in enumerate(token_ids) if penalties.bans_stops(place)]
+            if (early and has_forbidden) or any(each in penalties.stop_ids for each in early):
+                state.failure = "the constraint is complete before min_tokens"
         penalties.commit(token_ids)
 
     def prepare_masks(self, rows: Sequence[SampleRows]) -> None:

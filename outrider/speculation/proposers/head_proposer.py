@@ -14,6 +14,7 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.paged_cache import free_memory_bytes
 from outrider.heads.packed_head import PackedHead
+from outrider.model_hub.checkpoint_text import open_text
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
 from outrider.model_hub.loaded_model import LoadedModel
@@ -22,7 +23,6 @@ from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.vocabulary import (
     grammar_compiler,
     known_token_ids,
-    read_tokenizer_files,
     vocabulary_fingerprint,
 )
 from outrider.speculation.proposers.base import ProposerInfo
@@ -75,15 +75,15 @@ class HeadTarget:
         directory = locate_model(config, progress=progress).directory
         device = resolve_device(config.device)
         choice = choose_model_kernels(config, device, progress=progress)
-        files, strings = read_tokenizer_files(directory)
-        known = known_token_ids(strings, Target.open(directory).vocab_size)
+        _, text = open_text(directory)
+        known = known_token_ids(text.vocabulary, Target.open(directory).vocab_size)
         return cls(
             directory=directory,
             device=device,
             dtype=resolve_dtype(config.dtype, device, read_config(directory), is_native=choice.library is not None),
             known_token_ids=known,
-            constraints=grammar_compiler(files, len(known)),
-            vocabulary_fingerprint=vocabulary_fingerprint(strings),
+            constraints=grammar_compiler(text, len(known)),
+            vocabulary_fingerprint=vocabulary_fingerprint(text.vocabulary),
             kernels=None if choice.library is None else start_kernels(choice, config),
             num_threads=config.num_threads,
         )

@@ -1,0 +1,242 @@
+"""What a checkpoint says about text, from all of its files and with transformers' precedence. Torch-free.
+
+Tokens, special tokens and templates lie in up to eight files, newer ones beside those that they replace. `read_text` is
+the one place that knows which counts: nodes, routers, constraints and gateways see what it returns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from outrider.errors import ModelError
+
+TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FOLDER = "additional_chat_templates"
+TEXT_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "config.json",
+)
+"""All but the first are optional. With them go the templates of TEMPLATE_FOLDER."""
+DEFAULT_TEMPLATE = "default"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_MIN_FLOAT32 = 1.2e-38
+_MAX_FLOAT32 = 3.4e38
+_SAMPLING_RANGES: dict[str, tuple[type[float], float, float]] = {
+    "temperature": (float, 0.0, _MAX_FLOAT32),
+    "top_p": (float, _MIN_FLOAT32, 1.0),
+    "top_k": (int, 0, 2**32 - 1),
+    "min_p": (float, 0.0, 1.0),
+    "repetition_penalty": (float, _MIN_FLOAT32, _MAX_FLOAT32),
+}
+"""By parameter that a generation_config.json may name: its type, and the contract's smallest and largest value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointText:
+    """Ids here are the tokenizer's; a model may have fewer rows than those, or more."""
+
+    tokenizer_json: bytes  # with the added tokens of all files
+    vocabulary: Mapping[int, str]  # every id that has an entry there, added tokens included
+    special_tokens: Mapping[str, str]  # by name such as "bos_token"
+    chat_templates: Mapping[str, str]  # by name such as "default"
+    eos_token_ids: tuple[int, ...]  # that end a text, rising
+    default_sampling: Mapping[str, float]  # fields of SamplingParams that generation_config.json names
+
+
+def open_text(directory: Path) -> tuple[dict[str, bytes], CheckpointText]:
+    """(the files by path within the checkpoint, what they say). Raises: ModelError."""
+    names = [*TEXT_FILES, *(f"{TEMPLATE_FOLDER}/{path.name}" for path in (directory / TEMPLATE_FOLDER).glob("*.jinja"))]
+    files = {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
+    if TOKENIZER_FILE not in files:
+        raise ModelError(
+            f"{directory} has no {TOKENIZER_FILE}: save a fast tokenizer there "
+            f"(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    try:
+        return files, read_text(files)
+    except ModelError as error:
+        raise ModelError(f"in {directory}, {error.message}; copy or download it again") from error
+
+
+def read_text(files: Mapping[str, bytes]) -> CheckpointText:
+    """`files`: as of `open_text`. Raises: ModelError naming the file that is damaged."""
+    if TOKENIZER_FILE not in files:
+        raise ModelError(f"the node's tokenizer has no {TOKENIZER_FILE}", reason="NO_TOKENIZER")
+    config = _read_object(files, "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # where it is, older files do not count
+        older = _read_object(files, "special_tokens_map.json")
+        if config.get("extra_special_tokens") or config.get("additional_special_tokens"):
+            older.pop("additional_special_tokens", None)
+        config |= older
+    named = _named_tokens(config)
+    special_tokens = {name: _content(value) for name, value in named.items()}
+    vocabulary = read_vocabulary(files[TOKENIZER_FILE])
+    tokenizer_json = _with_added_tokens(files, config, named)
+    if tokenizer_json != files[TOKENIZER_FILE]:
+        vocabulary = read_vocabulary(tokenizer_json)
+    eos_token_ids = {token_id for token_id, token in vocabulary.items() if token == special_tokens.get("eos_token")}
+    model, generation = (_read_object(files, name) for name in ("config.json", "generation_config.json"))
+    return CheckpointText(
+        tokenizer_json=tokenizer_json,
+        vocabulary=vocabulary,
+        special_tokens=special_tokens,
+        chat_templates=_chat_templates(files, config),
+        eos_token_ids=tuple(sorted(eos_token_ids.union(*map(_eos_token_ids, (model, generation))))),
+        default_sampling=_default_sampling(generation),
+    )
+
+
+def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str, bytes]:
+    """The same files, for readers of their own rules: what was resolved is in the first place where they look."""
+    config = _read_object(files, "tokenizer_config.json")
+    config = {name: value for name, value in config.items() if name not in SPECIAL_TOKENS} | dict(text.special_tokens)
+    resolved = dict(files) | {TOKENIZER_FILE: text.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
+    if "special_tokens_map.json" in files:
+        resolved["special_tokens_map.json"] = json.dumps(dict(text.special_tokens)).encode()
+    if DEFAULT_TEMPLATE in text.chat_templates:
+        resolved["chat_template.jinja"] = text.chat_templates[DEFAULT_TEMPLATE].encode()
+    return resolved
+
+
+def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
+    """Every id that has an entry in a tokenizer.json, added tokens included. Raises ModelError for anything else."""
+    try:
+        tokenizer: dict[str, Any] = json.loads(tokenizer_json)
+        entries = tokenizer["model"]["vocab"]
+        if isinstance(entries, Mapping):
+            strings = {int(token_id): str(string) for string, token_id in entries.items()}
+        else:  # unigram: [[string, score], …], the id is the index
+            strings = {token_id: str(entry[0]) for token_id, entry in enumerate(entries)}
+        strings.update({int(token["id"]): str(token["content"]) for token in tokenizer.get("added_tokens") or ()})
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ModelError(f"{TOKENIZER_FILE} is not a tokenizer: {error!r}") from error
+    return strings
+
+
+def _with_added_tokens(files: Mapping[str, bytes], config: Mapping[str, Any], named: Mapping[str, Any]) -> bytes:
+    """tokenizer.json, and what it lacks of the tokens that other files declare, of which `named` are special.
+
+    As in transformers, a token that the tokenizer knows keeps its id, and a new one gets the next free id.
+    """
+    try:
+        entries = json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()
+        known = [_token(entry) for entry in entries]
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+        extra = () if isinstance(extra, dict) else extra
+        if "added_tokens_decoder" in config:
+            declared = {int(token_id): _token(entry) for token_id, entry in config["added_tokens_decoder"].items()}
+        else:
+            special = {*map(_content, named.values()), *map(_content, extra)}
+            added = _read_object(files, "added_tokens.json").items()
+            declared = {
+                int(token_id): _token({"content": name, "special": name in special}) for name, token_id in added
+            }
+            declared |= {entry["id"]: token for entry, token in zip(entries, known, strict=True)}
+        known_tokens = set(map(repr, known))
+        missing = [token for _, token in sorted(declared.items()) if repr(token) not in known_tokens]
+        contents = {token.content for token in (*known, *missing)}
+        for token in (*map(_token, named.values()), *map(_token, extra)):
+            if token.content not in contents:
+                contents.add(token.content)
+                missing.append(token)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"the added tokens of {TOKENIZER_FILE} or tokenizer_config.json: {error!r}") from error
+    if not missing:
+        return files[TOKENIZER_FILE]
+    special = {*map(_content, named.values()), *(token.content for token in known if token.special)}
+    for token in missing:
+        token.special |= token.content in special
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
+    tokenizer.add_tokens(missing)
+    return tokenizer.to_str().encode()
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens by name: transformers' first, then the checkpoint's own."""
+    names = (*SPECIAL_TOKENS, *(name for name in config if name.endswith("_token") and name not in SPECIAL_TOKENS))
+    extra = config.get("extra_special_tokens")
+    every = {name: config.get(name) for name in names} | (extra if isinstance(extra, dict) else {})
+    return {name: value for name, value in every.items() if isinstance(value, (str, dict))}
+
+
+def _token(value: Any) -> tokenizers.AddedToken:
+    """Of a file's entry: a string, which is a special token, or an object."""
+    if isinstance(value, str):
+        return tokenizers.AddedToken(value, special=True)
+    flags = {name: bool(value[name]) for name in _FLAGS if name in value}
+    return tokenizers.AddedToken(value["content"], **flags)
+
+
+def _content(value: Any) -> str:
+    return value["content"] if isinstance(value, dict) else str(value)
+
+
+def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """By name. Files of their own replace what tokenizer_config.json has; chat_template.json is older than both."""
+    found: Any = {
+        Path(name).stem: source.decode(errors="replace")
+        for name, source in files.items()
+        if Path(name).parent.name == TEMPLATE_FOLDER
+    }
+    if "chat_template.jinja" in files:
+        found[DEFAULT_TEMPLATE] = files["chat_template.jinja"].decode(errors="replace")
+    found = found or config.get("chat_template") or _read_object(files, "chat_template.json").get("chat_template") or {}
+    try:
+        if isinstance(found, list):
+            found = {entry["name"]: entry["template"] for entry in found}
+        return {DEFAULT_TEMPLATE: found} if isinstance(found, str) else {str(key): str(found[key]) for key in found}
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"the chat template of tokenizer_config.json: {error!r}") from error
+
+
+def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
+    """Transformers' `generate` looks at generation_config alone, which is made from the model's configuration where a
+    checkpoint has none. Chat models often name the end of a turn in one place and the end of a text in another; a
+    server must heed all of them.
+    """
+    found: set[int] = set()
+    for source in (config, config.get("text_config") or {}):
+        value = source.get("eos_token_id")
+        if value is not None:
+            try:
+                found.update(int(token_id) for token_id in (value if isinstance(value, list) else (value,)))
+            except (TypeError, ValueError) as error:
+                raise ModelError(f"eos_token_id of a config.json is a token id or several, not {value!r}") from error
+    return {token_id for token_id in found if token_id >= 0}
+
+
+def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """As vLLM, whatever `do_sample` says. A value that the contract does not allow is left out."""
+    found: dict[str, float] = {}
+    for name, (kind, smallest, largest) in _SAMPLING_RANGES.items():
+        value = generation_config.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and smallest <= value <= largest:
+            found[name] = kind(value)
+    return found
+
+
+def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """{} without the file. Raises: ModelError when it is no JSON object."""
+    try:
+        value = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise ModelError(f"{name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} is not a JSON object")
+    return value

@@ -1,0 +1,99 @@
+"""What each token id adds to a text, as bytes, by a tokenizer's decoder. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer, decoders
+
+from outrider.errors import NotSupportedError
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A token of ByteFallback, which alone is a part of a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """Of one tokenizer. A token's bytes are those that it adds behind others."""
+
+    of_id: list[bytes]  # by id; empty where there is no token
+    special_ids: frozenset[int]
+    is_byte_level: bool  # any tokens decode to their bytes joined, at the beginning of a text too
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TokenBytes:
+        """Takes about 0.1 s. Raises: NotSupportedError naming a decoder whose bytes are not known."""
+        parts = [] if tokenizer.decoder is None else list(_parts(json.loads(tokenizer.decoder.__getstate__())))
+        is_byte_level = [part["type"] for part in parts] == ["ByteLevel"]
+        to_bytes = _byte_level if is_byte_level else _by_steps(parts)
+        added = tokenizer.get_added_tokens_decoder()
+        tokens = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
+        tokens |= {token_id: token.content for token_id, token in added.items()}
+        of_id = [b""] * (max(tokens, default=-1) + 1)
+        for token_id, token in tokens.items():
+            of_id[token_id] = to_bytes(token)
+        special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        return cls(of_id, special_ids, is_byte_level)
+
+
+def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _parts(part)
+    else:
+        yield decoder
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return token.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:  # an added token, in plain text
+        return token.encode()
+
+
+def _by_steps(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
+    """`parts`: of a decoder. What comes behind Fuse is about the joined text. Raises: NotSupportedError."""
+    kinds = [part["type"] for part in parts]
+    num_steps = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    found = [_step(part) for part in parts[:num_steps] if part["type"] != "ByteFallback"]
+    steps = [step for step in found if step is not None]
+    if not parts or None in found:
+        names = ", ".join(kinds) or "none"
+        raise NotSupportedError(f"the bytes of this tokenizer's tokens are not known (decoder: {names})")
+    has_bytes = "ByteFallback" in kinds
+
+    def to_bytes(token: str) -> bytes:
+        if has_bytes and token.startswith("<0x") and (byte := _BYTE.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
+        for step in steps:
+            token = step(token)
+        return token.encode()
+
+    return to_bytes
+
+
+def _step(part: dict[str, Any]) -> Callable[[str], str] | None:
+    """What a part of a decoder makes of each token behind others. None: it is not known."""
+    match part:
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return lambda token: token.replace(old, new)
+        case {"type": "Metaspace", "replacement": old}:
+            return lambda token: token.replace(old, " ")
+        case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
+            word_piece = decoders.WordPiece(prefix, cleanup)
+            return lambda token: word_piece.decode(["a", token]).removeprefix("a")
+    return None
+
+
+def _byte_table() -> dict[int, int]:
+    """By character: the byte for which it stands in GPT-2's alphabet, or beyond all bytes where it stands for none."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return dict.fromkeys(hidden, 256) | {256 + index: byte for index, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_table()
