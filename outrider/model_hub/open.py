@@ -44,6 +44,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
     def pack() -> Packed | None:
         loaded.append(_load(config, progress))
+        if PackedKey.of(config, location.directory, kernels) != key:
+            raise ModelError(f"{location.directory} changed while it was loaded: start again")
         native = loaded[0].native
         if not isinstance(native, NativeDecoder):
             return None

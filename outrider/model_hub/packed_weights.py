@@ -71,7 +71,7 @@ class PackedKey:
         """Raises ModelError when files of the model are missing, OSError when one cannot be read."""
         assert kernels.library is not None, "torch's weights are not packed"
         model = (
-            model_fingerprint(directory, dtype=config.dtype),
+            model_fingerprint(directory, dtype=config.dtype, cache=cache_directory(config)),
             file_sha256(directory / "config.json"),  # with what a fingerprint leaves out, such as its dtype
             (config.weights, config.max_model_len, kernels.path),
         )

@@ -96,6 +96,45 @@ def test_other_architectures_are_mapped_alike(opened, loads, architecture, tmp_p
     assert np.array_equal(logits(opened(path)), logits(load_model(ModelConfig(id=str(path), num_threads=1))))
 
 
+@pytest.fixture
+def copy(tiny, tmp_path):
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def edit(path, *, at=-1000):
+    """One byte of the weights, in place; the time of modification is put back."""
+    weights = path / "model.safetensors"
+    times = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[at] ^= 0x40
+    weights.write_bytes(content)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_a_checkpoint_that_is_edited_in_place_is_served_with_its_new_weights(opened, copy, loads):
+    before = opened(copy)
+    edit(copy)
+    after = opened(copy)
+    assert len(loads) == 2
+    assert after.info.fingerprint != before.info.fingerprint
+    assert np.array_equal(logits(after), logits(load_model(ModelConfig(id=str(copy), num_threads=1))))
+    assert not np.array_equal(logits(after), logits(before))
+
+
+def test_weights_that_change_while_they_are_loaded_are_not_kept_as_those_before(opened, copy, cache, monkeypatch):
+    original = load_module.load_model
+
+    def load(config, **options):
+        edit(copy)
+        return original(config, **options)
+
+    monkeypatch.setattr(load_module, "load_model", load)
+    monkeypatch.setattr("outrider.model_hub.open.pack_apart", lambda *_: None)
+    with pytest.raises(ModelError, match="changed while it was loaded"):
+        opened(copy)
+    assert folders(cache) == []
+
+
 def test_a_start_from_packed_weights_reaches_no_transformers(opened, tiny, cache):
     opened()
     program = (
