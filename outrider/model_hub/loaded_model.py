@@ -110,6 +110,8 @@ def describe_model(
         numerics = native_numerics(
             kernels.arithmetic, by_layers=model is not None, has_int8_weights=config.weights == INT8
         )
+    # Rounded weights and activations, and other rotations, make another model, whose KV nobody else may use.
+    arithmetic = ", ".join([spec.dtype, *["W8A8"] * (config.weights == INT8), *["extended window"] * spec.is_extended])
     tokenizer_files, strings = read_tokenizer_files(directory)
     info = ModelInfo(
         name=location.name,
@@ -120,12 +122,7 @@ def describe_model(
             read_json(directory / "config.json"), read_json(directory / "generation_config.json")
         ),
         dtype=spec.dtype,
-        # Rounded weights and activations make another model, whose KV nobody else may use.
-        fingerprint=model_fingerprint(
-            directory,
-            dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, W8A8",
-            cache=cache_directory(config),
-        ),
+        fingerprint=model_fingerprint(directory, dtype=arithmetic, cache=cache_directory(config)),
         vocabulary_fingerprint=vocabulary_fingerprint(strings),
         numerics=str(numerics),
     )

@@ -199,7 +199,7 @@ def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: El
 def _rotation_tables(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions, by our own arithmetic: each [num_positions, head_dim / 2].
 
-    Raises: ModelError where the model's own differ, at its far positions too.
+    Raises: ModelError where the model's own differ, at its far positions too, and for angles that are too large.
     """
     frequencies = rotary.inv_freq.float().numpy()  # [head_dim / 2]
     if rotary.rope_type == "default":
@@ -207,10 +207,13 @@ def _rotation_tables(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
         if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model means something else by it
             frequencies = own
     positions = np.arange(num_positions, dtype=np.float32)
-    tables = [
-        cosines_and_sines(positions[start : start + _POSITIONS_AT_ONCE, None] * frequencies)
-        for start in range(0, num_positions, _POSITIONS_AT_ONCE)
-    ]
+    try:
+        tables = [
+            cosines_and_sines(positions[start : start + _POSITIONS_AT_ONCE, None] * frequencies)
+            for start in range(0, num_positions, _POSITIONS_AT_ONCE)
+        ]
+    except ValueError as error:
+        raise ModelError(f"at {num_positions} positions, {error}: set model.max_model_len lower") from error
     scaling = np.float32(rotary.attention_scaling)
     cosines, sines = (torch.from_numpy(np.concatenate(parts) * scaling) for parts in zip(*tables, strict=True))
     _compare_with_own(rotary, cosines, sines)
