@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -52,6 +53,7 @@ from outrider.model_hub.support import (
     check_paged_forward,
     depends_on_batch,
     describe_decoder,
+    float32_logits,
     own_logits,
     refuse_by_config,
 )
@@ -115,7 +117,12 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         native=native,
         weights_from="checkpoint",
     )
-    check_paged_forward(loaded, expected, is_lossy=has_int8_weights)
+
+    def exact() -> Tensor:
+        directory, own_config = location.directory, copy.deepcopy(hf_config)
+        return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
+
+    check_paged_forward(loaded, expected, exact=exact, is_lossy=has_int8_weights)
     if config.deterministic and native is None:
         numerics = _deterministic_numerics(loaded, attention_of(config, device))
         return replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
@@ -192,7 +199,7 @@ def _load_weights(
         placement = {"distributed_config": DistributedConfig(tp_size=num_ranks)}
     with _reported_progress(progress):
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype,
@@ -206,11 +213,11 @@ def _load_weights(
             if "ignore_mismatched_sizes" in why:  # it goes on to a report that nobody sees
                 why = "its weights have other shapes than its config.json says"
             raise ModelError(f"{architecture_name(config)} cannot be loaded from {directory}: {why}") from error
-    if missing := sorted(found["missing_keys"]):  # transformers makes them up
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up
         raise ModelError(f"{directory} has no weights for {len(missing)} tensors of the model, such as {missing[0]}")
     model.requires_grad_(requires_grad=False)
-    evaluated: PreTrainedModel = model.eval()
-    return evaluated
+    return model.eval()
 
 
 class _WeightsBar(tqdm):

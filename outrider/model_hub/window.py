@@ -72,7 +72,7 @@ def fix_rotations(config: PretrainedConfig) -> None:
 
 def _rotations(config: PretrainedConfig) -> list[tuple[bool, dict[str, Any]]]:
     """(whether it is of some layers only, its parameters): one of all layers, or one for each type of layer."""
-    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer = [rotation for rotation in parameters.values() if isinstance(rotation, dict)]
     return [(True, rotation) for rotation in by_layer] or [(False, parameters)] * bool(parameters)
 

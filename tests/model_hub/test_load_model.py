@@ -234,6 +234,52 @@ def test_a_window_hidden_from_attention_is_noticed(tiny, monkeypatch):
         load(tiny, kernels="torch")
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.fixture(scope="module")
+def rounding_chooses(tmp_path_factory):
+    """By architecture: checkpoints whose experts are chosen by bfloat16's rounding in some rows of the probe."""
+    made = {}
+
+    def make(architecture):
+        if architecture not in made:
+            settings = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+            config = AutoConfig.for_model(
+                architecture, vocab_size=320, initializer_range=0.2, num_key_value_heads=2, head_dim=16,
+                max_position_embeddings=512, **settings, **EXPERTS,
+            )  # fmt: skip
+            torch.manual_seed(1)
+            made[architecture] = make_tiny_model(tmp_path_factory.mktemp(architecture))
+            (made[architecture] / "model.safetensors").unlink()
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made[architecture])
+        return made[architecture]
+
+    return make
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_a_model_that_amplifies_rounding_is_judged_by_its_own(rounding_chooses, architecture, kernels):
+    assert load(rounding_chooses(architecture), dtype="bfloat16", kernels=kernels).spec.dtype == "bfloat16"
+
+
+def test_rounding_of_its_own_hides_no_fault(rounding_chooses, monkeypatch):
+    from outrider.engine.attention.base import AttentionOptions
+    from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
+
+    plain = TorchSdpaAttention.attend
+
+    def forgetful(self, plan, query, key_cache, value_cache, options):
+        return plain(self, plan, query, key_cache, value_cache, AttentionOptions(options.scaling, sliding_window=11))
+
+    monkeypatch.setattr(TorchSdpaAttention, "attend", forgetful)
+    with pytest.raises(
+        ModelError, match=r"differs from the model's own by .* of the largest logit, the mean of 80 rows"
+    ):
+        load(rounding_chooses("mixtral"), dtype="bfloat16", kernels="torch")
+
+
 class QuantizedLinear(torch.nn.Module):
     """As quantizers put into the places of linear layers."""
 
