@@ -139,6 +139,7 @@ def open_packed(
         made = pack()
         if made is None:
             with contextlib.suppress(OSError):
+                _remove_old(key)
                 key.refused.touch()
             return None, ""
         try:
@@ -252,6 +253,10 @@ def _remove_old(key: PackedKey) -> None:
     old = [path for used, path in found if used < time.time() - KEPT_SECONDS]
     for path in {*same[KEPT_FOR_A_MODEL:], *old}:
         shutil.rmtree(path, ignore_errors=True)
+    for path in key.cache.glob("*.refused"):
+        with contextlib.suppress(OSError):  # another process removes it at this moment
+            if path.name.startswith(key.model) or path.stat().st_mtime < time.time() - KEPT_SECONDS:
+                path.unlink()
 
 
 def _folders(cache: Path) -> Iterator[tuple[float, Path]]:

@@ -307,3 +307,16 @@ def test_a_node_that_waits_too_long_for_another_serves_by_itself(opened, cache, 
     (lock,) = (cache / "packed").glob("*.lock")
     with packed_weights.FileLock(lock):
         assert "another process has been packing them" in opened().weights_from
+
+
+def test_marks_of_models_that_were_refused_are_removed_with_their_weights(opened, tiny, cache, monkeypatch):
+    monkeypatch.setattr(packed_weights, "_source_hash", lambda: "an older version")
+    key = packed_weights.PackedKey.of(ModelConfig(id=str(tiny), cache_dir=str(cache)), tiny, NATIVE)
+    key.cache.mkdir(parents=True)
+    key.refused.touch()
+    (key.cache / "long-ago.refused").touch()
+    os.utime(key.cache / "long-ago.refused", (0, 0))
+    (key.cache / "another.refused").touch()
+    monkeypatch.undo()
+    opened()
+    assert [path.name for path in key.cache.glob("*.refused")] == ["another.refused"]
