@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from filelock import FileLock, Timeout
 
 import outrider
+from outrider.cache_directory import locked
 from outrider.engine.cpu_kernels.decoder_weights import PACKED
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.model_hub.config import ModelConfig
@@ -133,7 +133,18 @@ def open_packed(
         if (packed := read()) is not None:
             return packed, ""
     with contextlib.ExitStack() as stack:
-        problem = _lock(stack, key, progress)
+        problem = ""
+        try:
+            stack.enter_context(
+                locked(
+                    key.cache / f"{key.model}.lock",
+                    while_waiting=lambda: progress("wait", 0, 0),
+                    every_seconds=WAIT_REPORT_SECONDS,
+                    seconds=WAIT_SECONDS,
+                )
+            )
+        except OSError as error:  # TimeoutError is one
+            problem = str(error)
         if not problem and (packed := read()) is not None:
             return packed, ""
         made = pack()
@@ -150,26 +161,6 @@ def open_packed(
         if not problem and (packed := read()) is not None:
             return packed, ""
         return made, problem or f"what was written to {key.folder} cannot be read back"
-
-
-def _lock(stack: contextlib.ExitStack, key: PackedKey, progress: Progress) -> str:
-    """Enters the lock of this model's packed weights; returns why not, or nothing."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    try:
-        key.cache.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(key.cache / f"{key.model}.lock")
-        while True:
-            try:
-                lock.acquire(timeout=WAIT_REPORT_SECONDS)
-                break
-            except Timeout:
-                progress("wait", 0, 0)
-            if time.monotonic() > deadline:
-                return f"another process has been packing them for {WAIT_SECONDS / 60:.0f} minutes"
-    except OSError as error:
-        return str(error)
-    stack.callback(lock.release)
-    return ""
 
 
 def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progress = no_progress) -> Packed | None:

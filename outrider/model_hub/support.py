@@ -7,7 +7,7 @@ causal attention with a scale, a window and a soft cap. Other models are refused
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -301,35 +301,25 @@ def own_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
 def float32_logits(model: PreTrainedModel) -> Tensor:
     """`own_logits` in float32 arithmetic, of a model on the CPU that nobody needs afterwards.
 
-    Layers are float32 only while they compute, so that one is in memory twice, not all.
+    Its layers are float32 only while they compute, so that one is in memory in both types, not all.
     """
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
-    layers = list(lists[0]) if lists else []
-    stored: list[tuple[Tensor, Tensor]] = []
+    dtype = model.dtype
+    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())
+    in_layers = {id(tensor) for tensor in (*layers.parameters(), *layers.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and id(tensor) not in in_layers:
+            tensor.data = tensor.data.float()
 
-    def widen(tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                stored.append((tensor, tensor.data))
-                tensor.data = tensor.data.float()
+    def widen(layer: nn.Module, _input: object) -> None:
+        layer.float()
 
-    def restore(*_: Any) -> None:
-        while stored:
-            tensor, data = stored.pop()
-            tensor.data = data
+    def narrow(layer: nn.Module, _input: object, _output: object) -> None:
+        layer.to(dtype)
 
-    in_layers = {id(tensor) for layer in layers for tensor in _tensors(layer)}
-    widen(tensor for tensor in _tensors(model) if id(tensor) not in in_layers)
-    stored.clear()
     for layer in layers:
-        layer.register_forward_pre_hook(lambda layer, _: widen(_tensors(layer)))
-        layer.register_forward_hook(restore)
+        layer.register_forward_pre_hook(widen)
+        layer.register_forward_hook(narrow)
     return own_logits(model, model.get_output_embeddings().weight.shape[0])
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def _own_forward(model: PreTrainedModel, token_ids: Tensor) -> Tensor:

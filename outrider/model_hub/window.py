@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 MAX_WINDOW = 1 << 20
 """Positions beyond cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
 
-_BY_LENGTH = frozenset({"dynamic", "longrope"})
-
 
 @dataclass(frozen=True, slots=True)
 class Window:

@@ -111,7 +111,7 @@ def test_a_byte_that_a_disk_has_lost_is_found_by_the_whole_check(whole, monkeypa
         lambda path, cache: written if path == weights else known_sha256(path, cache),
     )
     verify_converted(whole)
-    with pytest.raises(ModelError, match=rf"model.safetensors has sha256 .*: delete {whole} and start again"):
+    with pytest.raises(ModelError, match=rf"model.safetensors is not what was converted: delete {whole}"):
         check_whole_files(whole)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.cache_directory import locked
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -305,8 +306,8 @@ def test_a_node_that_waits_too_long_for_another_serves_by_itself(opened, cache, 
     (folder,) = folders(cache)
     shutil.rmtree(folder)
     (lock,) = (cache / "packed").glob("*.lock")
-    with packed_weights.FileLock(lock):
-        assert "another process has been packing them" in opened().weights_from
+    with locked(lock, while_waiting=list):
+        assert "has been locked by another process" in opened().weights_from
 
 
 def test_marks_of_models_that_were_refused_are_removed_with_their_weights(opened, tiny, cache, monkeypatch):
