@@ -1,8 +1,11 @@
-"""Where this user's cache is. Standard library only."""
+"""Where this user's cache is, and who may write there. Standard library only."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CACHE_VARIABLE = "OUTRIDER_CACHE_DIR"
@@ -14,3 +17,29 @@ def user_cache_directory() -> Path:
     if chosen := os.environ.get(CACHE_VARIABLE, ""):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+@contextlib.contextmanager
+def locked(
+    path: Path, *, while_waiting: Callable[[], object], every_seconds: float = 1.0, seconds: float = float("inf")
+) -> Iterator[None]:
+    """Holds the lock of this file, whose folder is made if need be, for this process alone.
+
+    `while_waiting` is called every so often. The system releases the lock of a process that dies, however it dies.
+    Raises TimeoutError after `seconds`, OSError where the file cannot be written.
+    """
+    import fcntl  # not on Windows, where clients are installed and nothing is made
+
+    deadline = time.monotonic() + seconds
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                while_waiting()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} has been locked by another process for {seconds / 60:.0f} minutes")
+            time.sleep(every_seconds)
+        yield

@@ -2,7 +2,8 @@
 
 The engine thread only says which layers and tokens are in the cache by now; the rows are
 gathered here, when they can be sent. Their blocks stay pinned until the push has ended,
-so a slow decode node costs no memory and never makes the engine wait.
+so a slow decode node never makes the engine wait, and costs no memory but the window that
+all pushes to it share.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from outrider.engine.processor import about_processor, usable_cpus
+from outrider.engine.processor import about_processor, usable_cpus, within_quota
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class MachineInfo:
 def describe_machine() -> MachineInfo:
     return MachineInfo(
         processor=about_processor().get("model name") or platform.processor() or platform.machine(),
-        num_cores=len(usable_cpus()),
+        num_cores=len(within_quota(usable_cpus())),
         memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.cluster.config import ClusterConfig
-from outrider.engine.processor import usable_cpus
+from outrider.engine.processor import usable_cpus, within_quota
 
 FEWEST_TO_DIVIDE = 6
 """With fewer processors all roles share them: an idle role's own would be wasted."""
@@ -55,7 +55,7 @@ def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShar
 
 def has_shared_cpus(config: ClusterConfig) -> bool:
     """Whether the computing nodes of a cluster on this machine share its processors."""
-    return any(share.is_shared for share in divide_cpus(config, usable_cpus()).values())
+    return any(share.is_shared for share in divide_cpus(config, within_quota(usable_cpus())).values())
 
 
 def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, CpuShare]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.cpu_shares import divide_cpus
-from outrider.engine.processor import usable_cpus
+from outrider.engine.processor import usable_cpus, within_quota
 from outrider.heads.locate import AUTO_HEAD
 from outrider.own_modules import module_command
 from outrider.speculation.proposers.factory import NO_PROPOSER
@@ -110,9 +110,10 @@ def _chosen(
     """The cluster's own settings for one process."""
     role = spec.role
     chosen: dict[str, Any] = {"server.drain_seconds": DRAIN_SECONDS, "server.metrics_port": 0}
-    share = divide_cpus(config, usable_cpus()).get(spec.name)
+    cpus = usable_cpus()
+    share = divide_cpus(config, within_quota(cpus)).get(spec.name)
     if share is not None:
-        chosen["model.cpus"] = share.cpus
+        chosen["model.cpus"] = share.cpus if len(within_quota(cpus)) == len(cpus) else ()
         chosen["model.num_threads"] = len(share.cpus)
         if share.is_shared and role in (PREFILL, DECODE):
             chosen["model.turns_file"] = turns_file

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import psutil
 
-GROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
+from outrider.engine.control_groups import GROUPS, MEMBERSHIP, control_groups
 
 
 def free_main_memory_bytes(
@@ -27,32 +26,17 @@ def free_main_memory_bytes(
 
 
 def _left_in_groups(groups: Path, membership: Path, mapped: int) -> Iterator[int]:
-    """Bytes left in each group that has a limit, of both versions of control groups.
-
-    A container sees its own group as the root of the hierarchy, under another name than the host's: groups that are not
-    there are skipped.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            root, limit, usage, prefix = groups, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            root = groups / "memory"
-            limit, usage, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        else:
-            continue
-        group = root / name.strip("/")
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or it says "max"
-                bound = int((folder / limit).read_text())
-                used = int((folder / usage).read_text())
-                rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                inactive, active = (int(rows[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
-                # Page cache is reclaimed when memory is needed, except what is mapped here.
-                yield bound - used + min(inactive, max(0, inactive + active - mapped))
-            if folder == root:
-                break
+    """Bytes left in each group that has a limit."""
+    for version, folder in control_groups("memory", groups=groups, membership=membership):
+        limit, usage, prefix = (
+            ("memory.max", "memory.current", "")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        )
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or it says "max"
+            bound = int((folder / limit).read_text())
+            used = int((folder / usage).read_text())
+            rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+            inactive, active = (int(rows[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+            # Page cache is reclaimed when memory is needed, except what is mapped here.
+            yield bound - used + min(inactive, max(0, inactive + active - mapped))

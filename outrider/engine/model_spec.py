@@ -19,6 +19,7 @@ class ModelSpec:
     vocab_size: int  # rows of the output layer, padding included
     max_model_len: int  # tokens of prompt and answer
     dtype: str  # "float32", "bfloat16", "float16"
+    is_extended: bool = False  # its rotations are those of a window beyond the original one: other K than without
     features: PlaneSpec | None = None  # kept of each token for a drafter head; see outrider.engine.feature_spec
 
     @property

@@ -11,6 +11,8 @@ KERNELS_REVISION = 2
 """Of the native kernels' arithmetic: raised whenever a model and tokens give other bits than before. What travels
 between nodes keeps its form, so nodes of two revisions may serve together, as those of two instruction paths do.
 """
+LAYERS_REVISION = 2
+"""The same for what replaces a model's layers one by one."""
 
 
 class Promise(StrEnum):
@@ -50,7 +52,7 @@ def native_numerics(
         promise: less than exact where torch computes a part that depends on the batch.
     """
     of_int8 = ["lossy int8 weights and activations"] * has_int8_weights
-    notes = [f"{path} {KERNELS_REVISION}", *["by layers"] * by_layers, *of_int8]
+    notes = [f"{path} {KERNELS_REVISION}", *[f"by layers {LAYERS_REVISION}"] * by_layers, *of_int8]
     return Numerics(promise, ", ".join(notes))
 
 

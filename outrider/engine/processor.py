@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from outrider.engine.control_groups import cpu_quota
 from outrider.errors import ConfigError
 
 ENVIRONMENT = {
@@ -22,6 +23,14 @@ def usable_cpus() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def within_quota(cpus: Sequence[int]) -> list[int]:
+    """As many of them as a container's limit on processor time (`docker run --cpus 2`) keeps busy.
+
+    It names no processors: count them, and leave threads free to run on all.
+    """
+    return list(cpus[: cpu_quota()])
 
 
 def about_processor() -> dict[str, str]:

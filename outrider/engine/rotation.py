@@ -48,9 +48,10 @@ def inverse_frequencies(theta: float, num_dims: int) -> Floats:
 
 
 def cosines_and_sines(angles: Floats) -> tuple[Floats, Floats]:
-    """Of angles from 0 to `MAX_ANGLE`, in radians: two arrays of the same shape."""
+    """Of angles from 0 to `MAX_ANGLE`, in radians: two arrays of the same shape. Raises ValueError for others."""
     x = angles.astype(np.float64)
-    assert x.size == 0 or (x.min() >= 0 and x.max() <= MAX_ANGLE), "angles of positions within a window"
+    if x.size and not (x.min() >= 0 and x.max() <= MAX_ANGLE):
+        raise ValueError(f"angles from {x.min():g} to {x.max():g} cannot be rotated exactly, only 0 to {MAX_ANGLE:g}")
     quarters = np.rint(x * _TWO_OVER_PI)
     for part in _HALF_PI:
         x -= quarters * part  # now within pi/4 of 0

@@ -27,7 +27,7 @@ class KvTransferConfig:
         32 << 20, at_least=1 << 20, at_most=1 << 30, help="Shared memory for each decode node; taken as it is needed."
     )
     frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and a slot of the arena: copies of it are cheap
-    window_bytes: int = fixed(16 << 20)  # unacknowledged payload of a transfer by grpc: eight frames keep a link busy
+    window_bytes: int = fixed(16 << 20)  # unacknowledged payload by grpc to one decode node: it keeps a link busy
     connect_seconds: float = fixed(5.0)  # for a decode node to attach; it serves, so this is a round trip
     progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that acknowledges nothing for so long is lost
     arena_directory: str = fixed(ARENA_DIRECTORY)  # where memory can be shared with the decode node

@@ -17,6 +17,7 @@ from outrider.kv_transfer.grpc_inline import InlineCarrier
 from outrider.kv_transfer.sender import Carrier, Sender
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.kv_transfer.shared_memory import ArenaSource
+from outrider.kv_transfer.shared_window import SharedWindow
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 
 MAX_CHANNELS = 256
@@ -48,7 +49,7 @@ class Connector:
         self._sources = tuple(SOURCES[name](config) for name in config.accepted)
         self._config = config
         self._lock = threading.Lock()
-        self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()  # last used last
+        self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # last used last
         self._security_version = 0  # of the channels
 
     def connect(self, address: str, spec: TransferSpec) -> Sender:
@@ -72,33 +73,34 @@ class Connector:
     def close(self) -> None:
         """Drops connections and arenas; senders still open fail. Idempotent."""
         with self._lock:
-            channels = list(self._channels.values())
-            self._channels.clear()
-        for channel in channels:
+            links = list(self._links.values())
+            self._links.clear()
+        for channel, _ in links:
             channel.close()
         for source in self._sources:
             source.close()
 
     def _open_stream(self, address: str) -> SenderStream:
+        channel, window = self._link(address)
         return SenderStream(
-            self._channel(address),
+            channel,
             address=address,
-            window_bytes=self._config.window_bytes,
+            window=window,
             connect_seconds=self._config.connect_seconds,
             progress_seconds=self._config.progress_seconds,
         )
 
-    def _channel(self, address: str) -> grpc.Channel:
+    def _link(self, address: str) -> tuple[grpc.Channel, SharedWindow]:
         version = self._security.version
         with self._lock:
             if version != self._security_version:
-                self._channels.clear()  # each ends with its last transfer
+                self._links.clear()  # each ends with its last transfer
                 self._security_version = version
-            channel = self._channels.get(address)
-            if channel is None:
+            link = self._links.get(address)
+            if link is None:
                 channel = self._security.open_bulk_channel(address, max_message_bytes=MAX_MESSAGE_BYTES)
-                self._channels[address] = channel
-            self._channels.move_to_end(address)
-            if len(self._channels) > MAX_CHANNELS:
-                self._channels.popitem(last=False)[1].close()  # decode nodes come and go
-            return channel
+                link = self._links[address] = (channel, SharedWindow(self._config.window_bytes))
+            self._links.move_to_end(address)
+            if len(self._links) > MAX_CHANNELS:
+                self._links.popitem(last=False)[1][0].close()  # decode nodes come and go
+            return link

@@ -11,7 +11,7 @@ from outrider.kv_transfer.sender_stream import SenderStream
 
 
 class InlineCarrier:
-    """Each frame is one message; the stream's window bounds what is unacknowledged.
+    """Each frame is one message; the window of all streams to a receiver bounds what is unacknowledged.
 
     Without a state, so that it is the `CarrierSource` of all receivers, too.
     """

@@ -32,6 +32,7 @@ from outrider.kv_transfer.frames import (
     encode_read,
 )
 from outrider.kv_transfer.inbox import Disposition
+from outrider.kv_transfer.shared_window import SharedWindow
 
 MAX_UNACKNOWLEDGED_FRAMES = 256
 """So that acknowledgements always fit into the stream's own window."""
@@ -50,17 +51,24 @@ class SenderStream:
     """
 
     def __init__(
-        self, channel: grpc.Channel, *, address: str, window_bytes: int, connect_seconds: float, progress_seconds: float
+        self,
+        channel: grpc.Channel,
+        *,
+        address: str,
+        window: SharedWindow,
+        connect_seconds: float,
+        progress_seconds: float,
     ) -> None:
+        """`window`: of all streams to the address."""
         self.address = address
         self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
-        self._window_bytes = window_bytes
+        self._window = window
+        self._num_taken = 0  # bytes of it
         self._connect_seconds = connect_seconds
         self._progress_seconds = progress_seconds
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._in_flight: dict[int, _InFlight] = {}
-        self._in_flight_bytes = 0
         self.num_frames = 0  # that were sent: the number of the last one
         self._last_heard = time.monotonic()
         self._broken: OutriderError | None = None  # the call is over
@@ -85,18 +93,26 @@ class SenderStream:
         return self._welcomes[-1]
 
     def wait_for_room(self, num_bytes: int) -> None:
-        """Until this much more may be unacknowledged. Raises: PeerLostError, AbortedError."""
-        self._wait(
-            lambda: (
-                self._in_flight_bytes == 0
-                or (
-                    self._in_flight_bytes + num_bytes <= self._window_bytes
-                    and len(self._in_flight) < MAX_UNACKNOWLEDGED_FRAMES
-                )
-            ),
-            self._progress_seconds,
-            "acknowledges nothing",
-        )
+        """Until this much more may be unacknowledged. Raises: PeerLostError, AbortedError.
+
+        While others have their turn, the receiver lives if any of them hears of it; once this stream has sent, it must
+        hear by itself.
+        """
+        wake = self._wake
+
+        def takes() -> bool:
+            return len(self._in_flight) < MAX_UNACKNOWLEDGED_FRAMES and self._window.take(num_bytes, wake)
+
+        try:
+            self._wait(takes, self._progress_seconds, "acknowledges nothing", is_in_turns=True)
+            with self._changed:
+                self._num_taken += num_bytes
+        finally:
+            self._window.leave(wake)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def send(
         self,
@@ -109,7 +125,6 @@ class SenderStream:
             self.num_frames += 1
             sequence = self.num_frames
             self._in_flight[sequence] = _InFlight(header.length, release)
-            self._in_flight_bytes += header.length
         self._outgoing.put(encode(sequence, header))
 
     def ask(self, region: Region) -> None:
@@ -161,6 +176,7 @@ class SenderStream:
             is_settled = bool(self._answers) or self._drain is not None
         if not is_settled:
             self._call.cancel()
+        self._give_back()
 
     def interrupt(self) -> None:
         """From any thread: what waits raises AbortedError, and so does every later `put`, `keep_alive` or `commit`."""
@@ -200,23 +216,32 @@ class SenderStream:
         if error is not None:
             raise error
 
-    def _wait(self, is_done: Callable[[], bool], seconds: float, complaint: str) -> None:
+    def _wait(self, is_done: Callable[[], bool], seconds: float, complaint: str, *, is_in_turns: bool = False) -> None:
         with self._changed:
             self._last_heard = time.monotonic()
             while not is_done():
                 error = self._refused or self._broken
                 if error is not None:
                     raise error
-                remaining = self._last_heard + seconds - time.monotonic()
+                is_others_turn = is_in_turns and not self._in_flight
+                heard = max(self._last_heard, self._window.last_heard) if is_others_turn else self._last_heard
+                remaining = heard + seconds - time.monotonic()
                 if remaining <= 0:
                     raise PeerLostError(f"KV receiver {self.address} {complaint} for {seconds:g} s", node=self.address)
                 self._changed.wait(remaining)
 
     def _release_all(self) -> None:
         with self._changed:
-            in_flight, self._in_flight, self._in_flight_bytes = list(self._in_flight.values()), {}, 0
+            in_flight, self._in_flight = list(self._in_flight.values()), {}
         for item in in_flight:
             item.release()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """All that it has of the window: it is acknowledged, or never will be."""
+        with self._changed:
+            num_bytes, self._num_taken = self._num_taken, 0
+        self._window.give_back(num_bytes)
 
     # ---- the reader thread
 
@@ -239,7 +264,8 @@ class SenderStream:
 
     def _take(self, message: ReceiverMessage) -> None:
         acknowledged: _InFlight | None = None
-        frame = 0
+        frame = num_bytes = 0
+        self._window.hear()
         with self._changed:
             self._last_heard = time.monotonic()
             match message:
@@ -247,7 +273,8 @@ class SenderStream:
                     frame = message.sequence
                     acknowledged = self._in_flight.pop(frame, None)
                     if acknowledged is not None:
-                        self._in_flight_bytes -= acknowledged.num_bytes
+                        num_bytes = min(acknowledged.num_bytes, self._num_taken)  # none of a shared memory's
+                        self._num_taken -= num_bytes
                     if message.disposition.is_refusal and self._refused is None:
                         self._refused = refusal_of(self.address, message.disposition)
                 case Welcome():
@@ -263,6 +290,7 @@ class SenderStream:
                     self._drain = message
             self._changed.notify_all()
         if acknowledged is not None:
+            self._window.give_back(num_bytes)
             acknowledged.release()
             self._tell_acknowledged(frame)
         self._tell_if_ended()

@@ -16,17 +16,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from outrider.cache_directory import locked
 from outrider.engine.processor import ENVIRONMENT
 from outrider.errors import ModelError
 from outrider.model_hub.convert_gguf import CONVERSION_STEPS
-from outrider.model_hub.fingerprint import file_sha256, sample_file
+from outrider.model_hub.fingerprint import file_sha256, known_sha256
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.own_modules import module_command
 from outrider.parent_death import PARENT_VARIABLE
@@ -65,14 +64,18 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
 
     Any number of processes may call it at once: one works, the others wait for it and
     report stage "wait"; one that dies leaves its work to the next. What is there already is
-    checked by size and samples against what was written. Raises ModelError when it cannot
+    checked against what was written. Raises ModelError when it cannot
     be fetched, or when the cache is damaged, full or not writable.
     """
     directory = default_directory(cache_directory)
     try:
         if not directory.is_dir():
-            cache_directory.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(cache_directory, progress):
+
+            def report() -> None:
+                progress("wait", sum(_bytes_under(work) for work in _work_directories(cache_directory)), 0)
+
+            lock = cache_directory / f"{DIRECTORY_NAME}.lock"
+            with locked(lock, while_waiting=report, every_seconds=WAIT_REPORT_SECONDS):
                 if not directory.is_dir():  # another process may have made it meanwhile
                     for work in _work_directories(cache_directory):  # of processes that were killed
                         shutil.rmtree(work, ignore_errors=True)
@@ -82,25 +85,6 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
         raise ModelError(_cannot_write(cache_directory, error)) from error
     verify_converted(directory)
     return directory
-
-
-@contextmanager
-def _one_at_a_time(cache_directory: Path, progress: Progress) -> Iterator[None]:
-    """Waits for the process that makes the model, if there is one, and tells how far that has come.
-
-    The kernel releases the lock of a process that dies, however it dies.
-    """
-    lock = FileLock(cache_directory / f"{DIRECTORY_NAME}.lock")
-    while True:
-        try:
-            lock.acquire(timeout=WAIT_REPORT_SECONDS)
-            break
-        except Timeout:
-            progress("wait", sum(_bytes_under(work) for work in _work_directories(cache_directory)), 0)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _work_directories(cache_directory: Path) -> list[Path]:
@@ -127,41 +111,36 @@ def _cannot_write(cache_directory: Path, error: OSError) -> str:
     )
 
 
-def verify_converted(directory: Path) -> None:
-    """Compares every file's size and samples with the manifest. Raises ModelError naming the file and the fix."""
+def verify_converted(
+    directory: Path, *, sha256: Callable[[Path], str] | None = None, progress: Progress = no_progress
+) -> None:
+    """Compares every file's sha256 with the manifest's. Raises ModelError naming the file and the fix.
+
+    By default files that have not changed since they were hashed are not read again.
+    """
+    sha256 = sha256 or (lambda path: known_sha256(path, directory.parent))
     fix = f"delete {directory} and start again"
     try:
-        manifest: dict[str, dict[str, Any]] = json.loads((directory / MANIFEST).read_bytes())["files"]
-        for name, recorded in manifest.items():
+        files: dict[str, dict[str, Any]] = json.loads((directory / MANIFEST).read_bytes())["files"]
+        done, total = 0, sum(int(recorded["size"]) for recorded in files.values())
+        for name, recorded in files.items():
+            progress("check", done, total)
             path = directory / name
-            if path.stat().st_size != recorded["size"] or sample_file(path).hex() != recorded["samples"]:
+            if path.stat().st_size != recorded["size"] or sha256(path) != recorded["sha256"]:
                 raise ModelError(f"{path} is not what was converted: {fix}")
+            done += int(recorded["size"])
+        progress("check", done, total)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the converted model is damaged ({error!r}): {fix}") from error
 
 
 def check_whole_files(directory: Path, *, progress: Progress = no_progress) -> None:
-    """Compares every byte with the manifest's sha256; `verify_converted`, which every start affords, reads samples.
+    """Reads every byte for that comparison, which is how a disk that has lost some is found.
 
-    A directory without a manifest (a user's, or the hub's) has nothing to be compared
-    with. Raises ModelError naming the file and the fix.
+    A directory without a manifest (a user's, or the hub's) has nothing to be compared with. Raises as above.
     """
-    manifest = directory / MANIFEST
-    if not manifest.is_file():
-        return
-    verify_converted(directory)
-    files: dict[str, dict[str, Any]] = json.loads(manifest.read_bytes())["files"]
-    done, total = 0, sum(int(recorded["size"]) for recorded in files.values())
-    progress("check", done, total)
-    for name, recorded in files.items():
-        digest = file_sha256(directory / name)
-        if digest != recorded["sha256"]:
-            raise ModelError(
-                f"{directory / name} has sha256 {digest}, {recorded['sha256']} was written: delete {directory} and "
-                f"start again"
-            )
-        done += int(recorded["size"])
-        progress("check", done, total)
+    if (directory / MANIFEST).is_file():
+        verify_converted(directory, sha256=file_sha256, progress=progress)
 
 
 def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progress) -> None:
@@ -262,15 +241,11 @@ def _run(
 
 
 def _write_manifest(directory: Path) -> None:
-    """Records every file's size, samples and whole sha256, and makes all of it readable for this user's processes."""
+    """Records every file's size and sha256, and makes all of it readable for this user's processes."""
     files = {}
     for path in sorted(directory.iterdir()):
         path.chmod(0o644)
-        files[path.name] = {
-            "size": path.stat().st_size,
-            "samples": sample_file(path).hex(),
-            "sha256": file_sha256(path),
-        }
+        files[path.name] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = {"source": WHEEL_REQUIREMENT, "source_sha256": WHEEL_SHA256, "files": files}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +20,34 @@ from outrider.model_hub.checkpoint_text import TOKENIZER_FILE
 from outrider.model_hub.vocabulary import read_json
 
 LENGTH_BYTES = 8
-SAMPLE_BYTES = 64 * 1024
-SAMPLES_PER_FILE = 256
-SMALL_TENSOR_BYTES = 1 << 20
-"""Smaller tensors count whole: a norm or a bias may lie between two samples of a large file."""
+FORMATS = ("model.safetensors", "pytorch_model.bin")
+"""Of weights, as transformers prefers them: one file of this name, else those that the index beside it names."""
+RACY_SECONDS = 2.0
+"""A file that was changed later before it was hashed may change again within one tick of its file system's clock."""
+REMEMBERED_SECONDS = 30 * 24 * 3600
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Of config.json: how and by what it was saved, not what it says."""
 
 
-def model_fingerprint(directory: Path, *, dtype: str) -> str:
-    """SHA-256 in hexadecimal over configuration, tokenizer, dtype, quantization and weights.
+def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
+    """SHA-256 in hexadecimal over configuration, tokenizer, dtype, quantization and every byte of the weights.
 
-    Weights count with their header, their tensors under 1 MiB, and 64 KiB samples at fixed
-    strides of each file, so that a large model costs milliseconds. Quantization is part of the configuration
-    (`quantization_config`). Raises ModelError when a file is missing.
+    What the weights' own hashes are is remembered in `cache`, so that a large model is read once (`known_sha256`).
+    Quantization is part of the configuration (`quantization_config`). Raises ModelError when a file is missing.
     """
     config = read_json(directory / "config.json")
     if not config:
         raise ModelError(f"{directory} has no config.json")
     tokenizer = directory / TOKENIZER_FILE
+    files = weight_files(directory)
+    with ThreadPoolExecutor() as threads:
+        hashes = list(threads.map(lambda path: known_sha256(path, cache), files))
     digest = hashlib.sha256()
     parts: Iterable[tuple[str, bytes]] = (
         ("config", canonical_json(config)),
         ("tokenizer", hashlib.sha256(tokenizer.read_bytes() if tokenizer.is_file() else b"").digest()),
         ("dtype", dtype.encode()),
-        *((path.name, sample_file(path)) for path in weight_files(directory)),
+        *((path.name, file_hash.encode()) for path, file_hash in zip(files, hashes, strict=True)),
     )
     for name, content in parts:
         digest.update(f"{name}:{len(content)}:".encode() + content)
@@ -58,35 +65,6 @@ def canonical_json(value: dict[str, Any]) -> bytes:
     return json.dumps(strip(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def sample_file(path: Path) -> bytes:
-    """SHA-256 over a file's size, its safetensors header and small tensors, and samples at fixed strides to its end."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(size.to_bytes(8, "little"))
-    stride = max(SAMPLE_BYTES, -(-size // SAMPLES_PER_FILE))
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if length > size:
-                raise ModelError(f"{path} is not a safetensors file: its header claims {length:,} of {size:,} bytes")
-            header = file.read(length)
-            digest.update(header)
-            for start, end in _small_tensors(header):
-                file.seek(LENGTH_BYTES + length + start)
-                digest.update(file.read(end - start))
-        for offset in (*range(0, size, stride), max(0, size - SAMPLE_BYTES)):
-            file.seek(offset)
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()
-
-
-def _small_tensors(header: bytes) -> list[tuple[int, int]]:
-    """[start, end) behind the header, in the order of the file. None of a damaged file: see `check_weight_files`."""
-    try:
-        return sorted((start, end) for start, end in _offsets(header) if 0 <= end - start < SMALL_TENSOR_BYTES)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return []
-
-
 def _offsets(header: bytes) -> list[tuple[int, int]]:
     """[start, end) of all tensors of a safetensors file. Raises what a header that is none makes of it."""
     tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
@@ -94,12 +72,26 @@ def _offsets(header: bytes) -> list[tuple[int, int]]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The weight files that transformers loads from `directory`, by name. Raises ModelError when there are none."""
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        files = sorted(path for path in directory.glob(pattern) if path.is_file())
-        if files:
+    """The weight files that transformers loads from `directory`. Raises ModelError when there are none, or not all."""
+    for name in FORMATS:
+        if (directory / name).is_file():
+            return [directory / name]
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            files = [directory / part for part in indexed_files(index)]
+            for path in files:
+                if not path.is_file():
+                    raise ModelError(f"{index} names {path.name}, which is missing: copy or download it again")
             return files
-    raise ModelError(f"{directory} has no weights: expected *.safetensors or pytorch_model*.bin")
+    raise ModelError(f"{directory} has no weights: expected {' or '.join(FORMATS)}, or an index of several files")
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The names in the index of a checkpoint of several files, rising. Raises ModelError for anything else."""
+    weights = read_json(index).get("weight_map")
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
+        raise ModelError(f"{index} has no weight_map from tensors to files; copy or download it again")
+    return sorted(set(weights.values()))
 
 
 def check_weight_files(directory: Path) -> None:
@@ -134,3 +126,40 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of a whole file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def known_sha256(path: Path, cache: Path) -> str:
+    """The same, remembered in `cache` for as long as size, inode, and both times of change are those of the file.
+
+    An edit in place gives it another time of change, also if it puts the time of modification back. A cache that
+    cannot be written costs the reading, nothing else.
+    """
+    state = _state(path)
+    entry = cache / "hashes" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+    with suppress(OSError, ValueError):
+        known, digest = entry.read_text().splitlines()
+        if known == state:
+            return digest
+    digest = file_sha256(path)
+    changed = path.stat()
+    if max(changed.st_mtime, changed.st_ctime) < time.time() - RACY_SECONDS and _state(path) == state:
+        with suppress(OSError):
+            _remember(entry, f"{state}\n{digest}\n")
+    return digest
+
+
+def _state(path: Path) -> str:
+    found = path.stat()
+    return repr((found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_dev, found.st_ino))
+
+
+def _remember(entry: Path, content: str) -> None:
+    """Complete or not at all; forgets what was remembered long ago. Raises OSError."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    for other in entry.parent.iterdir():
+        with suppress(FileNotFoundError):  # another process forgets it at this moment
+            if other.stat().st_mtime < time.time() - REMEMBERED_SECONDS:
+                other.unlink()
+    unfinished = entry.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}")
+    unfinished.write_text(content)
+    unfinished.replace(entry)

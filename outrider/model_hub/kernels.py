@@ -7,7 +7,7 @@ from outrider.engine.cpu_kernels.library import KernelLibrary, Team
 from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
 from outrider.engine.device import device_type, has_gpu_driver, needs_torch
 from outrider.engine.gpu_kernels import why_no_triton
-from outrider.engine.processor import usable_cpus
+from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress, no_progress
@@ -60,7 +60,7 @@ def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
     """The chosen library, with a thread for each processor that this process may use, or as the configuration says."""
     assert choice.library is not None, "torch's kernels need no start"
     library = KernelLibrary(choice.library)
-    return CpuKernels(library, Team(library, config.num_threads or len(usable_cpus())))
+    return CpuKernels(library, Team(library, config.num_threads or len(within_quota(usable_cpus()))))
 
 
 def resolve_device(name: str) -> str:

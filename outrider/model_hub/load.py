@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -43,13 +49,16 @@ from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.support import (
     SPLIT_CONTEXT,
+    architecture_name,
     check_paged_forward,
     depends_on_batch,
     describe_decoder,
+    float32_logits,
     own_logits,
     refuse_by_config,
 )
 from outrider.model_hub.tensor_parallel import check_split, own_rank, rank_device
+from outrider.model_hub.window import fix_rotations, resolve_window
 
 
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
@@ -69,11 +78,15 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         device = rank_device(config, own_rank(config))
     hf_config = read_config(location.directory)
     refuse_by_config(hf_config, device)
+    text_config = hf_config.get_text_config(decoder=True)
+    window = resolve_window(text_config, config.max_model_len)
+    if window.is_extended:
+        fix_rotations(text_config)
     check_weight_files(location.directory)
     kernels = choose_model_kernels(config, device, progress=progress)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
     model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress, num_ranks=num_ranks)
-    spec, layers = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
+    spec, layers = describe_decoder(model, dtype=dtype, window=window)
     if num_ranks > 1:
         check_split(spec, hf_config, num_ranks)
     if kernels.library is not None and spec.head_dim % HEAD_DIM_STEP:
@@ -104,7 +117,12 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         native=native,
         weights_from="checkpoint",
     )
-    check_paged_forward(loaded, expected, is_lossy=has_int8_weights)
+
+    def exact() -> Tensor:
+        directory, own_config = location.directory, copy.deepcopy(hf_config)
+        return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
+
+    check_paged_forward(loaded, expected, exact=exact, is_lossy=has_int8_weights)
     if config.deterministic and native is None:
         numerics = _deterministic_numerics(loaded, attention_of(config, device))
         return replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
@@ -160,8 +178,8 @@ def read_config(directory: Path) -> PretrainedConfig:
     """A checkpoint's config.json. Raises ModelError."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{directory / 'config.json'}: {error}") from error
+    except Exception as error:  # whatever the code of an architecture raises
+        raise ModelError(f"{directory / 'config.json'} cannot be read: {type(error).__name__}: {error}") from error
     return config
 
 
@@ -181,20 +199,23 @@ def _load_weights(
         placement = {"distributed_config": DistributedConfig(tp_size=num_ranks)}
     with _reported_progress(progress):
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
+                output_loading_info=True,
                 **placement,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise ModelError(f"{directory}: {type(error).__name__}: {error}") from error
-        except Exception as error:
-            if type(error).__name__ == "SafetensorError":  # its class is not exported
-                raise ModelError(f"{directory}: a weight file is damaged: {error}") from error
-            raise
+        except Exception as error:  # whatever the code of an architecture raises
+            why = f"{type(error).__name__}: {error}"
+            if "ignore_mismatched_sizes" in why:  # it goes on to a report that nobody sees
+                why = "its weights have other shapes than its config.json says"
+            raise ModelError(f"{architecture_name(config)} cannot be loaded from {directory}: {why}") from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up
+        raise ModelError(f"{directory} has no weights for {len(missing)} tensors of the model, such as {missing[0]}")
     model.requires_grad_(requires_grad=False)
     return model.eval()
 

@@ -21,7 +21,7 @@ from outrider.engine.sampler import Sampler
 from outrider.model_hub.checkpoint_text import open_text
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
-from outrider.model_hub.locate import ModelLocation
+from outrider.model_hub.locate import ModelLocation, cache_directory
 from outrider.model_hub.packed_weights import PackedKey
 from outrider.model_hub.vocabulary import (
     grammar_compiler,
@@ -109,6 +109,8 @@ def describe_model(
         numerics = native_numerics(
             kernels.arithmetic, by_layers=model is not None, has_int8_weights=config.weights == INT8
         )
+    # Rounded weights and activations, and other rotations, make another model, whose KV nobody else may use.
+    arithmetic = ", ".join([spec.dtype, *["W8A8"] * (config.weights == INT8), *["extended window"] * spec.is_extended])
     tokenizer_files, text = open_text(directory)
     info = ModelInfo(
         name=location.name,
@@ -117,10 +119,7 @@ def describe_model(
         max_model_len=spec.max_model_len,
         eos_token_ids=row_eos_token_ids(text, spec.vocab_size),
         dtype=spec.dtype,
-        # Rounded weights and activations make another model, whose KV nobody else may use.
-        fingerprint=model_fingerprint(
-            directory, dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, W8A8"
-        ),
+        fingerprint=model_fingerprint(directory, dtype=arithmetic, cache=cache_directory(config)),
         vocabulary_fingerprint=vocabulary_fingerprint(text.vocabulary),
         numerics=str(numerics),
     )

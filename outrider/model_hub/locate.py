@@ -10,11 +10,12 @@ from outrider.cache_directory import user_cache_directory
 from outrider.errors import ModelError, NotFoundError
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, default_directory, ensure_default_model
+from outrider.model_hub.fingerprint import FORMATS, indexed_files
 from outrider.model_hub.progress import Progress, no_progress
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
-DOWNLOADED_WITHOUT_SAFETENSORS = ("pytorch_model*.bin",)
+DOWNLOADED = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
+"""Of a hub model, beside the weights that transformers loads: repositories often hold them in other forms as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +70,12 @@ def _download(config: ModelConfig) -> Path:
 
     try:
         directory = snapshot(DOWNLOADED)
-        if not any(directory.glob("*.safetensors")):
-            directory = snapshot(DOWNLOADED + DOWNLOADED_WITHOUT_SAFETENSORS)
+        for name in FORMATS:
+            index = directory / f"{name}.index.json"
+            names = indexed_files(index) if index.is_file() else [name]
+            directory = snapshot((*DOWNLOADED, *names))
+            if all((directory / part).is_file() for part in names):
+                break
     except RepositoryNotFoundError as error:
         raise NotFoundError(f"model.id {config.id!r} is not on the Hugging Face hub, or needs a login") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

@@ -53,6 +53,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
             if (made := pack_default_model(location.directory, config, started[0])) is not None:
                 return Packed({"spec": asdict(made[0]), "shape": asdict(made[1].shape)}, made[1].blobs)
         loaded.append(_load(config, progress))
+        if PackedKey.of(config, location.directory, kernels) != key:
+            raise ModelError(f"{location.directory} changed while it was loaded: start again")
         native = loaded[0].native
         if not isinstance(native, NativeDecoder):
             return None

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from filelock import FileLock, Timeout
 
 import outrider
+from outrider.cache_directory import locked
 from outrider.engine.cpu_kernels.decoder_weights import PACKED
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.model_hub.config import ModelConfig
@@ -71,7 +71,7 @@ class PackedKey:
         """Raises ModelError when files of the model are missing, OSError when one cannot be read."""
         assert kernels.library is not None, "torch's weights are not packed"
         model = (
-            model_fingerprint(directory, dtype=config.dtype),
+            model_fingerprint(directory, dtype=config.dtype, cache=cache_directory(config)),
             file_sha256(directory / "config.json"),  # with what a fingerprint leaves out, such as its dtype
             (config.weights, config.max_model_len, kernels.path),
         )
@@ -133,12 +133,24 @@ def open_packed(
         if (packed := read()) is not None:
             return packed, ""
     with contextlib.ExitStack() as stack:
-        problem = _lock(stack, key, progress)
+        problem = ""
+        try:
+            stack.enter_context(
+                locked(
+                    key.cache / f"{key.model}.lock",
+                    while_waiting=lambda: progress("wait", 0, 0),
+                    every_seconds=WAIT_REPORT_SECONDS,
+                    seconds=WAIT_SECONDS,
+                )
+            )
+        except OSError as error:  # TimeoutError is one
+            problem = str(error)
         if not problem and (packed := read()) is not None:
             return packed, ""
         made = pack()
         if made is None:
             with contextlib.suppress(OSError):
+                _remove_old(key)
                 key.refused.touch()
             return None, ""
         try:
@@ -149,26 +161,6 @@ def open_packed(
         if not problem and (packed := read()) is not None:
             return packed, ""
         return made, problem or f"what was written to {key.folder} cannot be read back"
-
-
-def _lock(stack: contextlib.ExitStack, key: PackedKey, progress: Progress) -> str:
-    """Enters the lock of this model's packed weights; returns why not, or nothing."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    try:
-        key.cache.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(key.cache / f"{key.model}.lock")
-        while True:
-            try:
-                lock.acquire(timeout=WAIT_REPORT_SECONDS)
-                break
-            except Timeout:
-                progress("wait", 0, 0)
-            if time.monotonic() > deadline:
-                return f"another process has been packing them for {WAIT_SECONDS / 60:.0f} minutes"
-    except OSError as error:
-        return str(error)
-    stack.callback(lock.release)
-    return ""
 
 
 def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progress = no_progress) -> Packed | None:
@@ -260,6 +252,10 @@ def _remove_old(key: PackedKey) -> None:
     old = [path for used, path in found if used < time.time() - KEPT_SECONDS]
     for path in {*same[KEPT_FOR_A_MODEL:], *old}:
         shutil.rmtree(path, ignore_errors=True)
+    for path in key.cache.glob("*.refused"):
+        with contextlib.suppress(OSError):  # another process removes it at this moment
+            if path.name.startswith(key.model) or path.stat().st_mtime < time.time() - KEPT_SECONDS:
+                path.unlink()
 
 
 def _folders(cache: Path) -> Iterator[tuple[float, Path]]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from outrider.engine.device import device_type
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.processor import usable_cpus
+from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device, torch_instead
@@ -61,7 +61,7 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
     os.environ["LOCAL_RANK"] = str(rank)  # of which transformers makes its device
-    torch.set_num_threads(config.num_threads or max(len(usable_cpus()) // num_ranks, 1))
+    torch.set_num_threads(config.num_threads or max(len(within_quota(usable_cpus())) // num_ranks, 1))
     device = rank_device(config, rank)
     is_cuda = device_type(device) == "cuda"
     if is_cuda:

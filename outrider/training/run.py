@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from outrider.engine.processor import usable_cpus
+from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
@@ -119,7 +119,7 @@ def _write_hidden_states(
 def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: Say, progress: Progress) -> str:
     """Returns the report."""
     device = resolve_device(plan.model.device)
-    torch.set_num_threads(len(usable_cpus()))  # loading a model may have left one
+    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have left one
     dataset = Dataset(features_folder(plan))
     student = make_student(plan, target, dataset, torch.device(device), name=name)
     counts = dataset.answer_counts(target.vocab_size)

@@ -22,7 +22,7 @@ def test_a_model_is_found_and_named(model, capsys):
 
 
 def test_a_file_that_is_not_what_was_converted_is_an_error_with_the_fix(model, capsys):
-    recorded = {"config.json": {"size": 2, "samples": "00", "sha256": "00"}}
+    recorded = {"config.json": {"size": 2, "sha256": "00"}}
     (model / MANIFEST).write_text(json.dumps({"files": recorded}))
     assert main(["fetch", "--model", str(model)]) == 1
     shown = capsys.readouterr().err

@@ -43,6 +43,14 @@ def test_nodes_with_processors_of_their_own_take_none(on_processors):
     assert roles_in_turns(ClusterConfig()) == {}
 
 
+@pytest.mark.parametrize(("quota", "threads"), [(2, {"2"}), (16, {"8", "7"})])
+def test_a_quota_bounds_the_threads_and_pins_none(on_processors, monkeypatch, quota, threads):
+    on_processors(64)
+    monkeypatch.setattr("outrider.engine.processor.cpu_quota", lambda: quota)
+    assert set(settings_of(ClusterConfig(), "model.num_threads").values()) == threads
+    assert set(settings_of(ClusterConfig(), "model.cpus").values()) == {""}
+
+
 def test_the_users_own_file_wins(on_processors):
     on_processors(2)
     found = roles_in_turns(ClusterConfig(), "model.turns_file=/elsewhere")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.engine.linear import SharedProjection, replace_linear_layers
+from outrider.engine.linear import SharedProjection, replace_linear_layers, replace_norms
 
 
 class Linear(nn.Module):
@@ -119,3 +119,46 @@ def test_a_weight_tied_to_an_embedding_stays_there():
     replace_linear_layers(module, Linear)
     assert torch.equal(module.embedding.weight, weight)
     torch.testing.assert_close(module.lm_head(weight[3:4]), weight[3:4] @ weight.T)
+
+
+class Norm(nn.Module):
+    """Any kind that models have, by the switches; `replace_norms` must know it by what it computes."""
+
+    def __init__(self, weight, *, offset=0.0, subtracts_mean=False, epsilon=1e-6, dtype=torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        self.eps, self.offset, self.subtracts_mean, self.epsilon = 1e-6, offset, subtracts_mean, epsilon
+
+    def forward(self, rows):
+        values = rows.float()
+        values = values - self.subtracts_mean * values.mean(-1, keepdim=True)
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.epsilon)
+        return (values * (self.offset + self.weight.float())).to(rows.dtype)
+
+
+class OurNorm(Norm):
+    def __init__(self, weight, epsilon) -> None:
+        super().__init__(weight, epsilon=epsilon)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("largest", [1.0, 150.0, 600.0])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_of_trained_weights_is_known_by_every_output(dtype, largest, offset):
+    torch.manual_seed(0)
+    weight = torch.randn(640).abs() * 8
+    weight[:2] = torch.tensor([largest, -1.0])
+    module = nn.Sequential(Norm(weight, offset=offset, dtype=dtype))
+    rows = torch.randn(5, 640).to(dtype)
+    expected = module(rows)
+    replace_norms(module, OurNorm)
+    assert type(module[0]) is OurNorm
+    torch.testing.assert_close(module(rows), expected, rtol=2.0**-6 if dtype != torch.float32 else 1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("other", [{"subtracts_mean": True}, {"epsilon": 1e-4}, {"offset": 2.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_function_is_no_rms_norm(other, dtype):
+    module = nn.Sequential(Norm(torch.full((8192,), 3.0), dtype=dtype, **other))
+    replace_norms(module, OurNorm)
+    assert type(module[0]) is Norm

@@ -13,6 +13,7 @@ from outrider.errors import PeerLostError
 from outrider.kv_transfer.frames import METHOD_NAME, NOT_HELD, SERVICE_NAME, Hello, Welcome, encode_welcome
 from outrider.kv_transfer.inbox import AttachState
 from outrider.kv_transfer.sender_stream import SenderStream
+from outrider.kv_transfer.shared_window import SharedWindow
 
 PATIENCE_SECONDS = 30.0
 
@@ -41,7 +42,7 @@ def test_kv_that_was_not_asked_for_ends_the_stream(address):
         stream = SenderStream(
             channel,
             address=address,
-            window_bytes=1 << 20,
+            window=SharedWindow(1 << 20),
             connect_seconds=PATIENCE_SECONDS,
             progress_seconds=PATIENCE_SECONDS,
         )

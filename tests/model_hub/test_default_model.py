@@ -21,6 +21,7 @@ from outrider.model_hub.default_model import (
     ensure_default_model,
     verify_converted,
 )
+from outrider.model_hub.fingerprint import file_sha256, known_sha256
 
 
 @pytest.fixture
@@ -91,21 +92,26 @@ def test_a_damaged_cache_is_refused_with_the_fix(acted, tmp_path, damage):
 
 
 @pytest.fixture
-def whole(acted, tmp_path, monkeypatch):
-    """A converted model of which only every hundredth byte is sampled."""
-    monkeypatch.setattr("outrider.model_hub.fingerprint.SAMPLE_BYTES", 1)
-    monkeypatch.setattr("outrider.model_hub.fingerprint.SAMPLES_PER_FILE", 10)
+def whole(acted, tmp_path):
     return ensure_default_model(tmp_path)
 
 
-def test_a_byte_between_the_samples_is_missed_by_a_start_and_found_by_the_whole_check(whole):
-    check_whole_files(whole)
+def test_a_byte_that_a_disk_has_lost_is_found_by_the_whole_check(whole, monkeypatch):
+    """It changes no time that a file system keeps, so a start trusts what was hashed before."""
     weights = whole / "model.safetensors"
+    written = file_sha256(weights)
     content = bytearray(weights.read_bytes())
     content[150] ^= 1
     weights.write_bytes(content)
+    with pytest.raises(ModelError, match=rf"model.safetensors is not what was converted: delete {whole}"):
+        verify_converted(whole)
+    monkeypatch.setattr(
+        default_model,
+        "known_sha256",
+        lambda path, cache: written if path == weights else known_sha256(path, cache),
+    )
     verify_converted(whole)
-    with pytest.raises(ModelError, match=rf"model.safetensors has sha256 .*: delete {whole} and start again"):
+    with pytest.raises(ModelError, match=rf"model.safetensors is not what was converted: delete {whole}"):
         check_whole_files(whole)
 
 

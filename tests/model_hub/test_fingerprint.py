@@ -1,24 +1,36 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
 
-from outrider.model_hub.fingerprint import SAMPLE_BYTES, SAMPLES_PER_FILE, model_fingerprint
+from outrider.errors import ModelError
+from outrider.model_hub import fingerprint as fingerprint_module
+from outrider.model_hub.fingerprint import file_sha256, known_sha256, weight_files
+
+WEIGHT_BYTES = 200_000
 
 
 @pytest.fixture
 def directory(tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3 * SAMPLE_BYTES))
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(WEIGHT_BYTES))
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "transformers_version": "5.0", "eos_token_id": 2}')
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     return tmp_path
 
 
-def test_the_same_model_saved_by_another_version_is_the_same(directory):
+@pytest.fixture
+def model_fingerprint(tmp_path_factory):
+    return partial(fingerprint_module.model_fingerprint, cache=tmp_path_factory.mktemp("cache"))
+
+
+def test_the_same_model_saved_by_another_version_is_the_same(directory, model_fingerprint):
     before = model_fingerprint(directory, dtype="float32")
     (directory / "config.json").write_text('{ "eos_token_id": 2, "transformers_version": "5.23", "hidden_size": 8 }')
     (directory / "README.md").write_text("not part of it")
@@ -31,55 +43,94 @@ def change(path, *, offset):
     path.write_bytes(content)
 
 
-def test_a_small_tensor_between_two_samples_of_a_large_file_counts(directory):
-    large, small = 32 << 20, 1 << 12
-    offsets = {"a": (0, large), "norm": (large, large + small), "b": (large + small, 2 * large + small)}
-    tensors = {
-        name: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
-        for name, (start, end) in offsets.items()
-    }
-    header = json.dumps(tensors).encode()
-    path = directory / "model.safetensors"
-    with path.open("wb") as file:  # sparse
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 2 * large + small)
-    stride = -(-path.stat().st_size // SAMPLES_PER_FILE)
-    at = next(
-        offset
-        for offset in range(8 + len(header) + large, 8 + len(header) + large + small)
-        if offset % stride >= SAMPLE_BYTES
-    )
-    before = model_fingerprint(directory, dtype="float32")
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(b"\x01")
-    assert model_fingerprint(directory, dtype="float32") != before
-
-
 @pytest.mark.parametrize(
     "alter",
     [
         lambda directory: change(directory / "model.safetensors", offset=20),
-        lambda directory: change(directory / "model.safetensors", offset=SAMPLE_BYTES + 5),
+        lambda directory: change(directory / "model.safetensors", offset=WEIGHT_BYTES // 2 + 5),
         lambda directory: change(directory / "model.safetensors", offset=-1),
         lambda directory: (directory / "model.safetensors").open("ab").write(b"x"),
-        lambda directory: (directory / "model2.safetensors").write_bytes(bytes(20)),
         lambda directory: change(directory / "tokenizer.json", offset=22),
         lambda directory: (directory / "config.json").write_text('{"hidden_size": 9, "eos_token_id": 2}'),
         lambda directory: (directory / "config.json").write_text(
             '{"hidden_size": 8, "eos_token_id": 2, "quantization_config": {"quant_method": "gptq"}}'
         ),
     ],
-    ids=["header", "weight", "last weight", "size", "another file", "tokenizer", "configuration", "quantization"],
+    ids=["header", "weight", "last weight", "size", "tokenizer", "configuration", "quantization"],
 )
-def test_every_part_counts(directory, alter):
+def test_every_part_counts(directory, alter, model_fingerprint):
     before = model_fingerprint(directory, dtype="float32")
     alter(directory)
     assert model_fingerprint(directory, dtype="float32") != before
 
 
-def test_the_dtype_counts(directory):
+def test_the_dtype_counts(directory, model_fingerprint):
     assert model_fingerprint(directory, dtype="float32") != model_fingerprint(directory, dtype="bfloat16")
+
+
+@pytest.fixture
+def remembering(monkeypatch):
+    """Remembers at once, and counts the files that are read."""
+    read = []
+    monkeypatch.setattr(fingerprint_module, "RACY_SECONDS", -1e9)
+    monkeypatch.setattr(fingerprint_module, "file_sha256", lambda path: read.append(path) or file_sha256(path))
+    return read
+
+
+def test_a_file_is_read_again_only_when_it_has_changed(tmp_path, remembering):
+    path = tmp_path / "weights"
+    path.write_bytes(b"before")
+    assert known_sha256(path, tmp_path) == known_sha256(path, tmp_path) == file_sha256(path)
+    assert len(remembering) == 1
+    before, deadline = path.stat(), time.monotonic() + 30
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # until the file system's clock has ticked
+        assert time.monotonic() < deadline
+        path.write_bytes(b"behind")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert known_sha256(path, tmp_path) == file_sha256(path)
+    other = tmp_path / "other"
+    other.write_bytes(b"before")
+    other.replace(path)
+    assert known_sha256(path, tmp_path) == file_sha256(path)
+    assert len(remembering) == 3
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, remembering, monkeypatch):
+    monkeypatch.setattr(fingerprint_module, "RACY_SECONDS", 60.0)
+    path = tmp_path / "weights"
+    path.write_bytes(b"before")
+    assert known_sha256(path, tmp_path) == known_sha256(path, tmp_path)
+    assert len(remembering) == 2
+
+
+@pytest.mark.parametrize("spoil", [lambda memory: memory.write_text("x"), lambda memory: memory.write_bytes(b"\xff")])
+def test_a_memory_that_is_damaged_or_no_directory_costs_the_reading(tmp_path, remembering, spoil):
+    path = tmp_path / "weights"
+    path.write_bytes(b"before")
+    known_sha256(path, tmp_path)
+    for memory in (tmp_path / "hashes").iterdir():
+        spoil(memory)
+    assert known_sha256(path, tmp_path) == file_sha256(path)
+    assert known_sha256(path, path) == file_sha256(path)
+
+
+def test_weight_files_are_those_that_transformers_loads(directory, model_fingerprint):
+    """Mistral's repositories hold the same weights as consolidated.safetensors, beside the shards."""
+    before = model_fingerprint(directory, dtype="float32")
+    (directory / "consolidated.safetensors").write_bytes(bytes(20))
+    assert model_fingerprint(directory, dtype="float32") == before
+    (directory / "model.safetensors").rename(directory / "b.safetensors")
+    with pytest.raises(ModelError, match="has no weights"):
+        weight_files(directory)
+    index = directory / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "a.safetensors"}}')
+    with pytest.raises(ModelError, match=r"names a\.safetensors, which is missing"):
+        weight_files(directory)
+    (directory / "a.safetensors").write_bytes(bytes(20))
+    assert [path.name for path in weight_files(directory)] == ["a.safetensors", "b.safetensors"]
+    index.write_text('{"weight_map": {"x": 1}}')
+    with pytest.raises(ModelError, match="has no weight_map"):
+        weight_files(directory)
 
 
 def test_configuration_and_identity_reach_no_torch():

@@ -17,6 +17,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.load import load_model, resolve_dtype
 from outrider.model_hub.support import describe_decoder
+from outrider.model_hub.window import resolve_window
 from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model
 
 
@@ -66,6 +67,23 @@ def test_the_window_is_the_models_or_less(tiny):
     assert load(tiny, max_model_len=100).spec.max_model_len == 100
     with pytest.raises(ConfigError, match="2048"):
         load(tiny, max_model_len=2049)
+
+
+def test_a_window_of_millions_is_served_as_far_as_positions_can_be_rotated(tmp_path):
+    path = make_tiny_model(tmp_path, overrides={"max_position_embeddings": 4_194_304, "rope_theta": 2.8e9})
+    assert load(path, max_model_len=4096).spec.max_model_len == 4096
+    assert load(path).spec.max_model_len == 1 << 20
+    with pytest.raises(ConfigError, match=r"1500000 is beyond the longest window that is served: set at most 1048576"):
+        load(path, max_model_len=1_500_000)
+
+
+def test_rotations_that_turn_too_fast_are_refused_with_the_fix(tmp_path):
+    fast = {"rope_type": "longrope", "original_max_position_embeddings": 1 << 20, "rope_theta": 1e4,
+            "short_factor": [0.25] * 8, "long_factor": [0.25] * 8, "attention_factor": 1.0}  # fmt: skip
+    path = make_tiny_model(tmp_path, overrides={"max_position_embeddings": 1 << 20, "rope_parameters": fast})
+    with pytest.raises(ModelError, match=r"cannot be rotated exactly.*: set model\.max_model_len lower"):
+        load(path)
+    assert load(path, max_model_len=4096).spec.max_model_len == 4096
 
 
 def test_devices_that_are_not_there_are_named():
@@ -134,7 +152,6 @@ UNSERVABLE = {
         "topk_group": 1, "first_k_dense_replace": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 12,
     },
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
     "gpt_oss": {**LAYERS, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -146,6 +163,51 @@ def test_layers_that_keep_no_plain_keys_and_values_are_refused_by_name(architect
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(copy)
     with pytest.raises(ModelError, match=type(model).__name__):
+        load(copy)
+
+
+OWN_ATTENTION = "computes attention by code of its own"
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+UNHOOKED = {
+    "bloom": (SMALL, OWN_ATTENTION),
+    "codegen": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, OWN_ATTENTION),
+    "falcon": (SMALL, OWN_ATTENTION),
+    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, OWN_ATTENTION),
+    "mpt": ({"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}, OWN_ATTENTION),
+    "nemotron": (LAYERS, "do not hand the arguments of a forward on to attention"),
+    "openai-gpt": ({"n_embd": 32, "n_layer": 2, "n_head": 2}, OWN_ATTENTION),
+    "stablelm": (LAYERS, "do not hand the arguments of a forward on to attention"),
+    "xglm": ({"d_model": 32, "num_layers": 2, "attention_heads": 2, "ffn_dim": 32}, OWN_ATTENTION),
+}
+
+
+@pytest.mark.parametrize("architecture", UNHOOKED)
+def test_attention_that_cannot_be_replaced_is_the_reason_of_a_refusal(architecture, copy):
+    settings, reason = UNHOOKED[architecture]
+    (copy / "model.safetensors").unlink()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, vocab_size=320, **settings))
+    model.save_pretrained(copy)
+    with pytest.raises(ModelError, match=rf"{type(model).__name__} cannot be served: .*{reason}") as caught:
+        load(copy)
+    assert "Error" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "ViTModel is no causal language model"),
+        ({"num_attention_heads": 5}, r"config\.json cannot be read: .*ValidationError"),
+        ({"head_dim": 12}, "LlamaForCausalLM cannot be loaded from .*: its weights have other shapes"),
+        ({"num_hidden_layers": 4}, r"no weights for 9 tensors of the model, such as model\.layers\.3\.input_layernorm"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings -5, which is not a positive number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor '4', which is not a positive number"),
+    ],
+)
+def test_what_a_configuration_says_is_refused_by_name_and_not_by_a_crash(copy, changes, message):
+    config = json.loads((copy / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (copy / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=message):
         load(copy)
 
 
@@ -172,6 +234,52 @@ def test_a_window_hidden_from_attention_is_noticed(tiny, monkeypatch):
         load(tiny, kernels="torch")
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.fixture(scope="module")
+def rounding_chooses(tmp_path_factory):
+    """By architecture: checkpoints whose experts are chosen by bfloat16's rounding in some rows of the probe."""
+    made = {}
+
+    def make(architecture):
+        if architecture not in made:
+            settings = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+            config = AutoConfig.for_model(
+                architecture, vocab_size=320, initializer_range=0.2, num_key_value_heads=2, head_dim=16,
+                max_position_embeddings=512, **settings, **EXPERTS,
+            )  # fmt: skip
+            torch.manual_seed(1)
+            made[architecture] = make_tiny_model(tmp_path_factory.mktemp(architecture))
+            (made[architecture] / "model.safetensors").unlink()
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made[architecture])
+        return made[architecture]
+
+    return make
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_a_model_that_amplifies_rounding_is_judged_by_its_own(rounding_chooses, architecture, kernels):
+    assert load(rounding_chooses(architecture), dtype="bfloat16", kernels=kernels).spec.dtype == "bfloat16"
+
+
+def test_rounding_of_its_own_hides_no_fault(rounding_chooses, monkeypatch):
+    from outrider.engine.attention.base import AttentionOptions
+    from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
+
+    plain = TorchSdpaAttention.attend
+
+    def forgetful(self, plan, query, key_cache, value_cache, options):
+        return plain(self, plan, query, key_cache, value_cache, AttentionOptions(options.scaling, sliding_window=11))
+
+    monkeypatch.setattr(TorchSdpaAttention, "attend", forgetful)
+    with pytest.raises(
+        ModelError, match=r"differs from the model's own by .* of the largest logit, the mean of 80 rows"
+    ):
+        load(rounding_chooses("mixtral"), dtype="bfloat16", kernels="torch")
+
+
 class QuantizedLinear(torch.nn.Module):
     """As quantizers put into the places of linear layers."""
 
@@ -186,7 +294,7 @@ def test_quantized_layers_are_left_to_their_quantizer(tiny, kind):
     """Packing them for the native decoder ended in an AttributeError or a KeyError."""
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation=ATTENTION_NAME)
-    spec, layers = describe_decoder(model, dtype="float32")
+    spec, layers = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
     assert why_not_native(model, spec, layers) == ""
     attention = model.base_model.layers[1].self_attn
     if kind == "another layer":

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.cache_directory import locked
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -94,6 +95,45 @@ def test_mapped_weights_are_those_of_the_checkpoint_to_the_last_bit(opened, tiny
 def test_other_architectures_are_mapped_alike(opened, loads, architecture, tmp_path):
     path = make_tiny_model(tmp_path / architecture, architecture=architecture)
     assert np.array_equal(logits(opened(path)), logits(load_model(ModelConfig(id=str(path), num_threads=1))))
+
+
+@pytest.fixture
+def copy(tiny, tmp_path):
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def edit(path, *, at=-1000):
+    """One byte of the weights, in place; the time of modification is put back."""
+    weights = path / "model.safetensors"
+    times = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[at] ^= 0x40
+    weights.write_bytes(content)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_a_checkpoint_that_is_edited_in_place_is_served_with_its_new_weights(opened, copy, loads):
+    before = opened(copy)
+    edit(copy)
+    after = opened(copy)
+    assert len(loads) == 2
+    assert after.info.fingerprint != before.info.fingerprint
+    assert np.array_equal(logits(after), logits(load_model(ModelConfig(id=str(copy), num_threads=1))))
+    assert not np.array_equal(logits(after), logits(before))
+
+
+def test_weights_that_change_while_they_are_loaded_are_not_kept_as_those_before(opened, copy, cache, monkeypatch):
+    original = load_module.load_model
+
+    def load(config, **options):
+        edit(copy)
+        return original(config, **options)
+
+    monkeypatch.setattr(load_module, "load_model", load)
+    monkeypatch.setattr("outrider.model_hub.open.pack_apart", lambda *_: None)
+    with pytest.raises(ModelError, match="changed while it was loaded"):
+        opened(copy)
+    assert folders(cache) == []
 
 
 def test_a_start_from_packed_weights_reaches_no_transformers(opened, tiny, cache):
@@ -266,5 +306,18 @@ def test_a_node_that_waits_too_long_for_another_serves_by_itself(opened, cache, 
     (folder,) = folders(cache)
     shutil.rmtree(folder)
     (lock,) = (cache / "packed").glob("*.lock")
-    with packed_weights.FileLock(lock):
-        assert "another process has been packing them" in opened().weights_from
+    with locked(lock, while_waiting=list):
+        assert "has been locked by another process" in opened().weights_from
+
+
+def test_marks_of_models_that_were_refused_are_removed_with_their_weights(opened, tiny, cache, monkeypatch):
+    monkeypatch.setattr(packed_weights, "_source_hash", lambda: "an older version")
+    key = packed_weights.PackedKey.of(ModelConfig(id=str(tiny), cache_dir=str(cache)), tiny, NATIVE)
+    key.cache.mkdir(parents=True)
+    key.refused.touch()
+    (key.cache / "long-ago.refused").touch()
+    os.utime(key.cache / "long-ago.refused", (0, 0))
+    (key.cache / "another.refused").touch()
+    monkeypatch.undo()
+    opened()
+    assert [path.name for path in key.cache.glob("*.refused")] == ["another.refused"]

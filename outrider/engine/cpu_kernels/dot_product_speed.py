@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from ctypes import addressof, byref, create_string_buffer
 from pathlib import Path
@@ -19,8 +20,8 @@ def multiply_adds_are_faster(file: Path, processor: str) -> bool:
     """Whether bfloat16 takes less time by multiply-adds, as this library multiplies float32, than by its dot products.
 
     An instruction of AVX512-BF16 does the work of two multiply-adds as wide. Of a thread's, some processors start two
-    in a cycle, others one in two cycles, in which they do four multiply-adds. Takes ten milliseconds, once: what was
-    measured is kept beside the library where that can be written, so that every start chooses alike.
+    in a cycle, others one in two cycles, in which they do four multiply-adds. Takes ten milliseconds: what was measured
+    while a processor was free is kept beside the library where that can be written, so that later starts choose alike.
 
     Args:
         file: the library.
@@ -32,7 +33,8 @@ def multiply_adds_are_faster(file: Path, processor: str) -> bool:
     except (OSError, ValueError):
         ratio = _dot_product_ratio(KernelLibrary(file))
         with contextlib.suppress(OSError):  # a folder that this user may only read
-            kept.write_text(f"{ratio:.3f}\n", encoding="utf-8")
+            if os.getloadavg()[0] < (os.cpu_count() or 1):
+                kept.write_text(f"{ratio:.3f}\n", encoding="utf-8")
     return ratio > WIDENING
 
 

@@ -14,12 +14,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cache_directory import user_cache_directory
+from outrider.cache_directory import locked, user_cache_directory
 from outrider.engine.cpu_kernels.compiler import (
     COMPILE_FLAGS,
     LINK_FLAGS,
@@ -95,7 +95,8 @@ def compiled_libraries(
         compiler = find_compiler()
         if compiler is None:
             raise CompileError(no_compiler())
-        with _locked(folder, progress):
+        lock = folder / "lock"
+        with locked(lock, while_waiting=lambda: progress(0, 0), every_seconds=LOCK_POLL_SECONDS, seconds=LOCK_SECONDS):
             missing = [path for path in paths if path not in found and _read_entry(entries[path]) is None]
             left_out = {path: reason for path in missing if (reason := compiler.knows(paths[path]))}
             _remove_unused(folder)
@@ -107,26 +108,6 @@ def compiled_libraries(
                 raise CompileError(f"{entries[path]} was compiled and cannot be read")
             found[path] = library
     return {path: found[path] for path in paths if path in found}, left_out
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """The folder for this process alone. The system releases the lock of a process that dies."""
-    import fcntl  # not on Windows, where clients are installed and nothing is compiled
-
-    deadline = time.monotonic() + LOCK_SECONDS
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("ab") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                progress(0, 0)
-            if time.monotonic() > deadline:
-                raise CompileError(f"another process has been compiling kernels into {folder} for an hour")
-            time.sleep(LOCK_POLL_SECONDS)
-        yield
 
 
 def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:

@@ -12,6 +12,7 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.matrices import Floats, PackedMatrix, WeightArena, to_float32
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.rotation import cosines_and_sines
+from outrider.errors import ModelError
 
 WIDTH_STEP = 32
 """Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
@@ -83,13 +84,16 @@ class DecoderPacking:
     def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0) -> tuple[Floats, Floats]:
         """Cosines and sines of all positions times these frequencies [head_dim / 2], multiplied by `scaling`.
 
-        Returns both, each [num_positions, head_dim / 2].
+        Returns both, each [num_positions, head_dim / 2]. Raises: ModelError for angles that are too large.
         """
         positions = np.arange(num_positions, dtype=np.float32)
-        parts = [
-            cosines_and_sines(positions[start : start + _POSITIONS_AT_ONCE, None] * frequencies)
-            for start in range(0, num_positions, _POSITIONS_AT_ONCE)
-        ]
+        try:
+            parts = [
+                cosines_and_sines(positions[start : start + _POSITIONS_AT_ONCE, None] * frequencies)
+                for start in range(0, num_positions, _POSITIONS_AT_ONCE)
+            ]
+        except ValueError as error:
+            raise ModelError(f"at {num_positions} positions, {error}: set model.max_model_len lower") from error
         cosines, sines = (np.concatenate(part) * np.float32(scaling) for part in zip(*parts, strict=True))
         self.add("cosines", cosines)
         self.add("sines", sines)

@@ -11,6 +11,7 @@ from outrider.engine.sampler import Sampler, SampleRows
 from outrider.request import SamplingParams
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS
 from tests.engine.cpu_kernels.operations import bits, linear, pack, paged_attention
+from tests.support.waiting import wait_for
 
 
 def random_rows(*shape, dtype=torch.bfloat16):
@@ -113,3 +114,13 @@ def test_simulated_tiles_that_other_code_gave_back_are_shaped_again(made_librari
     library = made_libraries("simulated_amx")
     products = Products(teams(library, 1))
     products.assert_right(products.in_turns(library.functions.outrider_simulated_tile_release))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS)
+def test_no_thread_keeps_its_tiles_when_it_waits(made_libraries, teams):
+    """The simulation of AMX counts them."""
+    library = made_libraries("simulated_amx")
+    products = Products(teams(library, 3))
+    products.assert_right(products.in_turns(lambda: None))
+    wait_for(lambda: library.functions.outrider_simulated_threads_with_tiles() == 0)

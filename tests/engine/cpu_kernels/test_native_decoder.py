@@ -21,6 +21,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.errors import InternalError
 from outrider.model_hub.support import describe_decoder
+from outrider.model_hub.window import resolve_window
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
 from tests.engine.cpu_kernels.operations import differing_rows
 from tests.support.tiny_model import make_tiny_model
@@ -87,7 +88,9 @@ def decoders(checkpoints, teams):
         key = library.file, architecture, kind
         if key not in made:
             model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing takes its weights away
-            spec, layers = describe_decoder(model, dtype=str(KINDS[kind]).removeprefix("torch."))
+            spec, layers = describe_decoder(
+                model, dtype=str(KINDS[kind]).removeprefix("torch."), window=resolve_window(model.config)
+            )
             assert why_not_native(model, spec, layers) == ""
             weights = pack_decoder(teams(library, 1), model, spec, layers, quantise=kind == "int8")
             made[key] = NativeDecoder(teams(library, 1), weights), spec
@@ -383,7 +386,7 @@ def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_pat
     shape = {**SHAPE, "head_dim": head_dim, "num_attention_heads": 4, "intermediate_size": 176}
     make_tiny_model(tmp_path, architecture="qwen3", vocab_size=VOCAB_SIZE, overrides=shape)
     model = load(tmp_path, torch.float32)
-    spec, layers = describe_decoder(model, dtype="float32")
+    spec, layers = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
     decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec, layers, quantise=False))
     expected = logits_of_transformers(tmp_path, torch.float32)
     assert error_of(native_logits(decoder, spec, teams(library, 1)), expected) < 1e-5

@@ -16,7 +16,7 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.numerics import KERNELS_REVISION
+from outrider.engine.numerics import KERNELS_REVISION, LAYERS_REVISION
 from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -40,7 +40,10 @@ def loaded(request, tmp_path_factory):
         # Loading compares with the untouched model's own forward.
         model = load_model(ModelConfig(id=str(directory), dtype=dtype))
     assert isinstance(model.native, NativeLayers)
-    assert model.info.numerics == f"exact ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers, {NUMERICS})"
+    assert (
+        model.info.numerics
+        == f"exact ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
+    )
     return model
 
 
@@ -108,7 +111,10 @@ def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path,
     torch.set_num_threads(3)
     directory = make_tiny_model(tmp_path, architecture="gemma", overrides={"intermediate_size": width})
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
-    assert model.info.numerics == f"exact ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers, {NUMERICS})"
+    assert (
+        model.info.numerics
+        == f"exact ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
+    )
     forward, token_ids = forward_of(model), random_ids(250)
     whole = in_chunks(forward, token_ids, 250, range(16))
     for size in (1, 5, 77):
@@ -146,7 +152,10 @@ def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, archit
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
     assert isinstance(model.native, NativeLayers)
     seen = "exact up to ties" if depends_on_batch(model) else "exact"  # on every processor that we know: the former
-    assert model.info.numerics == f"{seen} ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers, {NUMERICS})"
+    assert (
+        model.info.numerics
+        == f"{seen} ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
+    )
 
 
 def test_a_model_that_was_seen_to_depend_on_the_batch_says_so(tmp_path, monkeypatch):
@@ -154,4 +163,6 @@ def test_a_model_that_was_seen_to_depend_on_the_batch_says_so(tmp_path, monkeypa
     monkeypatch.setattr(load_module, "depends_on_batch", lambda _model: True)
     numerics = [load_model(ModelConfig(id=str(directory), dtype=dtype)).info.numerics for dtype in TOLD]
     path = choose_kernels().arithmetic
-    assert numerics == [f"{promise} ({path} {KERNELS_REVISION}, by layers, {NUMERICS})" for promise in TOLD.values()]
+    assert numerics == [
+        f"{promise} ({path} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})" for promise in TOLD.values()
+    ]

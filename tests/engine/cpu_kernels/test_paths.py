@@ -114,7 +114,7 @@ def test_why_there_are_no_tiles_is_told_beside_slow_dot_products(libraries):
 @pytest.fixture
 def ratio(monkeypatch):
     """Of the times that are measured, and how often it was asked for."""
-    ratio = SimpleNamespace(value=1.0, num_asked=0)
+    ratio = SimpleNamespace(value=1.0, num_asked=0, load=0.0)
 
     def measure(_library):
         ratio.num_asked += 1
@@ -122,6 +122,7 @@ def ratio(monkeypatch):
 
     monkeypatch.setattr(dot_product_speed, "KernelLibrary", lambda file: file)
     monkeypatch.setattr(dot_product_speed, "_dot_product_ratio", measure)
+    monkeypatch.setattr(dot_product_speed.os, "getloadavg", lambda: (ratio.load, 0.0, 0.0))
     return ratio
 
 
@@ -139,6 +140,14 @@ def test_what_was_measured_is_kept_for_the_processor(ratio, tmp_path):
     assert not multiply_adds_are_faster(library, "one")
     assert multiply_adds_are_faster(library, "other")
     assert ratio.num_asked == 2
+
+
+def test_what_was_measured_on_a_loaded_machine_is_not_kept(ratio, tmp_path):
+    library = tmp_path / "library.so"
+    ratio.value, ratio.load = 2.0, 1e6
+    assert multiply_adds_are_faster(library, "one")
+    ratio.value, ratio.load = 1.0, 0.0
+    assert not multiply_adds_are_faster(library, "one")
 
 
 def test_a_damaged_answer_is_measured_again(ratio, tmp_path):

@@ -13,6 +13,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.model_hub.support import describe_decoder
+from outrider.model_hub.window import resolve_window
 from tests.support.interpreted_triton import interpreted_attention
 
 layers = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.gpu_kernels.layers")
@@ -61,7 +62,7 @@ def runner(small_tiles):
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME).eval()
-    spec, _ = describe_decoder(model, dtype="float32")
+    spec, _ = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
     plain = own_logits(model)
     make_deterministic(model)
     kinds = [type(module) for module in model.modules()]

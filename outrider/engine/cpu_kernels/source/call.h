@@ -1,4 +1,4 @@
-// What every function of api.h runs in.
+// What every function of api.h, and every job of a team's worker, runs in.
 #pragma once
 
 #include <cerrno>
@@ -14,13 +14,24 @@
 
 namespace outrider {
 
+// While products may use AMX tiles: at its end the thread's are released, or every switch to another thread would
+// save and restore them.
+struct TileUse {
+#if defined(__AMX_BF16__)
+  TileUse() { forget_tile_shapes(); }
+  ~TileUse() { release_tiles(); }
+#else
+  TileUse() {}
+#endif
+  TileUse(const TileUse&) = delete;
+  TileUse& operator=(const TileUse&) = delete;
+};
+
 // Does `f`. Returns 0, or the errno of what it threw: nothing may be thrown through C.
 template <class F>
 int32_t call(F&& f) noexcept {
   const DefaultArithmetic arithmetic;
-#if defined(__AMX_BF16__)
-  forget_tile_shapes();
-#endif
+  const TileUse tiles;
   try {
     f();
     return 0;

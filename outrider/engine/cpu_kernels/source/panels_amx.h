@@ -25,6 +25,13 @@ inline thread_local int shaped_tiles = -1;
 // For a thread that may have run other code with tiles of its own, such as torch's.
 static inline void forget_tile_shapes() { shaped_tiles = -1; }
 
+// For a thread that has no more products to do.
+static inline void release_tiles() {
+  if (shaped_tiles == -1) return;
+  shaped_tiles = -1;
+  _tile_release();
+}
+
 // Tiles 0, 1: sums of the first rows for two panels; 2, 3: of the second rows, if there are some. 4, 5: first
 // and second rows of x. 6, 7: weights of two panels, `lines` pairs of k.
 static inline void shape_tiles(int first_rows, int second_rows, int lines = 16) {

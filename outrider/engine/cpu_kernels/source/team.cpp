@@ -1,5 +1,6 @@
 #include "team.h"
 
+#include "call.h"
 #include "default_arithmetic.h"
 
 namespace outrider {
@@ -47,6 +48,7 @@ void Team::work(int index, int num_members) {
       const std::lock_guard lock(job_lock_);
       job = job_;
     }
+    const TileUse tiles;
     job->work(Member{index, num_members});
   }
 }

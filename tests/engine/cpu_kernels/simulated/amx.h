@@ -4,6 +4,7 @@
 // shape, shapes that do not fit each other, a configuration that is not one.
 #pragma once
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 
@@ -38,6 +39,8 @@ struct Tiles {
 };
 inline thread_local Tiles tiles;
 
+inline std::atomic<int> num_threads_with_tiles{0};
+
 inline void require(bool is_right, const char* what) {
   if (is_right) return;
   std::fprintf(stderr, "simulated AMX: %s\n", what);
@@ -56,6 +59,7 @@ inline void loadconfig(const void* from) {
     require((rows == 0) == (bytes == 0), "rows without columns, or columns without rows");
     require(tile < kTiles || rows == 0, "a tile that there is not");
   }
+  if (!tiles.is_configured) num_threads_with_tiles++;
   tiles = Tiles{};
   tiles.is_configured = true;
   for (int tile = 0; tile < kTiles; tile++) {
@@ -131,7 +135,13 @@ inline void dpbsud(int to, int left, int right) {
 
 // What other code in the process may do between two calls: oneDNN gives its tiles back like this.
 extern "C" __attribute__((visibility("default"), used)) inline void outrider_simulated_tile_release() {
+  if (simulated::tiles.is_configured) simulated::num_threads_with_tiles--;
   simulated::tiles = simulated::Tiles{};
+}
+
+// Whose tiles the system saves and restores at each switch to another thread.
+extern "C" __attribute__((visibility("default"), used)) inline int outrider_simulated_threads_with_tiles() {
+  return simulated::num_threads_with_tiles;
 }
 
 #undef _tile_loadd
@@ -139,6 +149,8 @@ extern "C" __attribute__((visibility("default"), used)) inline void outrider_sim
 #undef _tile_zero
 #undef _tile_dpbf16ps
 #undef _tile_dpbsud
+#undef _tile_release
+#define _tile_release outrider_simulated_tile_release
 #define _tile_loadconfig simulated::loadconfig
 #define _tile_loadd simulated::loadd
 #define _tile_stored simulated::stored

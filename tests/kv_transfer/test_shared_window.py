@@ -1,0 +1,120 @@
+"""All pushes to one receiver share what it may leave unacknowledged."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import grpc
+import pytest
+
+from outrider.errors import PeerLostError
+from outrider.kv_transfer.base import CommitState
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import Connector
+from outrider.kv_transfer.frames import Hello
+from outrider.kv_transfer.sender_stream import SenderStream
+from outrider.kv_transfer.shared_window import SharedWindow
+from tests.kv_transfer.conftest import INCARNATION, RecordingSink
+from tests.support.waiting import wait_for
+
+PATIENCE_SECONDS = 60.0
+NUM_PUSHES = 6
+WINDOW_BYTES = 256
+
+
+def test_a_receiver_that_acknowledges_nothing_costs_one_window_however_many_push_to_it(peers, receiver_factory):
+    receiver, port = receiver_factory(progress_seconds=PATIENCE_SECONDS)
+    address, opened = f"127.0.0.1:{port}", []
+    connector = Connector(KvTransferConfig(connector="grpc", window_bytes=WINDOW_BYTES, progress_seconds=60.0))
+    _, window = connector._link(address)
+    for _ in range(NUM_PUSHES):
+        spec, sink = peers.spec(), RecordingSink()
+        sink.gate.clear()
+        receiver.inbox.open(spec, sink)
+        opened.append((spec, sink, connector.connect(address, spec)))
+
+    def push(spec, sender):
+        for region in peers.regions(spec):
+            sender.put(region, peers.payload(region))
+        results.append(sender.commit().state)
+        sender.cancel()
+
+    results: list[CommitState] = []
+    threads = [threading.Thread(target=push, args=(spec, sender), daemon=True) for spec, _, sender in opened]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(window._waiting) == NUM_PUSHES)
+    in_flight = [item.num_bytes for *_, sender in opened for item in sender._stream._in_flight.values()]
+    assert sum(in_flight) == WINDOW_BYTES - window._num_free <= WINDOW_BYTES
+    for _, sink, _ in opened:
+        sink.gate.set()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert results == [CommitState.COMMITTED] * NUM_PUSHES
+    assert all(sink.cells == peers.expected_cells(spec) for spec, sink, _ in opened)
+    assert window._num_free == WINDOW_BYTES
+    connector.close()
+
+
+@pytest.fixture
+def stream(peers, receiver_factory):
+    """Attached, with a progress deadline of half a second, and its window of 100 bytes, which another stream has."""
+    receiver, port = receiver_factory(progress_seconds=PATIENCE_SECONDS)
+    spec, window = peers.spec(), SharedWindow(100)
+    receiver.inbox.open(spec, RecordingSink())
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        made = SenderStream(channel, address="there", window=window, connect_seconds=60.0, progress_seconds=0.5)
+        made.hello(Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION))
+        assert window.take(100, other)
+        window.leave(other)
+        yield made, window
+        made.close()
+
+
+def other():
+    """Another stream's `wake`."""
+
+
+def test_a_stream_waits_for_its_turn_as_long_as_the_receiver_is_heard(stream):
+    made, window = stream
+    has_room = threading.Event()
+
+    def wait():
+        made.wait_for_room(80)
+        has_room.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:  # three times the deadline: others are acknowledged
+        window.hear()
+        assert not has_room.wait(0.05)
+    window.give_back(100)
+    assert has_room.wait(PATIENCE_SECONDS)
+    thread.join(PATIENCE_SECONDS)
+    made.close()
+    assert window._num_free == 100
+
+
+def test_a_silent_receiver_fails_those_who_wait_for_their_turn_too(stream):
+    made, window = stream
+    with pytest.raises(PeerLostError, match=r"acknowledges nothing for 0\.5 s"):
+        made.wait_for_room(80)
+    assert not window._waiting
+
+
+def test_turns_are_taken_in_the_order_of_asking_and_more_than_the_window_is_lent_alone():
+    woken, window = [], SharedWindow(10)
+    first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))
+    assert window.take(25, first)
+    window.leave(first)
+    assert not window.take(1, second)
+    assert not window.take(1, first)
+    window.give_back(25)
+    assert woken == ["second"]
+    assert not window.take(1, first)
+    assert window.take(1, second)
+    window.leave(second)
+    assert woken == ["second", "first"]
+    assert window.take(9, first)
