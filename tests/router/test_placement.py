@@ -302,7 +302,7 @@ def test_a_node_without_room_is_asked_again_when_a_report_shows_what_was_missing
 class Node:
     """A decode node that serves, as placement sees it."""
 
-    numerics, report, session = "", NodeReport(state=NodeState.SERVING, incarnation=b"", step=0), None
+    numerics, report, session = "", NodeReport(state=NodeState.SERVING, incarnation=b""), None
     num_placed = chosen_at = 0
     no_room = None
 
