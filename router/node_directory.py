@@ -284,8 +284,8 @@ class NodeDirectory:
             return
         if model.vocabulary_fingerprint != served.info.vocabulary_fingerprint:
             raise MismatchError(
-                f"{name} drafts with the vocabulary of {model.name} ({model.vocab_size} tokens), {served.node} has that of"
-                f" {served.info.name} ({served.info.vocab_size} tokens): drafters need the target's tokenizer"
+                f"{name} drafts with the vocabulary of {model.name} ({model.vocab_size} tokens), {served.node} has that"
+                f" of {served.info.name} ({served.info.vocab_size} tokens): drafters need the target's tokenizer"
             )
 
     async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> ServedModel:

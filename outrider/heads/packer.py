@@ -11,12 +11,10 @@ import sys
 
 from outrider.errors import OutriderError
 from outrider.model_hub.config import ModelConfig
-from outrider.parent_death import die_with_parent
 
 
 def main() -> int:
     """1 when something cannot be packed: who asked finds out why."""
-    die_with_parent()
     config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
     steps = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is none

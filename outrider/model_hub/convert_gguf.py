@@ -11,8 +11,6 @@ import json
 import sys
 from pathlib import Path
 
-from outrider.parent_death import die_with_parent
-
 CONVERSION_STEPS = ("weights", "tokenizer", "saved")
 
 
@@ -65,5 +63,4 @@ def _report(step: str) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
