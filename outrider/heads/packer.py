@@ -10,11 +10,13 @@ import pickle
 import sys
 
 from outrider.errors import OutriderError
+from outrider.lossy_stream import guard_standard_streams
 from outrider.model_hub.config import ModelConfig
 
 
 def main() -> int:
     """1 when something cannot be packed: who asked finds out why."""
+    guard_standard_streams()
     config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
     steps = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is none
