@@ -117,7 +117,8 @@ class DraftNode(EngineNode[DraftLoop]):
         return NodeReport(
             state=self._state,
             incarnation=self._incarnation,
-            step=loop.num_steps,
+            mark=loop.num_steps,
+            num_steps=loop.num_steps,
             expected_step_seconds=0.0 if started is None else max(loop.last_step_seconds, MIN_EXPECTED_STEP_SECONDS),
             step_age_seconds=0.0 if started is None else max(0.0, time.monotonic() - started),
             load=loop.load(),

@@ -183,7 +183,8 @@ class TargetNode(EngineNode[Parts]):
         return NodeReport(
             state=self._state,
             incarnation=self._incarnation,
-            step=at_hand.step,
+            mark=at_hand.mark,
+            num_steps=progress.num_steps,
             expected_step_seconds=at_hand.expected_seconds,
             step_age_seconds=progress.age_seconds(at_hand),
             load=self._load(),

@@ -13,12 +13,15 @@ import select
 import stat
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Never, TextIO
 
 MAX_PENDING_CHARACTERS = 1 << 20
+GATHER_SECONDS = 0.01
+"""How long a line waits for others, so that a busy process wakes the writer a hundred times a second at most."""
 IDLE_SECONDS = 10.0
 """After which a stream's thread ends, until there is something to write."""
 DRAIN_SECONDS = 1.0
@@ -44,7 +47,7 @@ class LossyStream(io.TextIOBase):
         self._is_terminal = is_terminal
         self._descriptor = descriptor
         self._changed = threading.Condition()  # reentrant: a finalizer may write while its thread is in here
-        self._pending: deque[str] = deque()  # the first one is being written
+        self._pending: deque[str] = deque()  # with what is being written
         self._num_pending = 0  # characters
         self._num_untold = 0  # of the lines that are lost
         self._thread: threading.Thread | None = None
@@ -86,28 +89,33 @@ class LossyStream(io.TextIOBase):
                 if not self._changed.wait_for(lambda: self._pending, IDLE_SECONDS):
                     self._thread = None
                     return
-                text = self._pending[0]
-            try:
-                self._write(text)
-                is_written = True
-            except Exception:  # noqa: BLE001 a stream of somebody else's may raise anything
-                is_written = False
-            num_lost = 0
+            time.sleep(GATHER_SECONDS)
             with self._changed:
-                if is_written:
-                    num_lost, self._num_untold = self._num_untold, 0
-                else:
-                    self._lose(text)
-                self._pending.popleft()
-                self._num_pending -= len(text)
+                texts = tuple(self._pending)
+            for text in texts:
+                self._write_or_lose(text)
+            with self._changed:
+                for text in texts:
+                    self._pending.popleft()
+                    self._num_pending -= len(text)
                 self._changed.notify_all()
-            if num_lost:
-                self.on_lost(num_lost)
+
+    def _write_or_lose(self, text: str) -> None:
+        try:
+            self._write(text)
+        except Exception:  # noqa: BLE001 a stream of somebody else's may raise anything
+            self._lose(text)
+            return
+        if self._num_untold:
+            with self._changed:
+                number, self._num_untold = self._num_untold, 0
+            self.on_lost(number)
 
     def _lose(self, text: str) -> None:
         num_lines = text.count("\n")
-        self.num_lost_lines += num_lines
-        self._num_untold += num_lines
+        with self._changed:
+            self.num_lost_lines += num_lines
+            self._num_untold += num_lines
 
 
 class _Descriptor:

@@ -97,7 +97,8 @@ class NodeLoad:
 class NodeReport:
     state: NodeState
     incarnation: bytes
-    step: int = 0
+    mark: int = 0  # of progress: stays only while the engine's thread is in one place
+    num_steps: int = 0  # forward passes, since the start
     expected_step_seconds: float = 0.0
     step_age_seconds: float = 0.0
     load: NodeLoad = field(default_factory=NodeLoad)

@@ -1,4 +1,4 @@
-"""How a process of ours is started, so that it runs our modules and not what lies in the working folder.
+"""How a process of ours is started: it runs our modules and not what lies in the working folder, and ends with us.
 
 `python -m router` looks there first, and a web service has a router.py of its own.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import outrider
@@ -15,11 +15,20 @@ import outrider
 ROOT = Path(outrider.__file__).resolve().parents[1]
 """Where our packages lie."""
 SEARCH_PATH = "PYTHONPATH"
+LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 def module_command(module: str) -> list[str]:
     """`python -m MODULE` of this interpreter, without the working folder."""
     return [sys.executable, "-P", "-m", module]
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """The same, but it gets SIGKILL when the thread that starts it ends, however it does.
+
+    A watcher of a pipe would not do: it does not run in a child that is stopped by SIGSTOP.
+    """
+    return [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command]
 
 
 def without_working_folder(environ: Mapping[str, str]) -> dict[str, str]:

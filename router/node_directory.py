@@ -291,8 +291,8 @@ class NodeDirectory:
             return
         if model.vocabulary_fingerprint != served.info.vocabulary_fingerprint:
             raise MismatchError(
-                f"{name} drafts for another vocabulary, {model.vocab_size} tokens of {model.name}, than that of"
-                f" {served.node}, {served.info.vocab_size} tokens of {served.info.name}"
+                f"{name} drafts with the vocabulary of {model.name} ({model.vocab_size} tokens), {served.node} has that"
+                f" of {served.info.name} ({served.info.vocab_size} tokens): drafters need the target's tokenizer"
             )
 
     async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> None:
@@ -341,7 +341,7 @@ def _status_of(link: NodeLink, name: str) -> NodeStatus:
         role=link.role,
         state=link.state,
         target=link.address,
-        step=0 if report is None else report.step,
+        step=0 if report is None else report.num_steps,
         load=NodeLoad() if report is None else report.load,
         condition=link.condition,
     )

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Self
 
 import psutil
 
-from outrider.cluster.child import LAUNCHER
+from outrider.own_modules import tied
 
 END_SECONDS = 15.0
 POLL_SECONDS = 0.2
@@ -35,7 +34,7 @@ class ServerProcess:
         self._output = log.open("ab")
         self.popen = subprocess.Popen(
             # Killed when the thread that started it ends, however it does. Start peers from the main thread.
-            [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command],
+            tied(command),
             env={**os.environ, **environment},
             stdin=subprocess.PIPE if speaks_lines else subprocess.DEVNULL,
             stdout=subprocess.PIPE if speaks_lines else self._output,

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any, BinaryIO
 
 from outrider.cluster.plan import ChildSpec
 from outrider.errors import MAX_DESCRIPTION
-from outrider.own_modules import without_working_folder
-from outrider.parent_death import PARENT_VARIABLE
+from outrider.own_modules import tied, without_working_folder
 from outrider.service.announce import ANNOUNCE_VARIABLE
 
-LAUNCHER = Path(__file__).with_name("launcher.py")
 TAIL_BYTES = 16_384
 """Of a log, in which last words are looked for."""
 
@@ -113,16 +110,12 @@ class Child:
             with self._open_log() as log:
                 self._log_start = log.tell()
                 self._process = subprocess.Popen(  # noqa: S603 the cluster's own command
-                    [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command],
+                    tied(command),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     pass_fds=(writer,),
-                    env={
-                        **without_working_folder(environ),
-                        ANNOUNCE_VARIABLE: str(writer),
-                        PARENT_VARIABLE: str(os.getpid()),
-                    },
+                    env={**without_working_folder(environ), ANNOUNCE_VARIABLE: str(writer)},
                     start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
                 )
         except OSError:

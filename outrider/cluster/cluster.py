@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 from outrider.cluster.child import Child, ChildState, ClusterEvent, EventKind, NodeProcess
 from outrider.cluster.config import ClusterConfig, Supervision
+from outrider.cluster.folders import PREFIX, hold, memory_directory, remove_leftovers
 from outrider.cluster.plan import (
     DECODE,
     DRAFT,
@@ -33,11 +33,7 @@ from outrider.errors import ConfigError, InternalError, NotFoundError, PeerLostE
 TICK_SECONDS = 0.05
 START_SECONDS = 600.0
 """Default patience of `wait_serving`: a first start may download the model."""
-PREFIX = "outrider-"
-"""Of temporary folders; a number follows."""
 SIGNAL_SECONDS = 0.5
-KEPT_SECONDS = 86_400.0
-"""How long the logs of a cluster that could not start, or was killed, are kept in a temporary folder."""
 NODE_TERM_SHARE = 0.4
 """Nodes get their SIGTERM when the routers have ended, or after this share of the time of routers and gateway."""
 
@@ -83,14 +79,14 @@ class Cluster:
         """Starts the children; returns at once. Raises: ConfigError without a folder for logs."""
         assert self._thread is None, "a cluster starts once"
         is_chosen = self.launch.log_directory is not None  # by the user: it may be there already
-        _remove_leftovers()
+        remove_leftovers()
         try:
             self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=is_chosen)
             prefix = f"{PREFIX}{os.getpid()}-turns-"
-            self._turns_directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_memory_directory()))
-            self._holds = [_hold(self._turns_directory)]
+            self._turns_directory = Path(tempfile.mkdtemp(prefix=prefix, dir=memory_directory()))
+            self._holds = [hold(self._turns_directory)]
             if not is_chosen:
-                self._holds.append(_hold(self.log_directory))
+                self._holds.append(hold(self.log_directory))
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be made: {error.strerror}") from error
         self._thread = threading.Thread(target=self._run, name="cluster-supervisor", daemon=True)
@@ -336,8 +332,8 @@ class Cluster:
             self._reap_stopped(rest, nodes_deadline)
         for child in self._children:
             self._become(child, ChildState.ENDED)
-        for hold in self._holds:
-            os.close(hold)
+        for descriptor in self._holds:
+            os.close(descriptor)
         if self._turns_directory is not None:
             shutil.rmtree(self._turns_directory, ignore_errors=True)
         if self.launch.log_directory is None and self.failure is None and self.has_ended_well:
@@ -392,34 +388,6 @@ class Cluster:
 def describe_status(status: int) -> str:
     """Either "with status 1" or "by SIGKILL"."""
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-
-
-def _memory_directory() -> Path:
-    """A directory in memory: on a disk, writing back a mapped file would stall its processes."""
-    shared = Path("/dev/shm")  # noqa: S108 names there are random
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def _hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
-    """What keeps another supervisor from removing it, until it is closed. Raises: OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _remove_leftovers() -> None:
-    """Folders of this user's clusters whose supervisor is gone, a day after: it was killed, or they could not start."""
-    for folder in {Path(tempfile.gettempdir()), _memory_directory()}:
-        for path in folder.glob(f"{PREFIX}[0-9]*-*"):
-            with contextlib.suppress(OSError):
-                found = path.lstat()
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > KEPT_SECONDS:
-                    os.close(_hold(path, fcntl.LOCK_EX))
-                    shutil.rmtree(path)
 
 
 def _port(address: str | None) -> int | None:

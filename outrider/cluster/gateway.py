@@ -19,7 +19,6 @@ from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gatewa
 from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.lossy_stream import guard_standard_streams
-from outrider.parent_death import die_with_parent
 from outrider.service.address import is_wildcard
 from outrider.service.announce import announce, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig
@@ -37,7 +36,6 @@ _log = get_logger("gateway")
 
 def main() -> int:
     """0 after a signal; 1 when the gateway cannot start."""
-    die_with_parent()
     guard_standard_streams()
     sections = parse_role_arguments(
         MODULE, {"server": ServerConfig, "telemetry": TelemetryConfig, "gateway": GatewayConfig}

@@ -16,7 +16,7 @@ OUTLIER_FACTOR = 3.0  # longer steps count as so many times the expected duratio
 class StepAtHand:
     """A snapshot that any thread may read."""
 
-    step: int = 0  # begun, or gone on with, since the start
+    mark: int = 0  # another one whenever the thread begins something, or goes on with it
     expected_seconds: float = 0.0  # 0: idle
     started: float | None = None  # monotonic; None: idle
 
@@ -39,27 +39,29 @@ class StepProgress:
         self._has_rows = False
         self._age_at_pause = 0.0
         self.at_hand = StepAtHand()
+        self.num_steps = 0  # with a forward pass, since the start
 
     def begin(self) -> None:
         """A step begins. Until its rows are known it is expected to take as long as the last one."""
         self._has_rows = False
-        self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self._clock())
+        self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self._clock())
 
     def expect(self, num_rows: int) -> None:
-        """The current step has a forward pass of so many rows. It gets a new number, with its new expectation."""
+        """The current step has a forward pass of so many rows. It gets a new mark, with its new expectation."""
+        self.num_steps += 1
         self._has_rows = True
         self._bucket = num_rows.bit_length()
-        self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self.at_hand.started)
+        self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.at_hand.started)
 
     def pause(self) -> None:
         """The current step waits for another node: this one counts as idle until `resume`."""
         self._age_at_pause = self.age_seconds()
-        self.at_hand = StepAtHand(self.at_hand.step)
+        self.at_hand = StepAtHand(self.at_hand.mark)
 
     def resume(self) -> None:
-        """The step goes on, under a new number. The pause is not part of its age."""
+        """The step goes on, under a new mark. The pause is not part of its age."""
         started = self._clock() - self._age_at_pause
-        self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), started)
+        self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), started)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -79,7 +81,7 @@ class StepProgress:
             known = self._seconds_by_bucket.get(self._bucket, seconds)
             newest = min(seconds, OUTLIER_FACTOR * known)
             self._seconds_by_bucket[self._bucket] = known + NEWEST_WEIGHT * (newest - known)
-        self.at_hand = StepAtHand(at_hand.step)
+        self.at_hand = StepAtHand(at_hand.mark)
 
     def age_seconds(self, at_hand: StepAtHand | None = None) -> float:
         """Of a snapshot, by default the current one, without pauses. Report an age with its own snapshot."""

@@ -10,14 +10,14 @@ import pickle
 import sys
 
 from outrider.errors import OutriderError
+from outrider.lossy_stream import guard_standard_streams
 from outrider.model_hub import pack_apart
 from outrider.model_hub.config import ModelConfig
-from outrider.parent_death import die_with_parent
 
 
 def main() -> int:
     """1 when something cannot be packed: who asked finds out why."""
-    die_with_parent()
+    guard_standard_streams()
     config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
     steps = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is none

@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.engine.arrays import to_bfloat16
 from outrider.errors import ModelError
-from outrider.parent_death import die_with_parent
 
 CONVERSION_STEPS = ("weights", "tokenizer", "saved")
 
@@ -152,5 +151,4 @@ def _report(step: str) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))

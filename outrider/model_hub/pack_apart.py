@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import subprocess
@@ -10,8 +9,7 @@ import sys
 
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress
-from outrider.own_modules import module_command
-from outrider.parent_death import PARENT_VARIABLE
+from outrider.own_modules import module_command, tied
 
 PACKER = "outrider.heads.packer"
 """What it runs: packs a model and its head, whose code this package does not import."""
@@ -30,10 +28,9 @@ def pack_apart(config: ModelConfig, progress: Progress) -> None:
         return
     try:
         with subprocess.Popen(  # noqa: S603 our own interpreter
-            module_command(PACKER),
+            tied(module_command(PACKER)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
         ) as packer:
             assert packer.stdin is not None
             assert packer.stdout is not None

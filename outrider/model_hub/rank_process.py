@@ -14,12 +14,10 @@ from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.errors import ConfigError, ModelError
 from outrider.lossy_stream import exit_now, guard_standard_streams
 from outrider.model_hub.shard import START_SECONDS, Start, open_shard
-from outrider.parent_death import die_with_parent
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
-    die_with_parent()
     guard_standard_streams()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # sent to a group of processes: rank 0 says when to stop

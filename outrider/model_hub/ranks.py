@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import tempfile
@@ -32,8 +31,7 @@ from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
 from outrider.model_hub.tensor_parallel import check_tensor_parallel
-from outrider.own_modules import module_command
-from outrider.parent_death import PARENT_VARIABLE
+from outrider.own_modules import module_command, tied
 
 TIMEOUT_SECONDS = 60.0
 """For a collective, or a message: ranks do the same at the same time, so they wait for each other's lag only."""
@@ -73,7 +71,7 @@ def open_ranks(
     """Rank 0's part of what `open_compute` gives, for two ranks or more. One group at a time in a process.
 
     Rank 0 alone makes `features`: each rank has whole hidden states. The others keep no plane of them.
-    The other ranks end with the thread that calls it (see `outrider.parent_death`).
+    The other ranks end with the thread that calls it (see `outrider.own_modules.tied`).
     """
     check_tensor_parallel(config, read_config(locate_model(config, progress=progress).directory))
     release = ExitStack()
@@ -146,10 +144,9 @@ def _spawn(rank: int, *, timeout_seconds: float) -> Member:
     ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
     descriptors = [end.fileno() for end in theirs]
     process = subprocess.Popen(  # noqa: S603 this interpreter, and our own module
-        [*module_command("outrider.model_hub.rank_process"), *map(str, descriptors)],
+        tied([*module_command("outrider.model_hub.rank_process"), *map(str, descriptors)]),
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
     )
     for end in theirs:
         end.close()

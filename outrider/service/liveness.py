@@ -1,6 +1,6 @@
 """Progress deadlines: when a process that still holds its connection is late, and when it is lost.
 
-SIGSTOP looks alive to TCP. Every report carries the step counter and the expected time
+SIGSTOP looks alive to TCP. Every report carries a mark of progress and the expected time
 of the step at hand. A process is late when its next report or the end of its step is
 overdue by `LATE_SECONDS`: a suspicion, taken back when it moves. It is silent when its
 reports are overdue by `SILENT_SECONDS`. It is lost when no report came for the grace and a
@@ -67,7 +67,7 @@ class ProgressDeadline:
         self._report_deadline = self._step_deadline = clock() + self._grace_seconds
         self._late_report_at = self._late_step_at = self._report_deadline
         self._least_silent_at = 0.0
-        self._step: int | None = None  # None: idle at the last report
+        self._mark: int | None = None  # None: idle at the last report
         self.standing = Standing.TIMELY
         self.watched_until = math.inf  # when the watcher looks again
         self.on_earlier: Callable[[], None] = lambda: None  # it must look sooner
@@ -80,8 +80,8 @@ class ProgressDeadline:
         patience = LATE_SECONDS + report.expected_step_seconds * LATE_STEP_TOLERANCE
         self._late_report_at = now + REPORT_SECONDS + patience
         is_idle = report.expected_step_seconds == 0 and report.step_age_seconds == 0
-        if is_idle or report.step != self._step:
-            self._step = None if is_idle else report.step
+        if is_idle or report.mark != self._mark:
+            self._mark = None if is_idle else report.mark
             self._step_deadline = now + max(allowance - report.step_age_seconds, 0.0)
             self._late_step_at = now + max(patience - report.step_age_seconds, 0.0)
         if is_idle:

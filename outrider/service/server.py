@@ -31,7 +31,6 @@ from outrider.config.arguments import parse_role_arguments
 from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
 from outrider.lossy_stream import exit_now, guard_standard_streams
-from outrider.parent_death import die_with_parent
 from outrider.rpc.channels import server_options
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
@@ -142,7 +141,6 @@ class ServiceProcess:
         and nobody has seen yet, and all that outlived the drain, with CANCELLED, as if their
         clients had given them up. A connection that ends with its process is UNAVAILABLE.
         """
-        die_with_parent()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             exit_now(runner.run(self._run(service, client_tls or TlsConfig(), authenticate)))
 

@@ -112,20 +112,22 @@ class WatchNodeRequest(_message.Message):
     def __init__(self, interval_milliseconds: _Optional[int] = ...) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("state", "step", "expected_step_microseconds", "step_age_microseconds", "load", "incarnation")
+    __slots__ = ("state", "mark", "expected_step_microseconds", "step_age_microseconds", "load", "incarnation", "num_steps")
     STATE_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_STEP_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     state: _router_pb2.NodeState
-    step: int
+    mark: int
     expected_step_microseconds: int
     step_age_microseconds: int
     load: NodeLoad
     incarnation: bytes
-    def __init__(self, state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., step: _Optional[int] = ..., expected_step_microseconds: _Optional[int] = ..., step_age_microseconds: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
+    num_steps: int
+    def __init__(self, state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., mark: _Optional[int] = ..., expected_step_microseconds: _Optional[int] = ..., step_age_microseconds: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., incarnation: _Optional[bytes] = ..., num_steps: _Optional[int] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length", "num_outstanding_tokens", "num_sequences_free", "max_rows_per_step", "look_ahead_hit_rate", "kv_bytes_per_second")

@@ -168,7 +168,7 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
         report = await within(watch.read())
         watch.cancel()
         assert report.load.num_running == 1
-        assert report.step == 1
+        assert report.num_steps == 1
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.GetTokenizer(node_pb2.GetTokenizerRequest()).read()
         assert error.value.code() is grpc.StatusCode.NOT_FOUND

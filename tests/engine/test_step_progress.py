@@ -35,7 +35,7 @@ class Watched:
         report = NodeReport(
             state=NodeState.SERVING,
             incarnation=bytes(16),
-            step=at_hand.step,
+            mark=at_hand.mark,
             expected_step_seconds=at_hand.expected_seconds,
             step_age_seconds=self.progress.age_seconds(),
         )
@@ -135,3 +135,17 @@ def test_a_long_step_that_was_expected_to_be_short_before_its_rows_were_known_is
         node.clock.advance(0.2)
         node.report()
         assert not node.watcher.is_late()
+
+
+def test_only_forward_passes_are_steps_and_yet_everything_moves_the_mark(node):
+    marks = {node.progress.at_hand.mark}
+    for _ in range(3):  # it looks for work, and finds none
+        node.progress.begin()
+        marks.add(node.progress.at_hand.mark)
+        with node.progress.paused():
+            pass
+        marks.add(node.progress.at_hand.mark)
+        node.progress.end()
+    assert (node.progress.num_steps, len(marks)) == (0, 7)
+    node.run_step(num_rows=3, seconds=0.1)
+    assert node.progress.num_steps == 1

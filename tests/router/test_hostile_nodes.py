@@ -35,7 +35,7 @@ def boasts(node):
     node.report = lambda: NodeReport(
         state=NodeState.SERVING,
         incarnation=node.incarnation,
-        step=2**62,
+        mark=2**62,
         expected_step_seconds=4000.0,
         step_age_seconds=0.0,
         load=load,

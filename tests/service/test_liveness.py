@@ -19,7 +19,7 @@ from tests.support.fake_clock import FakeClock
 
 def report(step: int, *, expected: float = 0.0, age: float = 0.0) -> NodeReport:
     return NodeReport(
-        state=NodeState.SERVING, incarnation=b"i" * 16, step=step, expected_step_seconds=expected, step_age_seconds=age
+        state=NodeState.SERVING, incarnation=b"i" * 16, mark=step, expected_step_seconds=expected, step_age_seconds=age
     )
 
 

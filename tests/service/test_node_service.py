@@ -36,7 +36,7 @@ class FakeNode:
         self.step += 1
         load = NodeLoad(num_running=2, kv_blocks_total=10, kv_blocks_free=4, tokens_per_second=12.5)
         return NodeReport(
-            state=NodeState.SERVING, incarnation=self.incarnation, step=self.step, expected_step_seconds=0.02, load=load
+            state=NodeState.SERVING, incarnation=self.incarnation, mark=self.step, expected_step_seconds=0.02, load=load
         )
 
 
@@ -66,7 +66,7 @@ async def test_reports_come_until_another_process_answers(node_and_transport):
     node, transport, _ = node_and_transport
     reports = transport.reports(incarnation=b"a" * 16)
     first, second = await anext(reports), await anext(reports)
-    assert second.step > first.step
+    assert second.mark > first.mark
     assert first.load.kv_blocks_free == 4
     node.incarnation = b"b" * 16
     with pytest.raises(PeerLostError, match="was restarted"):

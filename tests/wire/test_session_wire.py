@@ -160,7 +160,8 @@ def test_a_report_survives_the_wire():
     report = NodeReport(
         state=NodeState.DRAINING,
         incarnation=ID,
-        step=5,
+        mark=9,
+        num_steps=5,
         expected_step_seconds=0.5,
         step_age_seconds=0.25,
         load=NodeLoad(num_running=1, kv_blocks_total=4, kv_blocks_free=3, num_sequences_free=7),

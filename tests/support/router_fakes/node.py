@@ -75,7 +75,9 @@ class FakeNode:
         return NodeLoad()
 
     def report(self) -> NodeReport:
-        return NodeReport(state=self.state, incarnation=self.incarnation, step=self.step, load=self.load())
+        return NodeReport(
+            state=self.state, incarnation=self.incarnation, mark=self.step, num_steps=self.step, load=self.load()
+        )
 
 
 class _FakeNodeServicer(NodeServicer):
