@@ -21,8 +21,6 @@ STALLED_SECONDS = 1.0
 """A client that has not taken a message for so long loses its answer, when others need the memory."""
 LEFT_SECONDS = 30.0
 """So does one that has been away for so long: as long as the Python client asks an answer to be kept by default."""
-SPARE_SHARE = 64
-"""Of the limit, one part in so many is made free at once."""
 MAX_FIRST_TOKENS = 512
 """What a sample is expected to have, where that many are asked for, before any answer has ended."""
 MIN_EXPECTED_TOKENS = 128
@@ -96,9 +94,9 @@ class AnswerBudget:
     def grow(self, account: AnswerAccount, num_bytes: int) -> None:
         if account not in self._accounts:  # its flow is about to be cancelled
             return
-        self._check_alone(account.num_bytes + num_bytes)
         missing = self.reserved_bytes + num_bytes - self._limit_bytes
         if missing > 0:
+            self._check_alone(account.num_bytes + num_bytes)
             self._make_room(missing, older=account)
         self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
 
@@ -120,13 +118,13 @@ class AnswerBudget:
     def _make_room(self, missing: int, *, older: AnswerAccount | None) -> None:
         """Drops answers until so many bytes are free: delivered ones first, then of clients that stalled or left.
 
-        Of these a little more than is needed, so that not every token has to look. Last, those that run and are newer
-        than `older`, which needs the bytes; None: a new answer does. Raises: CapacityError.
+        Last, those that run and are newer than `older`, which needs the bytes; None: a new answer does.
+        Raises: CapacityError.
         """
         dropped: list[AnswerAccount] = []
         num_dropped_bytes = 0
         for _, account in sorted(self._expendable(older), key=lambda item: item[0]):
-            if num_dropped_bytes >= missing + self._limit_bytes // SPARE_SHARE:
+            if num_dropped_bytes >= missing:
                 break
             dropped.append(account)
             num_dropped_bytes += account.num_bytes

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 from outrider import __version__
-from outrider.errors import OutriderError, PeerLostError
+from outrider.errors import PeerLostError
 from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
@@ -133,10 +133,6 @@ class Front:
 def _reading(live: LiveRequest, call: Call) -> Iterator[None]:
     try:
         yield
-    except OutriderError as error:  # such as an answer that is too large for a message
-        if live.window_seconds is None:
-            live.close(error)
-        raise
     finally:
         live.leave()
         call.set_trailing_metadata(live.trailers())

@@ -111,6 +111,10 @@ class LiveRequest:
                 raise
             writer.uncancel()  # it was us
             raise self._given_up from None
+        except OutriderError as error:  # its own, or such as an answer that is too large for a message
+            if self.window_seconds is None:
+                self.close(error)
+            raise
         finally:
             reader.close()
             if self._writer is writer:

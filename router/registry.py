@@ -193,17 +193,14 @@ class RequestRegistry:
         try:
             yield
         except OutriderError as error:
-            self.count_refusal(error)
+            self.count_failure(error.reason)
             raise
         except asyncio.CancelledError:
-            self._count_failure(CLIENT_LEFT)
+            self.count_failure(CLIENT_LEFT)
             raise
 
-    def count_refusal(self, error: OutriderError) -> None:
-        """A request that was refused before it lived."""
-        self._count_failure(error.reason)
-
-    def _count_failure(self, reason: str) -> None:
+    def count_failure(self, reason: str) -> None:
+        """Of a request that did not live."""
         with suppress(PeerLostError):  # no node has served yet
             self._services().metrics.add_failures(reason, 1)
 

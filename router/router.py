@@ -82,7 +82,7 @@ class Router:
         self.services: Services | None = None  # None: no node has served yet
         self.front = Front(self.nodes, self._services_now, clients or Clients(), tracer)
         self.requests = self.front.requests
-        self.calls = OpenCalls(on_refused=self.requests.count_refusal)
+        self.calls = OpenCalls(on_refused=lambda error: self.requests.count_failure(error.reason))
         self.servicer = RouterServicer(self.front)
         self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front)
         self.service_names: tuple[str, ...] = (

@@ -93,7 +93,7 @@ class Service(Protocol):
 class FrontService(Service, Protocol):
     """One that clients see: it shows pages, and serves only while others do.
 
-    `calls`: filled in for it, with those that its drain waits for.
+    `calls`: those that are open, which the process counts; a drain waits for their statuses to be sent.
     """
 
     calls: OpenCalls
