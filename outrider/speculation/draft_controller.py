@@ -145,7 +145,9 @@ class DraftController:
         """
         known = self._sources[source]
         if any(draft.was_drawn for draft in found.values()):  # how long it took depends on what was drawn
-            self._asked_seconds += known.cost.seconds(max(asked.values()), sum(asked.values()), num_read or 0)
+            self._asked_seconds += known.cost.seconds(
+                max(asked.values(), default=0), sum(asked.values()), num_read or 0
+            )
         else:
             self._asked_seconds += seconds
         if num_read is None or not (asked or num_read):
