@@ -13,17 +13,9 @@ from outrider.heads.spec import HeadSpec
 
 _LAYER_TYPES = ("llama", "qwen3")
 _HARMLESS = frozenset(
-    {
-        "use_cache",
-        "do_sample",
-        "tie_word_embeddings",
-        "embed_requires_grad",
-        "return_dict",
-        "output_hidden_states",
-        "qk_norm",
-    }
+    {"use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "output_hidden_states", "qk_norm"}
     | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # tensors tell of biases and of qk_norm
-    | {"initializer_factor", "partial_rotary_factor"}  # of training; looked at by Rotation
+    | {"do_sample", "initializer_factor", "partial_rotary_factor"}  # the last one is looked at by Rotation
 )
 """Options of published configurations that change nothing here, or are read elsewhere."""
 

@@ -23,7 +23,7 @@ from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.ask_cost import Candidate, choose_asked, worth
 from outrider.speculation.draft_source import DraftSource, SourceRecord
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.row_choice import RowChoice, choose_rows
+from outrider.speculation.row_choice import RowChoice, StepOffer
 from outrider.speculation.step_cost import StepCostModel
 
 PROBE_STEPS = 32
@@ -49,50 +49,6 @@ LEARN_STEPS = 4
 
 WORTH_ASKING = 0.5
 """Drafts are asked for if their first token is at least this share of the probability that pays at present."""
-
-
-class _Offer:
-    """What one step may verify, and at which price."""
-
-    def __init__(
-        self,
-        probabilities: Sequence[Sequence[float]],
-        room: StepRoom,
-        cost: StepCostModel,
-        *,
-        num_waiting: int,
-        num_speculative_tokens: int,
-        verifies_all: bool,
-        asked_seconds: float,
-    ) -> None:
-        """`asked_seconds`: that the drafts took. They belong to the step, whatever is verified of them."""
-        self.probabilities = probabilities
-        self.num_rows = room.num_rows
-        self.num_sequences = len(room.sequences)
-        self.num_waiting = num_waiting
-        num_possible = min(room.max_draft_rows, self.num_sequences * num_speculative_tokens)
-        self.max_rows = min(sum(map(len, probabilities)), num_possible)
-        reach = None if room.prompts or verifies_all else cost.reach()
-        if reach is not None:
-            self.max_rows = max(0, min(self.max_rows, reach - room.num_rows))
-        step_seconds = cost.seconds(self.num_sequences, room.num_rows, num_more=num_possible)
-        self.plain_seconds = step_seconds[0]
-        self.step_seconds = [each + asked_seconds for each in step_seconds]
-
-    def priced(self, seconds: float) -> float:
-        """These and those of the prompts that wait for them."""
-        return seconds * (1.0 + self.num_waiting / max(self.num_sequences, 1))
-
-    def choose(self, *, num_rows: int | None = None) -> RowChoice:
-        """The best rows; of `num_rows`, where that is said."""
-        return choose_rows(
-            self.probabilities,
-            self.step_seconds,
-            max_rows=self.max_rows,
-            num_tokens=max(self.num_sequences, 1),
-            num_waiting=self.num_waiting,
-            num_rows=num_rows,
-        )
 
 
 @dataclass(slots=True)
@@ -189,7 +145,9 @@ class DraftController:
         """
         known = self._sources[source]
         if any(draft.was_drawn for draft in found.values()):  # how long it took depends on what was drawn
-            self._asked_seconds += known.cost.seconds(max(asked.values()), sum(asked.values()), num_read or 0)
+            self._asked_seconds += known.cost.seconds(
+                max(asked.values(), default=0), sum(asked.values()), num_read or 0
+            )
         else:
             self._asked_seconds += seconds
         if num_read is None or not (asked or num_read):
@@ -218,11 +176,12 @@ class DraftController:
 
     def better(self, sequence_id: int, one: DraftTree, other: DraftTree) -> DraftTree:
         """The draft of a sequence that is expected to win more."""
-        values = []
-        for draft in (one, other):
+
+        def value(draft: DraftTree) -> tuple[float, float]:
             found = self._ranked(sequence_id, draft)[1]
-            values.append((worth(found, self.row_price), sum(found)))
-        return one if values[0] >= values[1] else other
+            return worth(found, self.row_price), sum(found)
+
+        return max(one, other, key=value)
 
     def choose(
         self, offers: Sequence[tuple[int, DraftTree, int]], room: StepRoom, *, num_waiting: int = 0
@@ -245,7 +204,7 @@ class DraftController:
             trees.append(tree)
             probabilities.append(found[: max(0, limit)])
         self._num_waiting = num_waiting + len(room.prompts)
-        offer = _Offer(
+        offer = StepOffer(
             probabilities,
             room,
             self.cost,
@@ -352,7 +311,7 @@ class DraftController:
         tree, found = record.ranked(draft)
         return tree, found[: self.num_speculative_tokens]
 
-    def _with_other_rows(self, offer: _Offer, choice: RowChoice) -> RowChoice:
+    def _with_other_rows(self, offer: StepOffer, choice: RowChoice) -> RowChoice:
         """The choice, or one of another number of rows whose time is not known well, when there is credit for it.
 
         Of no rows for drafts, so that it is known what drafts win, or of a few more or less.
@@ -373,7 +332,7 @@ class DraftController:
                 return other
         return choice
 
-    def _with_probes(self, offer: _Offer, choice: RowChoice, records: Sequence[AcceptanceRecord]) -> Sequence[int]:
+    def _with_probes(self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord]) -> Sequence[int]:
         """The choice, and single tokens of sequences that had none for long: the longest first, as credit allows."""
         due = [
             (record.last_step, place)

@@ -18,11 +18,16 @@ ADDED_RATE = 0.1
 WORTH_RATE = 0.02
 """Weight of a new draft in what drafts are worth beyond their chains."""
 
+DEBT_FACTOR = 4.0
+DEBT_GROWTH = 0.001
+"""While credit for trials is full, what a trial may owe grows by so many times the time that would have been added, and
+by this share of itself in each step: a long text is read for a trial late in its answer, and yet in bounded time."""
+
 
 class DraftSource:
     """What is known of one source of drafts over all sequences. Not thread-safe."""
 
-    __slots__ = ("_credit", "_max_credit", "_num_found", "_trial", "acceptance", "cost", "more", "overall", "records")
+    __slots__ = ("_credit", "_max_debt", "_num_found", "_trial", "acceptance", "cost", "more", "overall", "records")
 
     def __init__(self) -> None:
         self.acceptance: dict[int, SourceAcceptance] = {}
@@ -35,15 +40,17 @@ class DraftSource:
         branches, and its grade tells which tokens are worth their rows."""
         self._num_found = 0  # drafts of which `more` is the mean
         self._credit = 0.0  # seconds, for trials; below 0 after one that took more
-        self._max_credit = float("inf")
+        self._max_debt = 0.0  # seconds, that the next trial may leave
         self._trial: int | None = None  # sequence that is being tried: it may take several calls to read its text
         self.records: dict[int, SourceRecord] = {}
         """By sequence."""
 
     def earn(self, seconds: float, *, most: float) -> None:
-        """Adds time for trials, of which at most `most` is saved up."""
-        self._max_credit = most
-        self._credit = min(self._credit + seconds, most)
+        """Adds time for trials, of which at most `most` is saved up: beyond that, more and more may be owed."""
+        self._credit += seconds
+        if self._credit >= most:
+            self._credit = most
+            self._max_debt += DEBT_FACTOR * seconds + DEBT_GROWTH * self._max_debt
 
     def observe_worth(self, *, expected: float, found: float) -> None:
         """In tokens: what a draft's chain was expected to be worth, and what the whole draft is."""
@@ -53,9 +60,9 @@ class DraftSource:
     def add_trial(self, asked: dict[int, int], num_missed: Mapping[int, int], *, before: int) -> None:
         """Asks for a token of one sequence that was not asked for since that step, as credit allows.
 
-        Of those that it pays for, the one that was not asked for longest. Where it is full and pays for none, the
-        cheapest: the debt is paid before the next trial, so that each comes, however much is to be read. One that has
-        begun goes on until its text is read.
+        Of those that it pays for, the one that was not asked for longest. Where it pays for none, the cheapest as soon
+        as it may leave such a debt: so a trial comes in the end, however much is to be read, and the next one when the
+        debt is paid. One that has begun goes on until its text is read.
 
         `num_missed`: by sequence that may be tried, tokens that are not read yet.
         """
@@ -83,9 +90,13 @@ class DraftSource:
             if records[key].last_asked <= before
         }
         paid = [key for key, each in seconds.items() if each <= self._credit]
-        if not paid and self._credit >= self._max_credit:
-            return min(seconds, key=lambda key: (seconds[key], key), default=None)
-        return min(paid, key=lambda key: (records[key].last_asked, key), default=None)
+        if paid:
+            return min(paid, key=lambda key: (records[key].last_asked, key))
+        cheapest = min(seconds, key=lambda key: (seconds[key], key), default=None)
+        if cheapest is None or seconds[cheapest] > self._credit + self._max_debt:
+            return None
+        self._max_debt = 0.0
+        return cheapest
 
 
 class SourceRecord:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import truediv
 
+from outrider.engine.scheduler import StepRoom
+from outrider.speculation.step_cost import StepCostModel
+
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
@@ -75,3 +78,47 @@ def choose_rows(
         prices.append(time_price * (step_seconds[best + ahead] - step_seconds[best]) / ahead)
         ahead *= 2
     return RowChoice(counts, gained[best], step_seconds[best], 1.0 / best_rate, min(prices, default=1.0))
+
+
+class StepOffer:
+    """What one step may verify, and at which price."""
+
+    def __init__(
+        self,
+        probabilities: Sequence[Sequence[float]],
+        room: StepRoom,
+        cost: StepCostModel,
+        *,
+        num_waiting: int,
+        num_speculative_tokens: int,
+        verifies_all: bool,
+        asked_seconds: float,
+    ) -> None:
+        """`asked_seconds`: that the drafts took. They belong to the step, whatever is verified of them."""
+        self.probabilities = probabilities
+        self.num_rows = room.num_rows
+        self.num_sequences = len(room.sequences)
+        self.num_waiting = num_waiting
+        num_possible = min(room.max_draft_rows, self.num_sequences * num_speculative_tokens)
+        self.max_rows = min(sum(map(len, probabilities)), num_possible)
+        reach = None if room.prompts or verifies_all else cost.reach()
+        if reach is not None:
+            self.max_rows = max(0, min(self.max_rows, reach - room.num_rows))
+        step_seconds = cost.seconds(self.num_sequences, room.num_rows, num_more=num_possible)
+        self.plain_seconds = step_seconds[0]
+        self.step_seconds = [each + asked_seconds for each in step_seconds]
+
+    def priced(self, seconds: float) -> float:
+        """These and those of the prompts that wait for them."""
+        return seconds * (1.0 + self.num_waiting / max(self.num_sequences, 1))
+
+    def choose(self, *, num_rows: int | None = None) -> RowChoice:
+        """The best rows; of `num_rows`, where that is said."""
+        return choose_rows(
+            self.probabilities,
+            self.step_seconds,
+            max_rows=self.max_rows,
+            num_tokens=max(self.num_sequences, 1),
+            num_waiting=self.num_waiting,
+            num_rows=num_rows,
+        )
