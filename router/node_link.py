@@ -326,7 +326,7 @@ class Refusal:
     rejected: Rejected
     at: float  # monotonic seconds
     size: Size = SMALLEST
-    num_freed_tokens: int = 0  # of requests of this router that have ended there since
+    num_freed_tokens: int = 0  # since then: of this router's requests that ended there, without those that came
     num_freed_samples: int = 0
 
     def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
@@ -376,6 +376,12 @@ class DecodeLink(NodeLink):
             return True
         load = self.report.load
         return not any(refusal.keeps_out(size, load, now) for refusal in self.refusals)
+
+    def change_room(self, size: Size, sign: int) -> None:
+        """A request of this size has come (-1), or has gone (1)."""
+        for refusal in self.refusals:
+            refusal.num_freed_tokens += sign * size.num_tokens
+            refusal.num_freed_samples += sign * size.num_samples
 
     def add_refusal(self, rejected: Rejected, size: Size) -> None:
         """It had no room for a request of this size."""

@@ -190,6 +190,7 @@ class Placement:
             prefill, num_uncached = chosen
             self._take_prefill(demand, prefill, num_uncached)
         self._note_choice(decode, demand)
+        decode.change_room(demand.size, -1)
         decode.num_placed += 1
         self.num_placed += 1
         return Place(self, demand, decode, prefill, num_uncached)
@@ -283,12 +284,9 @@ class Placement:
     def release_decode(self, decode: DecodeLink, size: Size, rejected: Rejected | None) -> None:
         decode.num_placed -= 1
         self.num_placed -= 1
+        decode.change_room(size, 1)
         if rejected is not None:
             decode.add_refusal(rejected, size)
-        else:
-            for refusal in decode.refusals:
-                refusal.num_freed_tokens += size.num_tokens
-                refusal.num_freed_samples += size.num_samples
         self.on_room()
 
     def _choose_decode(

@@ -134,6 +134,7 @@ def test_room_that_has_become_free_by_our_own_requests_needs_no_report():
     for place, is_kept_out in zip(places, (True, False), strict=True):
         place.release()
         assert link.has_room(Size(160, 1), time.monotonic()) is not is_kept_out
+    assert [nodes.placement.place(Demand((1,) * 160)) is None for _ in range(2)] == [False, True], "room for one"
 
 
 def test_a_node_keeps_its_refusals_by_size():
