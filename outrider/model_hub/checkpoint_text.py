@@ -172,7 +172,11 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
     names = (*SPECIAL_TOKENS, *(name for name in config if name.endswith("_token") and name not in SPECIAL_TOKENS))
     extra = config.get("extra_special_tokens")
     every = {name: config.get(name) for name in names} | (extra if isinstance(extra, dict) else {})
-    return {name: value for name, value in every.items() if isinstance(value, (str, dict))}
+    return {name: token for name, token in every.items() if isinstance(token, str) or "content" in _mapping(token)}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _token(value: Any) -> tokenizers.AddedToken:
@@ -211,7 +215,7 @@ def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
     server must heed all of them.
     """
     found: set[int] = set()
-    for source in (config, config.get("text_config") or {}):
+    for source in (config, _mapping(config.get("text_config"))):
         value = source.get("eos_token_id")
         if value is not None:
             try:

@@ -115,6 +115,7 @@ def test_every_end_that_any_file_names_counts():
     assert ends({"text_config": {"eos_token_id": [1]}}, {"eos_token_id": 0}) == (0, 1)
     assert ends({"eos_token_id": None}, {"eos_token_id": -1}) == ()
     assert ends({"eos_token_id": 9999}, {}) == (9999,)  # of which no row may be
+    assert ends({"text_config": [1]}, {"eos_token_id": 2}, eos_token={"lstrip": True}) == (2,)
 
 
 def test_sampling_of_the_generation_config_is_what_it_names_and_the_contract_allows():

@@ -18,7 +18,6 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from outrider.errors import ConfigError
-from outrider.model_hub.checkpoint_text import read_text, resolved_files
 from outrider.service.reflection import add_reflection
 from outrider.v1 import router_pb2
 from router.clients import TokenFile
@@ -26,7 +25,7 @@ from router.config import RouterConfig
 from router.router import Router
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
 from tests.router.test_token_file import line, shown
-from tests.support.router_fakes.model import fake_tokenizer_files
+from tests.support.router_fakes.model import files_for_gateways
 
 PROMPT = list(b"a prompt")
 
@@ -290,9 +289,7 @@ async def test_the_tokenizer_is_a_zip_with_its_hash(serving):
     assert all(len(chunk.data) == 64 << 10 for chunk in chunks[:-1])
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        found = {name: archive.read(name) for name in archive.namelist()}
-    files = fake_tokenizer_files()
-    assert found == resolved_files(files, read_text(files))
+        assert {name: archive.read(name) for name in archive.namelist()} == files_for_gateways()
 
 
 async def test_model_server_and_load_are_those_of_the_cluster(cluster):

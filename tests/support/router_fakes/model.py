@@ -7,6 +7,7 @@ from typing import Any
 
 import tokenizers
 
+from outrider.model_hub.checkpoint_text import read_text, resolved_files
 from outrider.node import ModelInfo
 
 EOS_TOKEN_ID = 256
@@ -44,6 +45,11 @@ def fake_tokenizer_files() -> dict[str, bytes]:
         "tokenizer_config.json": json.dumps(config).encode(),
         "generation_config.json": b'{"temperature": 0.5, "top_k": 20}',
     }
+
+
+def files_for_gateways() -> dict[str, bytes]:
+    files = fake_tokenizer_files()
+    return resolved_files(files, read_text(files))
 
 
 def _character_of(byte: int) -> str:
