@@ -10,6 +10,7 @@ from pathlib import Path
 
 CACHE_VARIABLE = "OUTRIDER_CACHE_DIR"
 """The directory in place of the user's cache."""
+LOCK_POLL_SECONDS = 0.05
 
 
 def user_cache_directory() -> Path:
@@ -30,16 +31,18 @@ def locked(
     """
     import fcntl  # not on Windows, where clients are installed and nothing is made
 
-    deadline = time.monotonic() + seconds
+    began_at = reported_at = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as lock:
         while True:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
+            now = time.monotonic()
+            if now >= reported_at:
                 while_waiting()
-            if time.monotonic() > deadline:
+                reported_at = now + every_seconds
+            if now > began_at + seconds:
                 raise TimeoutError(f"{path} has been locked by another process for {seconds / 60:.0f} minutes")
-            time.sleep(every_seconds)
+            time.sleep(LOCK_POLL_SECONDS)
         yield

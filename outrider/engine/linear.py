@@ -119,7 +119,8 @@ def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
     if weight.dtype not in _ALLOWED_DIFFERENCE:
         return None
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn((4, weight.numel()), generator=generator) * torch.tensor([[1.0], [1.0], [epsilon**0.5], [30.0]])
+    scales = torch.tensor([[1.0], [1.0], [max(epsilon, 1e-12) ** 0.5], [30.0]])
+    rows = torch.randn((4, weight.numel()), generator=generator) * scales
     rows = (rows + torch.tensor([[0.0], [2.0], [0.0], [0.0]])).to(weight.device, weight.dtype)
     try:
         expected = module(rows)

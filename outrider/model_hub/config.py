@@ -55,7 +55,12 @@ class ModelConfig:
     cuda_graphs: bool = setting(
         True, help="On a GPU with triton attention: a step of up to 256 rows is one launch, captured at start."
     )
-    max_model_len: int = setting(0, at_least=0, help="Most tokens of prompt and answer; 0 is the model's window.")
+    max_model_len: int = setting(
+        0,
+        at_least=0,
+        help="Most tokens of prompt and answer; 0 is the model's window. Where rotations depend on the length "
+        "(longrope, dynamic) that is the original one; more takes the rotations of the long window for all.",
+    )
     num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")
     cpus: tuple[int, ...] = setting((), help="Processors that this process may use, such as 0,1; empty: all.")
     keep_packed: bool = setting(

@@ -51,9 +51,14 @@ def resolve_window(config: PretrainedConfig, wanted: int = 0) -> Window:
 
 
 def fix_rotations(config: PretrainedConfig) -> None:
-    """Makes rotations that depend on the length those of the extended window, for all lengths; in place."""
+    """Makes rotations that depend on the length those of the extended window, for all lengths; in place.
+
+    Raises ModelError where the configuration does not say which those are.
+    """
     for _, rotation in _rotations(config):
         if _kind(rotation) == "longrope":
+            if not rotation.get("long_factor"):
+                raise ModelError("the model's configuration has no long_factor for its longrope rotation")
             rotation["short_factor"] = rotation["long_factor"]
             if "long_mscale" in rotation:
                 rotation["short_mscale"] = rotation["long_mscale"]
@@ -65,7 +70,7 @@ def fix_rotations(config: PretrainedConfig) -> None:
             scale = (factor * factor - (factor - 1.0)) ** (num_dims / (num_dims - 2))
             rotation["rope_theta"] *= scale
             rotation["rope_type"] = "default"
-            del rotation["factor"]
+            rotation.pop("factor", None)
 
 
 def _rotations(config: PretrainedConfig) -> list[tuple[bool, dict[str, Any]]]:

@@ -40,7 +40,7 @@ LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
 CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
 KEPT_SECONDS = 30 * 24 * 3600
 """How long a library that nobody asks for stays in the cache."""
-LOCK_SECONDS, LOCK_POLL_SECONDS = 3600.0, 0.1
+LOCK_SECONDS = 3600.0
 
 Progress = Callable[[int, int], None]
 """progress(compiled units, all units); all is 0 while another process compiles."""
@@ -95,8 +95,7 @@ def compiled_libraries(
         compiler = find_compiler()
         if compiler is None:
             raise CompileError(no_compiler())
-        lock = folder / "lock"
-        with locked(lock, while_waiting=lambda: progress(0, 0), every_seconds=LOCK_POLL_SECONDS, seconds=LOCK_SECONDS):
+        with locked(folder / "lock", while_waiting=lambda: progress(0, 0), seconds=LOCK_SECONDS):
             missing = [path for path in paths if path not in found and _read_entry(entries[path]) is None]
             left_out = {path: reason for path in missing if (reason := compiler.knows(paths[path]))}
             _remove_unused(folder)
