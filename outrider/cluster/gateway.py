@@ -19,7 +19,7 @@ from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gatewa
 from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.parent_death import die_with_parent
-from outrider.service.address import is_wildcard
+from outrider.service.address import host_port, is_wildcard
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import warn_if_exposed
@@ -67,8 +67,8 @@ def main() -> int:
 
 def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
     """Where the gateway listens, and when it can answer."""
-    address = f"{ports.host}:{ports.port}"
-    metrics_address = f"{ports.metrics_host}:{ports.metrics_port}"
+    address = host_port(ports.host, ports.port)
+    metrics_address = host_port(ports.metrics_host, ports.metrics_port)
     where = {"role": MODULE, "address": address, "metrics_address": metrics_address, "pid": os.getpid()}
     announcer = Announcer.from_environment()
     announcer.say(**where, drain_seconds=drain_seconds)

@@ -12,9 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.translate import translate
+from outrider.config.imports.translate import has_rule, kind_of_file, translate
 from outrider.config.imports.translated import SPECULATIVE, Imported, Translated
-from outrider.config.settings import default_of, describe_settings, nested_type, setting_fields, unknown_key
+from outrider.config.settings import (
+    default_of,
+    describe_settings,
+    nested_type,
+    options_of,
+    setting_fields,
+    unknown_key,
+)
 from outrider.config.values import checked, from_text, without_passwords
 from outrider.config.yaml_files import Entry, read_entries
 from outrider.errors import ConfigError
@@ -67,7 +74,7 @@ def load_config(
     """
     known = _Known(sections)
     below = known.take(_settings(defaults, "--default"), is_text=True)
-    below |= known.take([] if file is None else read_entries(file))
+    below |= _take_file(known, file)
     environment = known.take(_variables(environ), is_text=True)
     flags = known.take(_settings(overrides, "--set"), is_text=True)
     explicit = environment | flags
@@ -131,7 +138,7 @@ def _settings_of(keys: Sequence[Translated], above: Layer) -> list[Entry]:
     """Ours of imported keys, but for what is set `above`. A speculative_config is taken as a whole, or not at all."""
     has_draft = not above.keys().isdisjoint(DRAFTS)
     return [
-        Entry(key=name, value=value, source=key.origin)
+        Entry(key=name, value=value, source=key.origin, text=key.entry.text if value is key.entry.value else None)
         for key in keys
         if not (has_draft and key.entry.key.startswith(SPECULATIVE))
         for name, value in key.settings.items()
@@ -151,7 +158,7 @@ class _Known:
         return bool(key.settings) and self.settings.keys().isdisjoint(key.settings)
 
     def take(self, entries: Iterable[Entry], *, is_text: bool = False) -> Layer:
-        """Later entries override earlier ones. `is_text`: strings are parsed as what their settings are.
+        """Later entries override earlier ones. `is_text`: they are of a command line or the environment.
 
         Raises: ConfigError for an unknown key.
         """
@@ -160,10 +167,8 @@ class _Known:
             info, section = self.settings.get(entry.key), entry.key.partition(".")[0]
             if info is None and (section in self._sections or section not in SECTIONS):
                 self._check_group(entry, is_text=is_text)
-            elif info is not None and is_text and isinstance(entry.value, str):
-                taken[entry.key] = replace(entry, value=from_text(info.kind, entry.value, entry.source))
             else:
-                taken[entry.key] = entry
+                taken[entry.key] = entry if info is None else _read(entry, info.kind, is_text=is_text)
         return taken
 
     def _check_group(self, entry: Entry, *, is_text: bool) -> None:
@@ -199,6 +204,29 @@ class _Known:
             return replace(default, **changes)
         except ValueError as error:  # a check over several fields, in __post_init__
             raise ConfigError(f"{_blamed(str(error), sources)}: {prefix}: {error}") from error
+
+
+def _take_file(known: _Known, file: Path | None) -> Layer:
+    """Raises: ConfigError, also for a file of something else, which is named."""
+    entries = [] if file is None else read_entries(file)
+    try:
+        return known.take(entries)
+    except ConfigError as error:
+        if other := kind_of_file(entry for entry in entries if not entry.key.startswith(SECTIONS)):
+            raise ConfigError(other) from error
+        if entries and has_rule(entries[0].key):
+            raise ConfigError(f"{error}; give a file of another server to --extra-engine-args") from error
+        raise
+
+
+def _read(entry: Entry, kind: Any, *, is_text: bool) -> Entry:
+    """By the type of its setting: a text in quotes is a number where one is wanted, and a number a text."""
+    has_text = not {str, Path}.isdisjoint(options_of(kind))
+    if isinstance(entry.value, str) and (is_text or not has_text):
+        return replace(entry, value=from_text(kind, entry.value, entry.source))
+    if has_text and entry.text is not None and entry.value is not None:
+        return replace(entry, value=entry.text)
+    return entry
 
 
 def _blamed(message: str, sources: Mapping[str, str]) -> str:

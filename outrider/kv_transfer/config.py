@@ -32,6 +32,9 @@ class KvTransferConfig:
     progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that acknowledges nothing for so long is lost
     arena_directory: str = fixed(ARENA_DIRECTORY)  # where memory can be shared with the decode node
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", self.host.strip("[]"))  # as IPv6 addresses stand before a port
+
     @property
     def accepted(self) -> tuple[str, ...]:
         """The connectors that a prefill node tries and a decode node offers, the best first."""

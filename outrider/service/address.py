@@ -21,6 +21,11 @@ def reachable_address(advertised: str, bound: str) -> str:
     return f"{host}:{advertised_port or port}"
 
 
+def host_port(host: str, port: object) -> str:
+    """As it is dialled: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def split_port(address: str) -> tuple[str, str]:
     """Host and port, each empty where there is none; a bare IPv6 address comes back in brackets."""
     if address.startswith("["):

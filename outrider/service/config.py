@@ -44,6 +44,9 @@ class ServerConfig:
         4096, at_least=16, at_most=1_000_000, help="Calls at a time; beyond: RESOURCE_EXHAUSTED."
     )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", self.host.strip("[]"))  # as IPv6 addresses stand before a port
+
     def port_of(self, role: str) -> int:
         """The configured port, or a role's own."""
         if self.port is not None:
