@@ -118,6 +118,7 @@ class Model:
     verification_method: VerificationMethod | None  # None: one that this version does not know
     fingerprint: str
     version: str  # of the server
+    default_sampling: Mapping[str, float] = field(default_factory=dict)  # what generation_config.json names, by field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

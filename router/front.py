@@ -12,6 +12,7 @@ from typing import Protocol
 
 from outrider import __version__
 from outrider.errors import PeerLostError
+from outrider.model_hub.checkpoint_text import default_sampling
 from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
@@ -108,6 +109,7 @@ class Front:
             verification_method=VerificationMethod(self._services().config.verification_method),
             fingerprint=info.fingerprint,
             version=__version__,
+            default_sampling=default_sampling(self.served().tokenizer_files),
         )
 
     def cluster_status(self) -> ClusterStatus:

@@ -35,5 +35,13 @@ def _status_from_proto(proto: router_pb2.NodeStatus) -> NodeStatus:
     return _STATUS.from_proto(proto, load=NodeLoad(**{name: getattr(proto, name) for name in LOAD_FIGURES}))
 
 
-MODEL = Fields(Model, router_pb2.GetModelResponse, verification_method=VERIFICATION_METHODS.or_else(None))
+MODEL = Fields(
+    Model,
+    router_pb2.GetModelResponse,
+    verification_method=VERIFICATION_METHODS.or_else(None),
+    default_sampling=Conversion(
+        lambda values: router_pb2.SamplingParams(**values),
+        lambda proto: {field.name: value for field, value in proto.ListFields()},
+    ),
+)
 CLUSTER = Fields(ClusterStatus, router_pb2.WatchClusterResponse, nodes=Conversion(_status_to_proto, _status_from_proto))

@@ -364,6 +364,7 @@ async def test_get_model(cluster):
     assert (model.dtype, model.proposer, model.num_speculative_tokens) == ("float32", "ngram", 4)
     assert model.verification_method == router_pb2.VERIFICATION_METHOD_COUPLED
     assert model.fingerprint == "f" * 64
+    assert model.default_sampling == router_pb2.SamplingParams(temperature=0.5, top_k=20)
     assert model.version
 
 

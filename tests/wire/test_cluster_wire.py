@@ -23,6 +23,7 @@ MODEL = Model(
     verification_method=VerificationMethod.COUPLED,
     fingerprint="f",
     version="1.2.3",
+    default_sampling={"temperature": 0.5, "top_k": 20},
 )
 LOAD = NodeLoad(
     num_running=1,

@@ -36,7 +36,11 @@ def fake_tokenizer_files() -> dict[str, bytes]:
     tokenizer.add_special_tokens(["<|endoftext|>", "<|start|>", "<|end|>"])
     tokenizer.add_tokens(["plain added"])
     config = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}
-    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "generation_config.json": b'{"temperature": 0.5, "top_k": 20}',
+    }
 
 
 def _character_of(byte: int) -> str:
