@@ -19,7 +19,13 @@ from outrider.bench.measure import BenchResult
 from outrider.bench.prompts import DEFAULT_PROMPTS, AnswerOptions, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
 from outrider.bench.run import BenchPlan, run_bench
-from outrider.cli.connection import add_connection_arguments, add_target_argument, check_writable, read_connection
+from outrider.cli.connection import (
+    add_connection_arguments,
+    add_target_argument,
+    check_writable,
+    read_connection,
+    targets,
+)
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
@@ -44,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that runs",
     )
     where = compare.add_argument_group("cluster", "without --target a cluster is started, with these flags")
-    where.add_argument("--target", metavar="HOST:PORT", help="a running router")
+    where.add_argument("--target", type=targets, metavar="HOST:PORT", help="a running router")
     where.add_argument(
         "--same-prompts",
         action="store_true",

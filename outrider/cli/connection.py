@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from outrider.client.targets import DEFAULT_TARGET
+from outrider.client.targets import DEFAULT_TARGET, Targets
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.rpc.credentials import TlsConfig
 
@@ -15,11 +15,20 @@ TARGET_VARIABLE = "OUTRIDER_TARGET"
 SYSTEM = "system"
 
 
+def targets(text: str) -> str:
+    """Of a flag: as clients take it. Raises: argparse.ArgumentTypeError."""
+    try:
+        return ",".join(Targets(text).all)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def add_target_argument(parser: argparse.ArgumentParser, *, flag: str = "--target") -> None:
     """Read as `target`, whatever the flag is called."""
     parser.add_argument(
         flag,
         dest="target",
+        type=targets,
         default=os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET,
         metavar="HOST:PORT",
         help=f"the router, or several with commas between them; default ${TARGET_VARIABLE}, else {DEFAULT_TARGET}",

@@ -93,11 +93,8 @@ class WatchedCluster:
     """The reports of a router; of several targets, those of one that answers."""
 
     def __init__(self, targets: str, *, interval_seconds: float, **connection: Any) -> None:
-        """`connection`: arguments of the client. Raises: ConfigError without a target."""
-        try:
-            self._targets = Targets(targets)
-        except ValueError as error:
-            raise ConfigError(f"--target: {error}") from error
+        """`connection`: arguments of the client. Raises: ValueError without a target."""
+        self._targets = Targets(targets)
         self.interval_seconds = interval_seconds
         self._connection = connection
         self._model: Model | None = None
