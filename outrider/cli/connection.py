@@ -87,8 +87,11 @@ def read_token(arguments: argparse.Namespace) -> str | None:
 
 
 def read_connection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of a client. Raises: ConfigError, as `read_tls` and `read_token`."""
-    return {"tls": read_tls(arguments), "token": read_token(arguments)}
+    """Arguments of a client. Raises: ConfigError, as `read_tls` and `read_token`, and for a token without TLS."""
+    tls, token = read_tls(arguments), read_token(arguments)
+    if token is not None and tls is None:
+        raise ConfigError("--token-file needs --tls or --authority: in plaintext everybody on the way could read it")
+    return {"tls": tls, "token": token}
 
 
 def check_writable(path: Path, flag: str) -> None:

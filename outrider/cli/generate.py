@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 from typing import Any
 
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
-from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
+from outrider.cli.sampling_arguments import add_sampling_arguments, read_options, with_defaults_of
 from outrider.client import ChatMessage, Client, GenerateStream, Prompt
+from outrider.client.options import make_request
+from outrider.errors import InvalidRequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
     num_samples = arguments.n or 1
     logprobs: dict[int, list[Any]] = {}
-    client = Client(arguments.target, **read_connection(arguments))
-    with client, client.generate(_prompt(arguments), **options) as stream:
+    for name, flag in (("top_logprobs", "--logprobs"), ("prompt_logprobs", "--prompt-logprobs")):
+        if name in options and not arguments.json:
+            raise InvalidRequestError(f"{flag} needs --json", field=name)
+    prompt = _prompt(arguments)
+    make_request(prompt, options)  # or an error, before anybody is asked
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(Client(arguments.target, **read_connection(arguments)))
+        options = with_defaults_of(client.model(), options)
+        stream = stack.enter_context(client.generate(prompt, **options))
         for delta in stream:
             logprobs.setdefault(delta.sample, []).extend(dataclasses.asdict(entry) for entry in delta.logprobs)
             if num_samples == 1 and not arguments.json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import queue
 import signal
 import sys
@@ -14,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from outrider import __version__
+from outrider.cli.cluster_arguments import HEAD, SECTIONS, add_cluster_arguments
 from outrider.cli.config import sections_of
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
 from outrider.cluster.cpu_shares import has_shared_cpus
@@ -23,7 +23,6 @@ from outrider.cluster.gpu_shares import memory_shares
 from outrider.cluster.plan import DECODE, LOOPBACK, ROUTER
 from outrider.config.arguments import (
     add_setting_flags,
-    add_settings_arguments,
     given_settings,
     load_arguments,
     write_warnings,
@@ -32,24 +31,10 @@ from outrider.config.imports.vllm_arguments import add_vllm_flags
 from outrider.config.resolve import ResolvedConfig, parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
-from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.locate import is_at_hand
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
 
-HEAD = "model.head"
-SECTIONS = {"model": ModelConfig, "cluster": ClusterConfig}
-CLUSTER_FLAGS = {
-    "model": "model.id",
-    "dtype": "model.dtype",
-    "draft": "cluster.draft",
-    "prefill-nodes": "cluster.prefill_nodes",
-    "decode-nodes": "cluster.decode_nodes",
-    "draft-nodes": "cluster.draft_nodes",
-    "routers": "cluster.routers",
-    "port": "cluster.port",
-}
-"""Settings by the flag that sets them."""
 SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
 
 
@@ -74,30 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_setting_flags(parser, {"openai": "cluster.openai_port"}, SECTIONS)
     add_vllm_flags(parser)
-
-
-def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Flags of every command that starts a cluster. They set settings and override file and environment.
-
-    `defaults` of flags are the command's own, such as `port=0`.
-    """
-    add_setting_flags(parser, CLUSTER_FLAGS, SECTIONS)
-    parser.add_argument(
-        "--head",
-        dest=HEAD,
-        metavar="DIR",
-        type=lambda text: Path(text).expanduser().absolute(),
-        help="decode nodes draft with this drafter head, where it pays",
-    )
-    parser.add_argument(
-        "--store",
-        dest="router.store",
-        metavar="URL",
-        help="what routers share: valkey://host:port; default: memory, each its own",
-    )
-    parser.set_defaults(**{CLUSTER_FLAGS[name]: value for name, value in defaults.items()})
-    add_settings_arguments(parser, os.environ)
-    parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")
 
 
 def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> Cluster:

@@ -71,6 +71,7 @@ class GenerateOptions(TypedDict, total=False):
     timeout_seconds: float
 
 
+CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 _ALL = f"options are {', '.join(GenerateOptions.__annotations__)}"
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -92,7 +93,9 @@ _FIELDS = {
 
 
 def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.GenerateRequest:
-    """Raises: InvalidRequestError for what the wire cannot carry; TypeError for an option that does not exist."""
+    """Raises: InvalidRequestError for what the wire cannot carry and for two constraints; TypeError for an option that
+    does not exist.
+    """
     known = GenerateOptions.__annotations__
     for name in options:
         if name not in known:
@@ -103,6 +106,9 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
     values: Mapping[str, Any] = options
     for name, field in _FIELDS.items():
         _assign(request, field, values.get(name))
+    constraints = [name for name in CONSTRAINTS if values.get(name) is not None]
+    if len(constraints) > 1:
+        raise InvalidRequestError(f"{' and '.join(constraints)}: an answer has one constraint", field="sampling")
     schema = options.get("json_schema")
     if schema is not None:
         _assign(request, "sampling.json_schema", schema if isinstance(schema, str) else _schema_text(schema))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config.settings import fixed, setting
-from outrider.kv_transfer.base import PROGRESS_SECONDS
-from outrider.kv_transfer.frames import CONNECTORS
 
+CONNECTORS = ("shared_memory", "grpc")
+"""Ways of carrying payload, the best first."""
+PROGRESS_SECONDS = 10.0
+"""A peer that is silent for longer has failed: what receivers ask of senders, and senders by default of receivers."""
 ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 shared memory is what it is for
 
 

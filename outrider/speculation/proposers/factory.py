@@ -1,23 +1,24 @@
 """The list of proposers: name, what each needs, where it may run, how it is made.
 
-Settings, `--draft` and help texts take their choices from here. Torch-free: torch is imported when a proposer needs it.
+Settings, `--draft` and help texts take their choices from here, also where nothing but a client is installed: a
+proposer is imported when it is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.heads.locate import head_folder
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.speculation.proposers.base import Proposer
-from outrider.speculation.proposers.ladder import LadderProposer
-from outrider.speculation.proposers.ngram import NgramProposer
-from outrider.speculation.proposers.reloading import OnReload, ReloadingProposer, no_report
-from outrider.speculation.proposers.suffix import SuffixProposer
+
+if TYPE_CHECKING:
+    from outrider.speculation.proposers.base import Proposer
 
 NO_PROPOSER = "none"
 
@@ -29,8 +30,20 @@ class ProposerSettings:
     remembered_tokens: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)  # of a head: the target, with `model.head`
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
-    on_reload: OnReload = no_report  # of a head, whose folder is watched
+    on_reload: Callable[[Path, Exception | None], None] | None = None  # of a head, whose folder is watched
     other_memory_bytes: int = 0  # of main memory, that the node takes besides: a model's cache leaves it free
+
+
+def _make_ngram(_settings: ProposerSettings, _progress: Progress) -> Proposer:
+    from outrider.speculation.proposers.ngram import NgramProposer
+
+    return NgramProposer()
+
+
+def _make_suffix(settings: ProposerSettings, _progress: Progress) -> Proposer:
+    from outrider.speculation.proposers.suffix import SuffixProposer
+
+    return SuffixProposer(remembered_tokens=settings.remembered_tokens)
 
 
 def _make_draft_model(settings: ProposerSettings, progress: Progress) -> Proposer:
@@ -43,6 +56,7 @@ def _make_draft_model(settings: ProposerSettings, progress: Progress) -> Propose
 
 def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
     from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
+    from outrider.speculation.proposers.reloading import ReloadingProposer, no_report
 
     folder = head_folder(settings.model)
     if folder is None:
@@ -52,7 +66,7 @@ def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
         folder,
         load=lambda: load_head(folder, target),
         build=lambda head: make_head_proposer(head, target),
-        on_reload=settings.on_reload,
+        on_reload=settings.on_reload or no_report,
     )
 
 
@@ -67,12 +81,8 @@ class ProposerKind:
 
 
 PROPOSERS = (
-    ProposerKind(name="ngram", summary="prompt lookup", make=lambda _settings, _progress: NgramProposer()),
-    ProposerKind(
-        name="suffix",
-        summary="what most often followed",
-        make=lambda settings, _progress: SuffixProposer(remembered_tokens=settings.remembered_tokens),
-    ),
+    ProposerKind(name="ngram", summary="prompt lookup", make=_make_ngram),
+    ProposerKind(name="suffix", summary="what most often followed", make=_make_suffix),
     ProposerKind(name="draft_model", summary="a smaller model", make=_make_draft_model, needs="MODEL"),
     ProposerKind(name="head", summary="a drafter head of the model", make=_make_head, needs="DIR"),
 )
@@ -114,6 +124,8 @@ def make_ladder(
         return make_proposer(name, settings, progress=progress)
     settings = settings or ProposerSettings()
     below = make_proposer(second, settings)
+    from outrider.speculation.proposers.ladder import LadderProposer
+
     settings = replace(settings, other_memory_bytes=settings.other_memory_bytes + below.info.memory_bytes)
     return LadderProposer([make_proposer(name, settings, progress=progress), below])
 
