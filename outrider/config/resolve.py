@@ -5,6 +5,7 @@ defaults < `--default` < YAML file < files of other servers < environment < argu
 
 from __future__ import annotations
 
+import difflib
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,15 @@ SECTIONS = ("model", "kv_cache", "kv_transfer", "server", "telemetry", "security
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 CONFIG_FILE_VARIABLE = "OUTRIDER_CONFIG"
+OTHER_VARIABLES = frozenset(
+    ENVIRONMENT_PREFIX + name
+    for name in (
+        *("CONFIG", "TARGET", "CACHE_DIR", "STORE_PASSWORD", "KERNEL_LIBRARIES"),
+        *("ANNOUNCE_FD", "PARENT_PID", "FAULTS", "FAULTS_ONCE"),  # between our own processes, and of tests
+        *("ROUTER_PORT", "SHM_SIZE", "TAG", "TLS_DIR"),  # of compose.yaml
+    )
+)
+"""What is no setting."""
 DRAFTS = ("cluster.draft", "model.head", "draft_node.proposer")
 """They say who drafts: where one of these is set, a speculative_config that it overrides does not count at all."""
 
@@ -76,11 +86,11 @@ def load_config(
     below = known.take(_settings(defaults, "--default"), is_text=True)
     below |= _take_file(known, file)
     environment = known.take(_variables(environ), is_text=True)
+    warnings = list(known.unknown_variables(environ))
     flags = known.take(_settings(overrides, "--set"), is_text=True)
     explicit = environment | flags
     model = explicit.get("model.id") or below.get("model.id")
     target = "" if model is None else str(model.value)
-    warnings: list[str] = []
     keys: list[Translated] = []  # of the files
     for only_role, path in map(parse_reference, imports):
         if only_role in (None, role):
@@ -118,10 +128,10 @@ def environment_name(key: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[Entry]:
+    """Those with a section and a key: an unknown one is an error, as everywhere."""
     for name in sorted(environ):
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-        # OUTRIDER_CONFIG, OUTRIDER_ANNOUNCE_FD, … are no settings.
-        if name.startswith(ENVIRONMENT_PREFIX) and ("." in key or key.startswith(SECTIONS)):
+        if name.startswith(ENVIRONMENT_PREFIX) and "." in key:
             yield Entry(key=key, value=environ[name], source=f"environment variable {name}")
 
 
@@ -156,6 +166,19 @@ class _Known:
     def lacks(self, key: Translated) -> bool:
         """Whether a key is settings of other roles only."""
         return bool(key.settings) and self.settings.keys().isdisjoint(key.settings)
+
+    def unknown_variables(self, environ: Mapping[str, str]) -> Iterator[str]:
+        """A warning for each that looks like ours. Raises: ConfigError for one that begins with a section's name."""
+        names = {environment_name(key).replace("__", "_"): environment_name(key) for key in self.settings}
+        for name in sorted(environ):
+            if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name and name not in OTHER_VARIABLES:
+                known = [*names, *OTHER_VARIABLES]
+                same_end = [each for each in names if each.endswith(name.removeprefix(ENVIRONMENT_PREFIX[:-1]))]
+                nearest = difflib.get_close_matches(name, same_end or known, n=1, cutoff=0.0)[0]
+                problem = f"environment variable {name} is no setting; the nearest is {names.get(nearest, nearest)}"
+                if name.removeprefix(ENVIRONMENT_PREFIX).lower().startswith(SECTIONS):
+                    raise ConfigError(problem)
+                yield problem
 
     def take(self, entries: Iterable[Entry], *, is_text: bool = False) -> Layer:
         """Later entries override earlier ones. `is_text`: they are of a command line or the environment.

@@ -233,8 +233,28 @@ def test_a_mistake_in_the_environment_names_the_variable():
         load(OUTRIDER_DECODE_NODE__SHARE="7")
     with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECOD_NODE__SHARE: unknown key decod_node"):
         load(OUTRIDER_DECOD_NODE__SHARE="7")
-    with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECODE_NODE_SHARE: unknown key"):
+    with pytest.raises(
+        ConfigError, match=r"OUTRIDER_DECODE_NODE_SHARE is no .* nearest is OUTRIDER_DECODE_NODE__SHARE"
+    ):
         load(OUTRIDER_DECODE_NODE_SHARE="7")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("OUTRIDER_PORT", "OUTRIDER_DECODE_NODE__SERVER__PORT"),
+        ("OUTRIDER_LOG_LEVEL", "OUTRIDER_TELEMETRY__LOG_LEVEL"),
+        ("OUTRIDER_CACHE_DIRECTORY", "OUTRIDER_CACHE_DIR"),
+        ("OUTRIDER_CONFG", "OUTRIDER_CONFIG"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_warned_of_with_the_nearest(name, nearest):
+    resolved = load_config(
+        SECTIONS,
+        file=None,
+        environ={name: "x", "OUTRIDER_TARGET": "h:1", "OUTRIDER_ROUTER_PORT": "1", "OUTRIDERS": "y"},
+    )
+    assert resolved.warnings == [f"environment variable {name} is no setting; the nearest is {nearest}"]
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path):
