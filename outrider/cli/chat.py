@@ -8,10 +8,14 @@ import sys
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
 from outrider.cli.generate import describe_stream
 from outrider.cli.sampling_arguments import add_sampling_arguments, read_options, with_defaults_of
-from outrider.client import ChatMessage, Client
+from outrider.client import ChatMessage, Client, GenerateOptions
 from outrider.errors import OutriderError
 
 HELP = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
+
+
+CHAT_SAMPLING = GenerateOptions(temperature=0.7)
+"""Where neither the user nor the model says how: small models ramble at the contract's 1."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     messages = list(start)
     with Client(arguments.target, **read_connection(arguments)) as client:
         model = client.model()
-        options = with_defaults_of(model, options)
+        options = with_defaults_of(model, {**({} if model.default_sampling else CHAT_SAMPLING), **options})
         sys.stderr.write(f"{model.name} on {arguments.target}. {HELP}.\n")
         while True:
             line = _read_line()

@@ -21,7 +21,7 @@ def text_or_file(value: str) -> str:
 
 
 _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "temperature": (float, "T", "0 takes the most likely token; default: the model's, else 1"),
+    "temperature": (float, "T", "0 takes the most likely token; default: the model's, else 1, in a chat 0.7"),
     "top_p": (float, "P", "nucleus sampling, (0, 1]"),
     "top_k": (int, "K", "0 keeps the whole vocabulary"),
     "min_p": (float, "P", "minimum probability relative to the most likely token"),

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from outrider.cli.config import ROLES
 from outrider.cli.main import main, parse
+from outrider.cli.sampling_arguments import with_defaults_of
 from outrider.extras import EXTRAS
 
 ROLE_PROCESS = Path(__file__).parents[1] / "cluster" / "role_process.py"
@@ -239,6 +241,11 @@ def test_a_wrong_command_line_is_one_line_and_status_2(capsys, arguments, messag
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+def test_what_is_not_given_is_the_models_own():
+    model = SimpleNamespace(default_sampling={"temperature": 0.6, "top_k": 20})
+    assert with_defaults_of(model, {"top_k": 5, "seed": 1}) == {"temperature": 0.6, "top_k": 5, "seed": 1}
 
 
 @pytest.mark.parametrize("arguments", [["up", "tiny"], ["up", "--port", "0", "tiny"], ["up", "tiny", "--port", "0"]])
