@@ -38,10 +38,11 @@ def read_entries(path: Path) -> list[Entry]:
             text = re.sub(r"(?m)^\s+", lambda found: found[0].replace("\t", " "), text)
         loader = yaml.SafeLoader(text)
         try:
-            nodes = []
+            nodes: list[yaml.Node] = []
             while loader.check_node():
-                nodes.append(loader.get_node())
-            nodes = [node for node in nodes if node.tag != NULL]  # what stands before or behind a `---`
+                node = loader.get_node()
+                if node is not None and node.tag != NULL:  # nothing may stand before and behind a `---`
+                    nodes.append(node)
             if nodes[1:]:
                 raise ConfigError(f"{path}:{nodes[1].start_mark.line + 1}: a second document begins: keep one")
             return [entry for node in nodes for entry in _entries(loader, node, path, "", (), {})]
