@@ -47,9 +47,7 @@ class DemoPrompt:
 DEMO_PROMPTS = tuple(
     DemoPrompt(**json.loads(line)) for line in Path(__file__).with_name("demo_prompts.jsonl").open(encoding="utf-8")
 )
-"""Of different kinds, about 240 tokens each in the default model's chat template. One is sampled, not greedy: its tokens
-are the same with and without drafts all the same.
-"""
+"""Of different kinds, about 240 tokens each in the default model's chat template; one is sampled, not greedy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

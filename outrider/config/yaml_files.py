@@ -88,6 +88,8 @@ def _entries(
     _merge(loader, node)
     for key_node, value_node in node.value:
         key, line = prefix + str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+        if not prefix and key.startswith(("x-", ".")):  # where Compose and others keep what is only referred to
+            continue
         source, same = f"{path}:{line}", key.replace("-", "_")  # in files of other servers
         if same in lines:
             raise ConfigError(f"{source}: {key} stands in line {lines[same]} already")
@@ -97,6 +99,8 @@ def _entries(
                 value = loader.construct_object(value_node, deep=True)
             except ValueError as error:  # of a 32nd of March
                 raise ConfigError(f"{source}: {key} is not a value: {error}") from error
+            if isinstance(value, str) and re.search(r"\$\{\w+(:?[-+?][^}]*)?\}", value):
+                raise ConfigError(f"{source}: {key} = {value} is to be filled in first, by envsubst for example")
             text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
             yield Entry(key=key, value=value, source=source, text=text)
             continue

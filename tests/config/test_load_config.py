@@ -146,15 +146,18 @@ def test_a_value_in_a_file_is_read_by_the_type_of_its_setting(write, text, key, 
 
 def test_anchors_merge_keys_and_empty_documents_are_read_as_pyyaml_does(write):
     text = """---
+x-shared: &shared {verbose: yes}
+.more: 1
 telemetry: &one {log_level: debug, log_text: true}
 decode_node:
-  <<: [{max_running: 3, name: a}, {name: b, low: 0}]
+  <<: [{max_running: 3, name: a}, {name: b, low: 0}, *shared]
   max_running: 4
+  verbose: no
   server: &server {port: 7}
 ---
 """
     config = load(file=write(text))
-    assert (config.max_running, config.name, config.low, config.server.port) == (4, "a", 0, 7)
+    assert (config.max_running, config.name, config.low, config.server.port, config.verbose) == (4, "a", 0, 7, False)
     with pytest.raises(ConfigError, match=r":4: decode_node.low stands in line 3 already"):
         load(file=write("decode_node:\n  <<: {name: a}\n  low: 0\n  low: 1\n"))
 
@@ -212,6 +215,7 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
         ("decode_node:\n  targets: [::1]:7002\n", '; put an IPv6 address in quotes: "[::1]:50051"'),
         ("decode_node:\n  targets: [[::1]:7002]\n", '; put an IPv6 address in quotes: "[::1]:50051"'),
         ("max-num-seqs: 3\n", "; give a file of another server to --extra-engine-args"),
+        ("decode_node:\n  name: a-${NAME:-b}\n", ":2: decode_node.name = a-${NAME:-b} is to be filled in first"),
         ("services:\n  router: {}\n", ":2: services: this is a Compose file: give the server's own file"),
         ("settings: {decode_node: {}}\n", "this is a file of values of a Helm chart"),
     ],
