@@ -70,13 +70,15 @@ def load_config(
     *,
     file: Path | None,
     environ: Mapping[str, str],
+    flags: Sequence[Entry] = (),
     overrides: Sequence[str] = (),
     defaults: Sequence[str] = (),
     imports: Sequence[str] = (),
     arguments: Sequence[Entry] = (),
     role: str | None = None,
 ) -> ResolvedConfig:
-    """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32".
+    """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32"; `flags`, of
+    a command line, are below `overrides`.
 
     `imports` are files of other servers, those for one `role` as "prefill=FILE"; `arguments` are vLLM's.
 
@@ -87,8 +89,8 @@ def load_config(
     below |= _take_file(known, file)
     environment = known.take(_variables(environ), is_text=True)
     warnings = list(known.unknown_variables(environ))
-    flags = known.take(_settings(overrides, "--set"), is_text=True)
-    explicit = environment | flags
+    given = known.take([*flags, *_settings(overrides, "--set")], is_text=True)
+    explicit = environment | given
     model = explicit.get("model.id") or below.get("model.id")
     target = "" if model is None else str(model.value)
     keys: list[Translated] = []  # of the files
@@ -99,11 +101,11 @@ def load_config(
             warnings += imported.warnings
             if only_role:
                 warnings += [f"{key.origin}: nothing that a {role} has" for key in imported.keys if known.lacks(key)]
-    given = Imported(keys=translate(arguments, target=target))
-    rivals = [flags[key].source for key in DRAFTS if key in flags]
-    if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in given.keys):
+    named = Imported(keys=translate(arguments, target=target))
+    rivals = [given[key].source for key in DRAFTS if key in given]
+    if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in named.keys):
         raise ConfigError(f"{SPECULATIVE} and {rivals[0]} each say who drafts: choose one")
-    layer = known.take(_settings_of(given.keys, flags), is_text=True)
+    layer = known.take(_settings_of(named.keys, given), is_text=True)
     layer = known.take(_settings_of(keys, explicit | layer)) | layer
     values = below | explicit | layer
     return ResolvedConfig(
@@ -111,7 +113,7 @@ def load_config(
         sources={key: entry.source for key, entry in values.items() if key in known.settings},
         imported={key: entry.value for key, entry in layer.items()},
         elsewhere={key: entry for key, entry in values.items() if key not in known.settings},
-        warnings=warnings + given.warnings,
+        warnings=warnings + named.warnings,
     )
 
 
