@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
@@ -49,10 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidRequestError(f"{flag} needs --json", field=name)
     prompt = _prompt(arguments)
     make_request(prompt, options)  # or an error, before anybody is asked
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(Client(arguments.target, **read_connection(arguments)))
-        options = with_defaults_of(client.model(), options)
-        stream = stack.enter_context(client.generate(prompt, **options))
+    connection = read_connection(arguments)
+    if arguments.timeout_seconds is not None:
+        connection["timeout_seconds"] = arguments.timeout_seconds
+    with (
+        Client(arguments.target, **connection) as client,
+        client.generate(prompt, **with_defaults_of(client.model(), options)) as stream,
+    ):
         for delta in stream:
             logprobs.setdefault(delta.sample, []).extend(dataclasses.asdict(entry) for entry in delta.logprobs)
             if num_samples == 1 and not arguments.json:

@@ -88,7 +88,8 @@ def _explained(error: OutriderError | ModuleNotFoundError | UnicodeError | OSErr
             return f"the input is not text in {error.encoding}: byte {error.object[error.start]:#04x}"
         case UnicodeError():
             return f"this text cannot be written as bytes: {error}"
-    return ": ".join(filter(None, (error.filename and str(error.filename), error.strerror or str(error))))
+    problem = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {problem}" if error.filename else problem
 
 
 def _open_streams() -> None:

@@ -42,7 +42,8 @@ def dialled(target: str) -> str:
     """The target as gRPC takes it: a host without a port gets a router's, and http:// goes. Raises: ValueError."""
     if target.startswith("https://"):
         raise ValueError(f"{target}: a target is HOST:PORT; TLS is asked for by tls (of commands: --tls, --authority)")
-    target = target.removeprefix("http://").rstrip("/")
+    if target.startswith("http://"):
+        target = target.removeprefix("http://").partition("/")[0]
     try:
         host = ipaddress.ip_address(target.strip("[]"))
     except ValueError:

@@ -34,8 +34,8 @@ def read_entries(path: Path) -> list[Entry]:
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        if re.match(r"\ufeff?\s*[{\[]", text):  # JSON may be indented by tabs
-            text = re.sub(r"(?m)^\s+", lambda found: found[0].replace("\t", " "), text)
+        if re.match(r"\ufeff?\s*[{\[]", text):  # JSON may have tabs, but in no text
+            text = re.sub(r'"(?:\\.|[^"\\])*"|\t', lambda found: found[0] if found[0] != "\t" else " ", text)
         loader = yaml.SafeLoader(text)
         try:
             nodes: list[yaml.Node] = []

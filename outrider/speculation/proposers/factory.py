@@ -120,12 +120,12 @@ def make_ladder(
 
     Raises: as `make_proposer`.
     """
+    from outrider.speculation.proposers.ladder import LadderProposer
+
     if second in (NO_PROPOSER, name):
         return make_proposer(name, settings, progress=progress)
     settings = settings or ProposerSettings()
     below = make_proposer(second, settings)
-    from outrider.speculation.proposers.ladder import LadderProposer
-
     settings = replace(settings, other_memory_bytes=settings.other_memory_bytes + below.info.memory_bytes)
     return LadderProposer([make_proposer(name, settings, progress=progress), below])
 

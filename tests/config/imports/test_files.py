@@ -136,8 +136,9 @@ def test_of_two_keys_for_one_setting_the_last_counts_and_the_first_is_warned_of(
     assert [key.kind for key in same] == [Kind.SET, Kind.SET]
 
 
-def test_json_may_be_indented_by_tabs(write):
-    (key,) = keys_of(write('{\n\t"max_num_seqs": 8\n}\n', "vllm.json"))
+@pytest.mark.parametrize("name", ["vllm.json", "vllm.yaml"])
+def test_json_may_have_tabs(write, name):
+    (key,) = keys_of(write('{\n\t"max_num_seqs":\t8\n}\n', name))
     assert (key.entry.key, key.entry.value, key.entry.source.rpartition(":")[2]) == ("max_num_seqs", 8, "2")
 
 
