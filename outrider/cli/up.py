@@ -20,7 +20,7 @@ from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_arguments import require_gateway
 from outrider.cluster.gpu_shares import memory_shares
-from outrider.cluster.plan import DECODE, LOOPBACK, ROUTER
+from outrider.cluster.plan import DECODE, ROUTER
 from outrider.config.arguments import (
     add_setting_flags,
     given_settings,
@@ -32,6 +32,7 @@ from outrider.config.resolve import ResolvedConfig, parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
 from outrider.model_hub.locate import is_at_hand
+from outrider.service.address import loopback
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
 
@@ -127,7 +128,7 @@ def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> 
             "the gateway ask for credentials instead"
         )
     if port:
-        probe_port(LOOPBACK, port, "choose another with --openai")
+        probe_port(loopback(), port, "choose another with --openai")
 
 
 def run(arguments: argparse.Namespace) -> int:
