@@ -37,7 +37,8 @@ OTHER_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
         *("CONFIG", "TARGET", "CACHE_DIR", "STORE_PASSWORD", "KERNEL_LIBRARIES"),
-        *("ANNOUNCE_FD", "PARENT_PID", "FAULTS", "FAULTS_ONCE"),  # between our own processes, and of tests
+        *("ANNOUNCE_FD", "PARENT_PID"),  # between our own processes
+        *("FAULTS", "FAULTS_ONCE", "SOAK_REQUESTS", "PEERS_DIR", "COMPOSE_TEST_START_SECONDS"),  # of tests
         *("ROUTER_PORT", "SHM_SIZE", "TAG", "TLS_DIR"),  # of compose.yaml
     )
 )
