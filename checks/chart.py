@@ -1,7 +1,7 @@
-"""The Helm chart: lint, what it renders, and docs/kubernetes.md's table of values.
+"""The Helm chart: lint, what it renders, its schema of settings, and docs/kubernetes.md's table of values.
 
     python -m checks.chart            # checks
-    python -m checks.chart --write    # writes tests/deploy/golden and the table
+    python -m checks.chart --write    # writes tests/deploy/golden, values.schema.json's settings and the table
 
 For each set of values in deploy/helm/outrider/ci: Helm's own lint, the rendered objects against the schemas of two
 versions of Kubernetes (kubernetes-validate, strict) or, for the kinds of others, those in checks/schemas, and the
@@ -23,10 +23,13 @@ import kubernetes_validate
 import kubernetes_validate.utils
 import yaml
 
+from outrider.cli.config import sections_of
+from outrider.config.schema import config_schema
 from tests.deploy.chart import CHART, NAMESPACE, ROOT, Manifests, render_text, value_sets
 
 GOLDEN = ROOT / "tests" / "deploy" / "golden"
 PAGE = ROOT / "docs" / "kubernetes.md"
+SCHEMA = CHART / "values.schema.json"
 BEGIN, END = "<!-- made by `make chart` -->", "<!-- end -->"
 VERSIONS = ("1.27", "1.37")
 """The oldest that has all that the chart uses, and the newest whose schemas there are."""
@@ -59,6 +62,8 @@ def faults() -> Iterator[str]:
             yield f"{golden.relative_to(ROOT)} is not what the chart renders: look at the change, and run make chart"
     stale = {path.stem for path in GOLDEN.glob("*.yaml")} - value_sets().keys()
     yield from (f"tests/deploy/golden/{name}.yaml has no values in deploy/helm/outrider/ci" for name in sorted(stale))
+    if SCHEMA.read_text(encoding="utf-8") != schema_text():
+        yield "deploy/helm/outrider/values.schema.json: what it says of settings is stale: run make chart"
     if page(PAGE.read_text(encoding="utf-8")) != PAGE.read_text(encoding="utf-8"):
         yield "docs/kubernetes.md: the table of values is stale: run make chart"
 
@@ -80,6 +85,14 @@ def faults_of(found: dict[str, Any]) -> Iterator[str]:
             yield f"{what}: {error.message}"
 
 
+def schema_text() -> str:
+    """The chart's schema, in which `settings` and each role's `extraSettings` are those of our configuration files."""
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    settings = {name: value for name, value in config_schema(sections_of(None)).items() if name != "$schema"}
+    schema["$defs"]["settings"] = settings
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
 # ---------------------------------------------------------------- the table of values
 
 
@@ -91,7 +104,7 @@ def page(text: str) -> str:
 
 
 def tables() -> str:
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     roles = [name for name, found in schema["properties"].items() if "resources" in found.get("properties", {})]
     lines = ["| key | default | meaning |", "| -- | -- | -- |"]
@@ -108,6 +121,8 @@ def tables() -> str:
     ]
     lines += ["", "| key | default | meaning |", "| -- | -- | -- |"]
     for key, found in schema["$defs"].items():
+        if key == "settings":  # docs/settings.md has them
+            continue
         by_role = {role: defaults[role][key] for role in roles if key in schema["properties"][role]["properties"]}
         lines.append(_row(f"ROLE.{key}", _default_of(by_role, roles), found["description"]))
     return "\n".join(lines)
@@ -141,6 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the golden renders and the table of values")
     if parser.parse_args().write:
+        SCHEMA.write_text(schema_text(), encoding="utf-8")  # renders are checked by it
         GOLDEN.mkdir(exist_ok=True)
         for name, values in value_sets().items():
             (GOLDEN / f"{name}.yaml").write_text(render_text(values), encoding="utf-8")

@@ -126,4 +126,4 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else sys.exit("python examples/draft_client.py HOST:PORT of a draft node"))

@@ -20,9 +20,12 @@ MAX_TRIES = 10
 def main(target: str) -> None:
     token_ids: list[int] = []
     with Client(target) as client:
+        sampling = client.model().default_sampling or {"temperature": 0.7}
         for _ in range(MAX_TRIES):
             try:
-                with client.generate(PROMPT, seed=3, max_tokens=96, generated_token_ids=token_ids) as stream:
+                with client.generate(
+                    PROMPT, **sampling, seed=3, max_tokens=96, generated_token_ids=token_ids
+                ) as stream:
                     for delta in stream:
                         token_ids += delta.token_ids
                         print(delta.text, end="", flush=True)

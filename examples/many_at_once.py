@@ -15,9 +15,10 @@ PROMPTS = ("The three primary colours are", "def is_prime(n):", "Dear Sir or Mad
 
 async def main(target: str) -> None:
     async with AsyncClient(target) as client:
+        sampling = (await client.model()).default_sampling or {"temperature": 0.7}
 
         async def ask(index: int, prompt: str) -> CompleteResult:
-            return await client.complete(prompt, n=3, temperature=1.0, seed=index, max_tokens=24, stop=["\n\n"])
+            return await client.complete(prompt, **sampling, n=3, seed=index, max_tokens=24, stop=["\n\n"])
 
         answers = await asyncio.gather(*(ask(index, prompt) for index, prompt in enumerate(PROMPTS)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):

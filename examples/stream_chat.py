@@ -13,10 +13,11 @@ from outrider.client import ChatMessage, Client
 def main(target: str) -> None:
     messages = [ChatMessage("system", "You answer in one sentence.")]
     with Client(target) as client:
+        sampling = client.model().default_sampling or {"temperature": 0.7, "top_p": 0.95}
         for question in ("What is a tide?", "And why are there two a day?"):
             messages.append(ChatMessage("user", question))
             print(f"> {question}")
-            with client.generate(messages, temperature=0.7, top_p=0.95, seed=1, max_tokens=48) as stream:
+            with client.generate(messages, **sampling, seed=1, max_tokens=48) as stream:
                 for delta in stream:
                     print(delta.text, end="", flush=True)
             print()

@@ -25,4 +25,14 @@ _OFFLINE = {
 def __getattr__(name: str) -> object:
     if name not in _OFFLINE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"outrider.llm.{_OFFLINE[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"outrider.llm.{_OFFLINE[name]}"), name)
+    except ModuleNotFoundError as error:
+        from outrider.extras import extra_of, install_command
+
+        if extra_of(error.name) is None:
+            raise
+        missing = (
+            f"outrider.{name} starts nodes, and {error.name} is not installed: {install_command('node')} brings it"
+        )
+        raise ImportError(missing, name=error.name) from error

@@ -11,6 +11,7 @@ import grpc.aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from outrider.errors import ConfigError, PeerLostError
+from outrider.extras import install_command
 from outrider.node import NodeRole
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
@@ -232,7 +233,7 @@ def _make_vllm_engine(wanted: str, front: Front) -> VllmEngineServicer | None:
         if wanted == "on":
             raise ConfigError(
                 f"router.vllm_engine is on, and smg-grpc-proto cannot be imported ({error}); "
-                "pip install 'outrider[openai]' brings it"
+                f"{install_command('openai')} brings it"
             ) from error
         if not isinstance(error, ImportError):
             _log.warning("the engine service is not served", error=str(error))

@@ -8,9 +8,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-
-import psutil
 
 from outrider.engine.processor import about_processor, usable_cpus, within_quota
 
@@ -31,7 +30,7 @@ def describe_machine() -> MachineInfo:
     return MachineInfo(
         processor=about_processor().get("model name") or platform.processor() or platform.machine(),
         num_cores=len(within_quota(usable_cpus())),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         commit=_commit(),
@@ -50,7 +49,7 @@ def _commit() -> str:
 
 
 class CpuMeter:
-    """Splits the machine's busy CPU time into ours (this process, the cluster's) and everybody else's.
+    """Needs psutil. Splits the machine's busy CPU time into ours (this process, the cluster's) and everybody else's.
 
     `pids` are processes of the cluster; their descendants count as well. A process that
     ends before `stop` counts as somebody else's from its last reading on.
@@ -71,11 +70,13 @@ class CpuMeter:
             elapsed_seconds=elapsed,
             own_cpu_seconds=own,
             others_cpu_seconds=max(0.0, busy - own),
-            num_cores=psutil.cpu_count() or 1,
+            num_cores=os.cpu_count() or 1,
         )
 
     def _read_own(self) -> dict[int, float]:
         """CPU seconds by process id."""
+        import psutil
+
         seconds: dict[int, float] = {}
         for pid in self._pids:
             try:
@@ -105,6 +106,8 @@ def others_cpu_share(readings: Sequence[CpuReading]) -> float:
 
 
 def _machine_busy_seconds() -> float:
+    import psutil
+
     times = psutil.cpu_times()
     # guest time is part of user time already
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
@@ -113,12 +116,14 @@ def _machine_busy_seconds() -> float:
 def pids_behind(target: str) -> tuple[int, ...]:
     """The process of `outrider up` whose router listens at `target`, from which all nodes descend.
 
-    Empty when the cluster is elsewhere, or was not started so: then nobody knows whose
-    CPU time is whose.
+    Empty when the cluster is elsewhere, or was not started so, and where nodes are not installed: then nobody knows
+    whose CPU time is whose.
     """
     host, _, port = target.rpartition(":")
-    if not port.isdigit() or host not in {"127.0.0.1", "localhost", "[::1]"}:
+    if not port.isdigit() or host not in {"127.0.0.1", "localhost", "[::1]"} or find_spec("psutil") is None:
         return ()
+    import psutil
+
     try:
         listening = [
             connection.pid

@@ -1,4 +1,7 @@
-"""Requests of a benchmark: prompts from a JSONL file, {id, kind, text} or {id, kind, messages} a line, and options."""
+"""Requests of a benchmark: prompts from a JSONL file, {text} or {messages} a line, and options.
+
+A line may have an id, which is otherwise its number, and a kind, by which figures can be grouped.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from outrider.client import ChatMessage, GenerateOptions, Prompt
+from outrider.client.messages import read_message
 from outrider.client.options import make_request
 from outrider.errors import InvalidRequestError
 from outrider.v1 import router_pb2
@@ -55,20 +59,18 @@ def load_prompts(path: Path) -> tuple[BenchPrompt, ...]:
     prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
-            prompts.append(_parse(line, where=f"{path}:{number}"))
+            prompts.append(_parse(line, number, path))
     if not prompts:
         raise InvalidRequestError(f"{path} has no prompts", field="prompts")
     return tuple(prompts)
 
 
-def _parse(line: str, *, where: str) -> BenchPrompt:
+def _parse(line: str, number: int, path: Path) -> BenchPrompt:
     try:
         value: Any = json.loads(line)
-        text = str(value.get("text", ""))
-        messages = tuple(ChatMessage(str(turn["role"]), str(turn["content"])) for turn in value.get("messages", ()))
-        prompt = BenchPrompt(id=str(value["id"]), kind=str(value["kind"]), content=text or messages)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequestError(f"{where}: not a prompt ({error!r})", field="prompts") from error
-    if bool(text) == bool(messages):
-        raise InvalidRequestError(f"{where}: needs either text or messages", field="prompts")
-    return prompt
+        if not isinstance(value, dict) or bool(value.get("text")) == bool(value.get("messages")):
+            raise ValueError('it needs either a "text" or "messages"')
+        content = str(value.get("text") or "") or tuple(map(read_message, value["messages"]))
+    except (ValueError, TypeError) as error:
+        raise InvalidRequestError(f"{path}:{number}: not a prompt: {error}", field="prompts") from error
+    return BenchPrompt(id=str(value.get("id", number)), kind=str(value.get("kind", "")), content=content)

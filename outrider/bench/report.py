@@ -136,9 +136,10 @@ class LineProgress:
         self._num_done = self._num_tokens = 0
         self._failures: Counter[str] = Counter()
 
-    def pass_started(self, level: Level, *, speculation: bool, num_requests: int) -> None:
+    def pass_started(self, level: Level, *, speculation: bool, num_requests: int, is_warm_up: bool = False) -> None:
         unit = "requests" if level.is_open_loop else "clients"
-        self._title = f"{level.name} {unit}, {'speculative' if speculation else 'plain'}"
+        what = "warm-up, not measured" if is_warm_up else f"{level.name} {unit}"
+        self._title = f"{what}, {'speculative' if speculation else 'plain'}"
         self._num_requests = num_requests
         self._started_at = time.monotonic()
         self._num_done = self._num_tokens = 0

@@ -51,13 +51,11 @@ async def run_bench(
             for mode in plan.modes if number % 2 == 0 else reversed(plan.modes):
                 prompts = [prompt.salted(_salt(plan, level, number, speculation=mode)) for prompt in group]
                 progress.pass_started(level, speculation=mode, num_requests=len(prompts))
-                meter = CpuMeter(cluster_pids)
+                meter = CpuMeter(cluster_pids) if cluster_pids else None
                 passes[mode].append(await load.run(prompts, level, speculation=mode, on_done=progress.request_done))
-                cpu[mode].append(meter.stop())
+                cpu[mode] += [] if meter is None else [meter.stop()]
                 progress.pass_ended()
-        for mode in plan.modes:
-            readings = cpu[mode] if cluster_pids else ()
-            figures.append(figures_of(level, passes[mode], speculation=mode, cpu=readings))
+        figures += [figures_of(level, passes[mode], speculation=mode, cpu=cpu[mode]) for mode in plan.modes]
         if len(plan.modes) == 2:
             comparisons.append(compare(level, passes[False], passes[True], are_answers_comparable=plan.same_prompts))
     return BenchResult(figures=tuple(figures), comparisons=tuple(comparisons))
@@ -83,7 +81,7 @@ async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions,
     level = Level(is_open_loop=False, value=WARM_UP_PROMPTS)
     for mode in plan.modes:
         prompts = [prompt.salted(f"[{plan.run_mark}warm-up {int(mode)}]") for prompt in plan.prompts[:WARM_UP_PROMPTS]]
-        progress.pass_started(level, speculation=mode, num_requests=len(prompts))
+        progress.pass_started(level, speculation=mode, num_requests=len(prompts), is_warm_up=True)
         await load.run(prompts, level, speculation=mode, on_done=progress.request_done)
         progress.pass_ended()
 

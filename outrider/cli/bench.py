@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,16 @@ from outrider.bench.measure import BenchResult
 from outrider.bench.prompts import DEFAULT_PROMPTS, AnswerOptions, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
 from outrider.bench.run import BenchPlan, run_bench
-from outrider.cli.connection import add_connection_arguments, add_target_argument, check_writable, read_connection
-from outrider.cli.up import add_cluster_arguments, make_cluster
+from outrider.cli.cluster_arguments import add_cluster_arguments
+from outrider.cli.connection import (
+    add_connection_arguments,
+    add_target_argument,
+    check_writable,
+    read_connection,
+    targets,
+)
 from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
-from outrider.cluster.event_printer import EventPrinter
 from outrider.errors import InvalidRequestError
 
 DEFAULT_CONCURRENCY = (1, 4, 8, 16)
@@ -44,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that runs",
     )
     where = compare.add_argument_group("cluster", "without --target a cluster is started, with these flags")
-    where.add_argument("--target", metavar="HOST:PORT", help="a running router")
+    where.add_argument("--target", type=targets, metavar="HOST:PORT", help="a running router")
     where.add_argument(
         "--same-prompts",
         action="store_true",
@@ -133,12 +138,15 @@ def make_plan(arguments: argparse.Namespace) -> BenchPlan:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _router(arguments: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A router's address and the process ids of its cluster, as far as they are known."""
     if arguments.target is not None:
         yield arguments.target, pids_behind(arguments.target)
         return
+    from outrider.cli.up import make_cluster
+    from outrider.cluster.event_printer import EventPrinter
+
     arguments.overrides = [*COMPARED_SETTINGS, *arguments.overrides]
     cluster = make_cluster(arguments)
     cluster.on_event = EventPrinter(sys.stderr).show
@@ -160,10 +168,9 @@ def describe_model(client: Client) -> dict[str, Any]:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
+    return int(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -171,7 +178,8 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    rates = tuple(float(part) for part in text.split(","))
-    if not all(0 < rate < float("inf") for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text}: rates must be above 0")
-    return rates
+    with contextlib.suppress(ValueError):
+        rates = tuple(float(part) for part in text.split(","))
+        if all(0 < rate < float("inf") for rate in rates):
+            return rates
+    raise argparse.ArgumentTypeError(f"{text}: rates are numbers above 0, with commas between them")

@@ -7,11 +7,15 @@ import sys
 
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
 from outrider.cli.generate import describe_stream
-from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
-from outrider.client import ChatMessage, Client
+from outrider.cli.sampling_arguments import add_sampling_arguments, read_options, with_defaults_of
+from outrider.client import ChatMessage, Client, GenerateOptions
 from outrider.errors import OutriderError
 
 HELP = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
+
+
+CHAT_SAMPLING = GenerateOptions(temperature=0.7)
+"""Where neither the user nor the model says how: small models ramble at the contract's 1."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     start = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
     messages = list(start)
     with Client(arguments.target, **read_connection(arguments)) as client:
-        sys.stderr.write(f"{client.model().name} on {arguments.target}. {HELP}.\n")
+        model = client.model()
+        options = with_defaults_of(model, {**({} if model.default_sampling else CHAT_SAMPLING), **options})
+        sys.stderr.write(f"{model.name} on {arguments.target}. {HELP}.\n")
         while True:
             line = _read_line()
             if line is None or line in ("/exit", "/quit"):
@@ -39,14 +45,17 @@ def run(arguments: argparse.Namespace) -> int:
             elif line.startswith("/"):
                 sys.stderr.write(f"{HELP}\n")
             elif line:
-                stream = client.generate([*messages, ChatMessage("user", line)], **options)
+                stream = None
                 try:
+                    stream = client.generate([*messages, ChatMessage("user", line)], **options)
                     for delta in stream:
                         sys.stdout.write(delta.text)
                         sys.stdout.flush()
                     if arguments.stats:
                         sys.stderr.write("\n" + describe_stream(stream))
                 except KeyboardInterrupt:
+                    if stream is None:
+                        continue
                     stream.cancel()
                     sys.stderr.write(" [stopped]")
                 except OutriderError as error:

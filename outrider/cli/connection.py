@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from outrider.client.targets import DEFAULT_TARGET
+from outrider.client.targets import DEFAULT_TARGET, Targets
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.rpc.credentials import TlsConfig
 
@@ -15,11 +15,20 @@ TARGET_VARIABLE = "OUTRIDER_TARGET"
 SYSTEM = "system"
 
 
+def targets(text: str) -> str:
+    """Of a flag: as clients take it. Raises: argparse.ArgumentTypeError."""
+    try:
+        return ",".join(Targets(text).all)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def add_target_argument(parser: argparse.ArgumentParser, *, flag: str = "--target") -> None:
     """Read as `target`, whatever the flag is called."""
     parser.add_argument(
         flag,
         dest="target",
+        type=targets,
         default=os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET,
         metavar="HOST:PORT",
         help=f"the router, or several with commas between them; default ${TARGET_VARIABLE}, else {DEFAULT_TARGET}",
@@ -78,8 +87,11 @@ def read_token(arguments: argparse.Namespace) -> str | None:
 
 
 def read_connection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of a client. Raises: ConfigError, as `read_tls` and `read_token`."""
-    return {"tls": read_tls(arguments), "token": read_token(arguments)}
+    """Arguments of a client. Raises: ConfigError, as `read_tls` and `read_token`, and for a token without TLS."""
+    tls, token = read_tls(arguments), read_token(arguments)
+    if token is not None and tls is None:
+        raise ConfigError("--token-file needs --tls or --authority: in plaintext everybody on the way could read it")
+    return {"tls": tls, "token": token}
 
 
 def check_writable(path: Path, flag: str) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 
 from outrider import __version__
 from outrider.bench.load import RequestRecord
 from outrider.bench.measure import gaps, stream_rate
-from outrider.cli.demo_prompts import DEMO_PROMPTS, DemoPrompt
-from outrider.cli.up import add_cluster_arguments, announce_serving, make_cluster
-from outrider.client import Client, GenerateOptions
+from outrider.cli.cluster_arguments import add_cluster_arguments
+from outrider.cli.up import announce_serving, make_cluster
+from outrider.client import ChatMessage, Client, GenerateOptions
 from outrider.client.replay import describe_gap
 from outrider.cluster import Cluster, ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
@@ -28,6 +31,23 @@ DEMO_SETTINGS = (
     # Both runs of a prompt do the same work, including the KV transfer.
     "kv_cache.prefix_cache=false",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoPrompt:
+    name: str
+    text: str
+    options: GenerateOptions
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        return [ChatMessage("user", self.text)]
+
+
+DEMO_PROMPTS = tuple(
+    DemoPrompt(**json.loads(line)) for line in Path(__file__).with_name("demo_prompts.jsonl").open(encoding="utf-8")
+)
+"""Of different kinds, about 240 tokens each in the default model's chat template; one is sampled, not greedy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

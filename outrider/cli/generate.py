@@ -9,8 +9,10 @@ import sys
 from typing import Any
 
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
-from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
+from outrider.cli.sampling_arguments import add_sampling_arguments, read_options, with_defaults_of
 from outrider.client import ChatMessage, Client, GenerateStream, Prompt
+from outrider.client.options import make_request
+from outrider.errors import InvalidRequestError
 from outrider.request import TokenLogprobs
 
 
@@ -43,8 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
     options["token_bytes"] = True
     num_samples = arguments.n or 1
     logprobs: dict[int, list[Any]] = {}
-    client = Client(arguments.target, **read_connection(arguments))
-    with client, client.generate(_prompt(arguments), **options) as stream:
+    for name, flag in (("top_logprobs", "--logprobs"), ("prompt_logprobs", "--prompt-logprobs")):
+        if name in options and not arguments.json:
+            raise InvalidRequestError(f"{flag} needs --json", field=name)
+    prompt = _prompt(arguments)
+    make_request(prompt, options)  # or an error, before anybody is asked
+    connection = read_connection(arguments)
+    if arguments.timeout_seconds is not None:
+        connection["timeout_seconds"] = arguments.timeout_seconds
+    with (
+        Client(arguments.target, **connection) as client,
+        client.generate(prompt, **with_defaults_of(client.model(), options)) as stream,
+    ):
         for delta in stream:
             logprobs.setdefault(delta.sample, []).extend(map(_logprobs_to_json, delta.logprobs))
             if num_samples == 1 and not arguments.json:

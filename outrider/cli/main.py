@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Never
 
 from outrider import __version__
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UnauthenticatedError
+from outrider.extras import extra_of, install_command
 
 COMMANDS = {
-    "up": "start a local cluster: router, prefill, decode and draft nodes",
+    "up": "start a local cluster: router, prefill, decode and draft nodes; `up MODEL` is `up --model MODEL`",
     "generate": "stream the continuation of a prompt",
     "chat": "chat with the model",
     "config": "print all settings in force with their sources, import other servers' files, print a JSON schema",
@@ -25,40 +29,123 @@ COMMANDS = {
     "fetch": "download and verify the models; also validates every setting",
     "probe": "check a service's health; exit status 0 if it serves",
 }
-INTERRUPTED = 130
+ELSEWHERE = {
+    **dict.fromkeys(("serve", "run", "start", "launch"), "up"),
+    **dict.fromkeys(("pull", "download"), "fetch"),
+    **dict.fromkeys(("complete", "completion", "prompt"), "generate"),
+    **dict.fromkeys(("stats", "status", "ps"), "top"),
+}
+"""Commands by the names that other servers have for them."""
+STARTERS = ("up", "demo", "train-head", "fetch", "bench")
+"""Commands of which what a client has not is what starts nodes."""
+WRONG_USE, INTERRUPTED = 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says one line for a wrong command line, where argparse says all flags first."""
+
+    def error(self, message: str) -> Never:
+        self.exit(WRONG_USE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0; 1 for an error (one line on stderr), 2 for a wrong command line, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     chosen = next((argument for argument in argv if not argument.startswith("-")), "")
+    _open_streams()
     try:
-        arguments = make_parser(chosen).parse_args(argv)
-        return int(arguments.run(arguments))
-    except OutriderError as error:
-        sys.stdout.flush()
-        sys.stderr.write(f"outrider {chosen}: {error}\n")
-        return 1
-    except ModuleNotFoundError as error:
-        # Clients and routers install without what nodes need.
-        sys.stderr.write(
-            f"outrider {chosen}: {error.name} is not installed; in the source tree, run pip install '.[node]'\n"
-        )
+        arguments = parse(argv, chosen)
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()  # an error of it is one of ours
+    except BrokenPipeError:  # the reader of our output is gone
+        _drop_output()
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("\n")
+        _say("")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output is gone; the interpreter must not complain when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OutriderError, ModuleNotFoundError, UnicodeError, OSError) as error:
+        _drop_output()
+        _say(f"outrider {chosen}: {_explained(error, chosen)}")
         return 1
+    return status
+
+
+def _explained(error: OutriderError | ModuleNotFoundError | UnicodeError | OSError, chosen: str) -> str:
+    """In one line, with the way out where there is one. Raises: the error itself if it is a bug of ours."""
+    match error:
+        case UnauthenticatedError():
+            return f"{error}; with a command: --token-file FILE"
+        case OutriderError():
+            is_away = error.reason == "UNREACHABLE"
+            return f"{error}; `outrider up` starts a cluster, --target names one" if is_away else str(error)
+        case ModuleNotFoundError():
+            extra = extra_of(error.name)
+            if extra is None:
+                raise error
+            extra = "node" if extra == "router" and chosen in STARTERS else extra
+            return f"{error.name} is not installed: {install_command(extra)} brings it"
+        case UnicodeDecodeError():
+            return f"the input is not text in {error.encoding}: byte {error.object[error.start]:#04x}"
+        case UnicodeError():
+            return f"this text cannot be written as bytes: {error}"
+    problem = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {problem}" if error.filename else problem
+
+
+def _open_streams() -> None:
+    """A standard stream that is closed is as good as nothing; one without UTF-8 gets question marks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 as long as we live
+        elif name == "stdout" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """What standard output does not take any more: the interpreter must not complain of it when it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(OSError, ValueError):  # of a test's stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+
+
+def parse(argv: Sequence[str], chosen: str) -> argparse.Namespace:
+    """Ends the process with one line on stderr and status 2 for a wrong command line."""
+    parser = make_parser(chosen)
+    if chosen and chosen not in COMMANDS:
+        other = ELSEWHERE.get(chosen) or difflib.get_close_matches(chosen, COMMANDS, n=1, cutoff=0.0)[0]
+        parser.error(f"there is no command {chosen}; `outrider {other}`: {COMMANDS[other]}")
+    arguments, others = parser.parse_known_args(argv)
+    if others and chosen == "up" and not others[0].startswith("-") and getattr(arguments, "model.id") is None:
+        at = len(argv) - 1 - list(reversed(argv)).index(others[0])
+        return parse([*argv[:at], "--model", *argv[at:]], chosen)
+    if others:
+        command: argparse.ArgumentParser = arguments.command
+        flag = others[0].partition("=")[0]
+        nearest = difflib.get_close_matches(flag, sorted(_flags(command)), n=1) if flag.startswith("-") else []
+        command.error(f"unknown argument {others[0]}{f'; the nearest is {nearest[0]}' if nearest else ''}")
+    return arguments
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Also those of its own commands."""
+    for action in parser._actions:  # noqa: SLF001 there is no other way to ask for them
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 likewise
+            for inner in action.choices.values():
+                yield from _flags(inner)
 
 
 def make_parser(chosen: str) -> argparse.ArgumentParser:
     """The flags of the chosen command only: the others' imports are not needed."""
-    parser = argparse.ArgumentParser(
-        prog="outrider", description="A language-model server in four gRPC services.", allow_abbrev=False
-    )
+    parser = _Parser(prog="outrider", description="A language-model server in four gRPC services.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
@@ -66,7 +153,7 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
         if name == chosen:
             module = importlib.import_module(f"outrider.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, command=command)
     return parser
 
 

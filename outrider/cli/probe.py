@@ -11,7 +11,7 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2
 
-from outrider.cli.connection import add_connection_arguments, read_tls
+from outrider.cli.connection import add_connection_arguments, read_tls, targets
 from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError, NotFoundError, OutriderError, PeerLostError
 from outrider.rpc.channels import open_sync_channel
@@ -23,6 +23,7 @@ DEFAULT_TIMEOUT_SECONDS = 3.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
+        type=targets,
         default=DEFAULT_TARGET,
         metavar="HOST:PORT",
         help=f"the address of any service; default {DEFAULT_TARGET}",

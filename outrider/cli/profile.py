@@ -12,7 +12,13 @@ from pathlib import Path
 
 import grpc
 
-from outrider.cli.connection import add_connection_arguments, add_target_argument, check_writable, read_connection
+from outrider.cli.connection import (
+    add_connection_arguments,
+    add_target_argument,
+    check_writable,
+    read_connection,
+    targets,
+)
 from outrider.cli.printable import printable
 from outrider.cli.profile_tables import engine_lines, request_lines
 from outrider.cli.request_times import ended_serials, request_times
@@ -37,7 +43,7 @@ DEFAULT_SECONDS = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--node", metavar="HOST:PORT", help="only the node at this address")
+    where.add_argument("--node", type=targets, metavar="HOST:PORT", help="only the node at this address")
     where.add_argument(
         "--role", choices=sorted(ROLES), help="only the nodes of this role; default: all that --target knows"
     )

@@ -71,7 +71,10 @@ def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile])
     What neither the router's timeline nor the steps explain is a row of its own.
     """
     if not requests:
-        yield "no request ended meanwhile that one prefill and one decode node computed"
+        yield (
+            "no request ended meanwhile that one prefill and one decode node computed: decode nodes compute short "
+            "prompts themselves, so give it longer ones"
+        )
         return
 
     def mean(name: str) -> float:

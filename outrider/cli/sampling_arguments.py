@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from outrider.client import GenerateOptions
+from outrider.client import GenerateOptions, Model
 
 
 def text_or_file(value: str) -> str:
@@ -30,7 +30,7 @@ def json_object(value: str) -> Any:
 
 
 _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "temperature": (float, "T", "0 takes the most likely token; default 1"),
+    "temperature": (float, "T", "0 takes the most likely token; default: the model's, else 1, in a chat 0.7"),
     "top_p": (float, "P", "nucleus sampling, (0, 1]"),
     "top_k": (int, "K", "0 keeps the whole vocabulary"),
     "min_p": (float, "P", "minimum probability relative to the most likely token"),
@@ -68,6 +68,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(arguments: argparse.Namespace) -> GenerateOptions:
-    """Only the flags that were given; the rest has the defaults of the public API."""
+    """Only the flags that were given."""
     given = {name: getattr(arguments, name, None) for name in GenerateOptions.__annotations__}
     return cast("GenerateOptions", {name: value for name, value in given.items() if value is not None})
+
+
+def with_defaults_of(model: Model, options: GenerateOptions) -> GenerateOptions:
+    """What is not given is what the model's generation_config.json names, else the default of the public API."""
+    return cast("GenerateOptions", {**model.default_sampling, **options})

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import signal
 import sys
+import termios
 import time
-from collections.abc import AsyncGenerator, Iterator
+import tty
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,7 @@ from outrider.cli.connection import add_connection_arguments, add_target_argumen
 from outrider.cli.top_history import History
 from outrider.client import AsyncClient
 from outrider.client.targets import Targets
-from outrider.errors import AbortedError, CapacityError, ConfigError, InternalError, InvalidRequestError, PeerLostError
+from outrider.errors import AbortedError, CapacityError, InternalError, InvalidRequestError, PeerLostError
 from outrider.node import Model
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, also after Ctrl-C, which is how it ends; 143 after SIGTERM. Raises: OutriderError."""
+    """0, also after q, Esc and Ctrl-C, which is how it ends; 143 after SIGTERM. Raises: OutriderError."""
     interval = arguments.interval
     if not LEAST_INTERVAL_SECONDS <= interval <= MOST_INTERVAL_SECONDS:
         limits = f"{LEAST_INTERVAL_SECONDS:g} to {MOST_INTERVAL_SECONDS:g}"
@@ -77,13 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_console(*, is_terminal: bool) -> Console:
-    """Raises: ConfigError without rich."""
-    try:
-        from rich.console import Console
-    except ModuleNotFoundError as error:
-        raise ConfigError("rich is not installed: pip install 'outrider[top]' brings it") from error
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
+    """Raises: ModuleNotFoundError without rich."""
+    from rich.console import Console
+
     if is_terminal:
         return Console(highlight=False)
     return Console(highlight=False, force_terminal=False, color_system=None, width=WIDTH_OF_TEXT)
@@ -93,11 +92,8 @@ class WatchedCluster:
     """The reports of a router; of several targets, those of one that answers."""
 
     def __init__(self, targets: str, *, interval_seconds: float, **connection: Any) -> None:
-        """`connection`: arguments of the client. Raises: ConfigError without a target."""
-        try:
-            self._targets = Targets(targets)
-        except ValueError as error:
-            raise ConfigError(f"--target: {error}") from error
+        """`connection`: arguments of the client. Raises: ValueError without a target."""
+        self._targets = Targets(targets)
         self.interval_seconds = interval_seconds
         self._connection = connection
         self._model: Model | None = None
@@ -186,11 +182,31 @@ def _without_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _pause(live: Live) -> None:
-    """Ctrl-Z: the shell gets the terminal as it was."""
+def _mode() -> list[Any] | None:
+    """Of the terminal that keys come from; None: there is none."""
+    return termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+
+
+def _set_mode(mode: list[Any] | None) -> None:
+    if mode is not None:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
+
+
+def _pause(live: Live, mode: list[Any] | None) -> None:
+    """Ctrl-Z: the shell gets the terminal as it was, in `mode`."""
+    own = _mode()
     live.stop()
+    _set_mode(mode)
     os.kill(os.getpid(), signal.SIGSTOP)
+    _set_mode(own)
     live.start()
+
+
+def _read_key(leave: Callable[[], object]) -> None:
+    """Several may come together; arrows begin with Esc, and are none."""
+    keys = re.sub(rb"\x1b[\[O][0-9;]*[A-Za-z~]", b"", os.read(sys.stdin.fileno(), 64))
+    if not {b"q"[0], b"Q"[0], b"\x1b"[0]}.isdisjoint(keys):
+        leave()
 
 
 async def _show(cluster: WatchedCluster, console: Console) -> None:
@@ -201,11 +217,15 @@ async def _show(cluster: WatchedCluster, console: Console) -> None:
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     loop.add_signal_handler(signal.SIGWINCH, cluster.changed.set)
+    mode = _mode()
     following = asyncio.create_task(cluster.follow())
     following.add_done_callback(lambda _: cluster.changed.set())
     try:
         with _without_stderr(), Live(console=console, screen=True, auto_refresh=False) as live:
-            loop.add_signal_handler(signal.SIGTSTP, _pause, live)
+            loop.add_signal_handler(signal.SIGTSTP, _pause, live, mode)
+            if mode is not None:
+                tty.setcbreak(sys.stdin, termios.TCSANOW)
+                loop.add_reader(sys.stdin, _read_key, following.cancel)
             while not following.done():
                 cluster.changed.clear()
                 live.update(cluster.view(), refresh=True)
@@ -213,6 +233,8 @@ async def _show(cluster: WatchedCluster, console: Console) -> None:
                     async with asyncio.timeout(cluster.interval_seconds + LATE_SECONDS):
                         await cluster.changed.wait()
     finally:
+        _set_mode(mode)
         following.cancel()
         await asyncio.wait({following})
-    following.result()
+    if not following.cancelled():  # by a key
+        following.result()

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from outrider.cli.cluster_arguments import add_cluster_arguments
 from outrider.cli.config import sections_of
-from outrider.cli.up import add_cluster_arguments, make_cluster
+from outrider.cli.up import make_cluster
 from outrider.cluster import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import load_arguments
@@ -21,7 +22,7 @@ from outrider.errors import ConfigError
 
 PLAN_ARGUMENTS = {  # by name of the plan's field: flag, type, metavariable, help
     "form": ("--form", str, "FORM", "eagle3, medusa or mlp; default eagle3"),
-    "minutes": ("--minutes", float, "N", "the time that all of it may take; default 60"),
+    "minutes": ("--minutes", float, "N", "the time to aim at for all of it; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
     "traffic": ("--from-traffic", Path, "DIR", "learn from what decode nodes kept there (decode_node.keep_features)"),
     "init_from": ("--init-from", Path, "HEAD", "go on from this eagle3 head, and keep its features valid"),

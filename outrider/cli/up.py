@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import queue
 import signal
 import sys
@@ -15,16 +14,16 @@ from types import FrameType
 from typing import Any
 
 from outrider import __version__
+from outrider.cli.cluster_arguments import HEAD, SECTIONS, add_cluster_arguments
 from outrider.cli.config import sections_of
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
 from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_arguments import require_gateway
 from outrider.cluster.gpu_shares import memory_shares
-from outrider.cluster.plan import DECODE, DRAFT, LOOPBACK, ROUTER
+from outrider.cluster.plan import DECODE, DRAFT, ROUTER
 from outrider.config.arguments import (
     add_setting_flags,
-    add_settings_arguments,
     given_settings,
     load_arguments,
     write_warnings,
@@ -34,24 +33,11 @@ from outrider.config.resolve import ResolvedConfig, parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
 from outrider.lossy_stream import drain_standard_streams, guard_standard_streams
-from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.locate import is_at_hand
+from outrider.service.address import loopback
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
 
-HEAD = "model.head"
-SECTIONS = {"model": ModelConfig, "cluster": ClusterConfig}
-CLUSTER_FLAGS = {
-    "model": "model.id",
-    "dtype": "model.dtype",
-    "draft": "cluster.draft",
-    "prefill-nodes": "cluster.prefill_nodes",
-    "decode-nodes": "cluster.decode_nodes",
-    "draft-nodes": "cluster.draft_nodes",
-    "routers": "cluster.routers",
-    "port": "cluster.port",
-}
-"""Settings by the flag that sets them."""
 SIGNAL_SECONDS = 0.5
 """A signal that comes just before this thread begins to wait is handled after it has waited."""
 SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
@@ -78,30 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_setting_flags(parser, {"openai": "cluster.openai_port"}, SECTIONS)
     add_vllm_flags(parser)
-
-
-def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Flags of every command that starts a cluster. They set settings and override file and environment.
-
-    `defaults` of flags are the command's own, such as `port=0`.
-    """
-    add_setting_flags(parser, CLUSTER_FLAGS, SECTIONS)
-    parser.add_argument(
-        "--head",
-        dest=HEAD,
-        metavar="DIR",
-        type=lambda text: Path(text).expanduser().absolute(),
-        help="decode nodes draft with this drafter head, where it pays",
-    )
-    parser.add_argument(
-        "--store",
-        dest="router.store",
-        metavar="URL",
-        help="what routers share: valkey://host:port; default: memory, each its own",
-    )
-    parser.set_defaults(**{CLUSTER_FLAGS[name]: value for name, value in defaults.items()})
-    add_settings_arguments(parser, os.environ)
-    parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")
 
 
 def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> Cluster:
@@ -170,7 +132,7 @@ def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> 
             "the gateway ask for credentials instead"
         )
     if port:
-        probe_port(LOOPBACK, port, "choose another with --openai")
+        probe_port(loopback(), port, "choose another with --openai")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, TypedDict, Unpack
 from uuid import uuid4
 
 from google.protobuf import duration_pb2
 
+from outrider.client.messages import is_chat, read_message, read_token_ids
 from outrider.client.targets import Targets
 from outrider.errors import InvalidRequestError
 from outrider.request import ChatMessage
 from outrider.v1 import router_pb2
 from outrider.wire.enums import LOGPROBS_MODES, VERIFICATION_METHODS, EnumTable
 
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
-"""Text, token ids, or a chat."""
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or a chat, whose messages may be dicts of OpenAI's."""
 DEFAULT_RESUME_WINDOW_SECONDS = 30.0
 """For clients of several routers."""
 
@@ -48,12 +50,12 @@ class GenerateOptions(ChatOptions, total=False):
     n: int
     max_tokens: int
     min_tokens: int
-    json_schema: str
+    json_schema: str | Mapping[str, Any]
     regex: str
     grammar: str
     choice: Sequence[str]
     # stop
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_match: bool
@@ -77,9 +79,11 @@ class GenerateOptions(ChatOptions, total=False):
     timeout_seconds: float
 
 
+CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
+_ALL = f"options are {', '.join(GenerateOptions.__annotations__)}"
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "seed", "n", "max_tokens", "min_tokens", "json_schema", "regex", "grammar"),
+    *("logit_bias", "seed", "n", "max_tokens", "min_tokens", "regex", "grammar"),
 )
 _OUTPUT = ("top_logprobs", "prompt_logprobs", "skip_special_tokens", "echo", "token_ids_only", "token_bytes")
 _FIELDS = {
@@ -97,15 +101,25 @@ _FIELDS = {
 
 
 def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.GenerateRequest:
-    """Raises: InvalidRequestError for what the wire cannot carry; TypeError for an option that does not exist."""
-    unknown = set(options) - GenerateOptions.__optional_keys__
-    if unknown:
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    """Raises: InvalidRequestError for what the wire cannot carry and for two constraints; TypeError for an option that
+    does not exist.
+    """
+    known = GenerateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            raise TypeError(f"unknown option {name}; the {f'nearest is {nearest[0]}' if nearest else _ALL}")
     request = router_pb2.GenerateRequest()
     values: Mapping[str, Any] = options
     set_prompt(request, prompt, **{name: values[name] for name in ChatOptions.__optional_keys__ & values.keys()})
     for name, field in _FIELDS.items():
         _assign(request, field, values.get(name))
+    constraints = [name for name in CONSTRAINTS if values.get(name) is not None]
+    if len(constraints) > 1:
+        raise InvalidRequestError(f"{' and '.join(constraints)}: an answer has one constraint", field="sampling")
+    schema = options.get("json_schema")
+    if schema is not None:
+        _assign(request, "sampling.json_schema", schema if isinstance(schema, str) else _schema_text(schema))
     if "choice" in options:
         _assign(request.sampling.choice, "options", options["choice"], name="sampling.choice")
     if "logprobs_mode" in options:
@@ -116,6 +130,15 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
     if resume_window_seconds is not None:
         request.resume_window.CopyFrom(to_duration(resume_window_seconds, field="resume_window"))
     return request
+
+
+def _schema_text(schema: Any) -> str:
+    """JSON of a schema that is a dict, or a model of pydantic's. Raises: InvalidRequestError."""
+    of_model = getattr(schema, "model_json_schema", None)
+    try:
+        return json.dumps(schema if of_model is None else of_model())
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"sampling.json_schema: {error}", field="sampling.json_schema") from error
 
 
 def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateRequest:
@@ -151,10 +174,16 @@ def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> Non
     """
     if isinstance(prompt, str):
         _assign(request, "text", prompt)
-    elif len(prompt) > 0 and isinstance(prompt[0], ChatMessage):
+    elif is_chat(prompt):
         for index, message in enumerate(prompt):
-            members = _to_json(message.members, f"chat.messages[{index}].members")
-            request.chat.messages.add(role=message.role, content=message.content, members=members)
+            name = f"chat.messages[{index}]"
+            try:
+                read = read_message(message)
+            except ValueError as error:
+                raise InvalidRequestError(f"{name}: {error}", field=name) from error
+            added = request.chat.messages.add(members=_to_json(read.members, f"{name}.members"))
+            _assign(added, "role", read.role, name=f"{name}.role")
+            _assign(added, "content", read.content, name=f"{name}.content")
         _assign(request, "chat.add_generation_prompt", options.get("add_generation_prompt"))
         _assign(request, "chat.continue_final_message", options.get("continue_final_message"))
         variables = _to_json(options.get("chat_template_kwargs") or {}, "chat.template_kwargs")
@@ -162,8 +191,12 @@ def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> Non
     elif isinstance(request, router_pb2.TokenizeRequest):
         raise InvalidRequestError("only text and chats are tokenized", field="input")
     else:
+        try:
+            token_ids = read_token_ids(prompt)
+        except ValueError as error:
+            raise InvalidRequestError(str(error), field="prompt") from error
         request.token_ids.SetInParent()
-        _assign(request, "token_ids.ids", prompt)
+        _assign(request, "token_ids.ids", token_ids)
 
 
 def _to_json(values: Mapping[str, Any], field: str) -> dict[str, str]:
@@ -186,6 +219,8 @@ def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
 def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
     """Sets the field at a path such as "stop.strings"; None leaves it unset, and submessages untouched.
 
+    One text or number is a list of one where the field is a list.
+
     Raises: InvalidRequestError of the field `name`, else `path`.
     """
     if value is None:
@@ -193,16 +228,17 @@ def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
     *owners, field = path.split(".")
     for owner in owners:
         message = getattr(message, owner)
+    found = getattr(message, field)
     try:
-        if isinstance(value, Mapping):
-            getattr(message, field).update(value)
+        if isinstance(found, MutableMapping):
+            found.update(value)
             message.SetInParent()
-        elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            getattr(message, field).extend(value)
+        elif isinstance(found, MutableSequence):
+            found.extend([value] if isinstance(value, (str, bytes, int)) else value)
             message.SetInParent()
         else:
             setattr(message, field, value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise InvalidRequestError(f"{name or path}: {error}", field=name or path) from error
 
 

@@ -31,7 +31,7 @@ class ClusterConfig:
         None,
         at_least=0,
         at_most=65535,
-        help="OpenAI's API over HTTP on this port of 127.0.0.1, by the SMG gateway (pip install 'outrider[openai]'); "
+        help="OpenAI's API over HTTP on this port of 127.0.0.1, by the SMG gateway (extra openai); "
         "0: the system chooses; null: off.",
     )
 

@@ -19,7 +19,7 @@ from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gatewa
 from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.lossy_stream import guard_standard_streams
-from outrider.service.address import is_wildcard
+from outrider.service.address import host_port, is_wildcard, loopback
 from outrider.service.announce import announce, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import warn_if_exposed
@@ -27,7 +27,6 @@ from outrider.service.server import probe_port
 from outrider.service.telemetry.logging import configure_logging, get_logger
 
 MODULE = "outrider.cluster.gateway"
-LOOPBACK = "127.0.0.1"
 TICK_SECONDS = 0.1
 PROBE_SECONDS = 2.0
 
@@ -64,8 +63,8 @@ def main() -> int:
 
 def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
     """Where the gateway listens, and when it can answer."""
-    address = f"{ports.host}:{ports.port}"
-    metrics_address = f"{ports.metrics_host}:{ports.metrics_port}"
+    address = host_port(ports.host, ports.port)
+    metrics_address = host_port(ports.metrics_host, ports.metrics_port)
     where = {"role": MODULE, "address": address, "metrics_address": metrics_address, "pid": os.getpid()}
     announce(**where, drain_seconds=drain_seconds)
     while (model := served_model(ports)) is None:
@@ -79,7 +78,7 @@ def choose_ports(server: ServerConfig) -> GatewayPorts:
 
     Raises: ConfigError when a port that the settings name is taken.
     """
-    metrics_host = LOOPBACK if server.metrics_port is None else server.host
+    metrics_host = loopback() if server.metrics_port is None else server.host
     taken = "choose another with --set server.{}=N, or --openai N of `outrider up`"
     if server.port:
         probe_port(server.host, server.port, taken.format("port"))
@@ -102,7 +101,7 @@ def _free_port(host: str) -> int:
 
 def served_model(ports: GatewayPorts) -> str | None:
     """The model's name as clients give it, once the gateway has a healthy router and its tokenizer; else None."""
-    host = LOOPBACK if is_wildcard(ports.host) else ports.host
+    host = loopback() if is_wildcard(ports.host) else ports.host
     connection = http.client.HTTPConnection(host, ports.port, timeout=PROBE_SECONDS)
     try:
         connection.request("GET", "/readiness")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from outrider.cluster.config import GatewayConfig
 from outrider.errors import ConfigError
+from outrider.extras import install_command
 from outrider.service.config import TelemetryConfig
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -32,9 +33,7 @@ class GatewayPorts:
 def require_gateway() -> None:
     """Raises: ConfigError when smg is not installed."""
     if importlib.util.find_spec("smg") is None:
-        raise ConfigError(
-            "the OpenAI API needs the SMG gateway, which is not installed: pip install 'outrider[openai]'"
-        )
+        raise ConfigError(f"the OpenAI API needs the SMG gateway, which is not installed: {install_command('openai')}")
 
 
 def may_trace(telemetry: TelemetryConfig) -> bool:

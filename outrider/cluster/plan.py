@@ -13,12 +13,12 @@ from outrider.cluster.cpu_shares import divide_cpus
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.heads.locate import AUTO_HEAD
 from outrider.own_modules import module_command
+from outrider.service.address import loopback
 from outrider.speculation.proposers.factory import NO_PROPOSER
 
 DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
 MODEL = "outrider.cluster.locate_model"
 GATEWAY = "outrider.cluster.gateway"
-LOOPBACK = "127.0.0.1"
 DRAIN_SECONDS = 1.5
 """Default of `server.drain_seconds` in a local cluster: short, for Ctrl-C to take effect soon."""
 
@@ -98,7 +98,7 @@ def child_command(
         ports |= {name: port for name, port in bound.items() if port is not None}
         settings += [f"server.{name}={port}" for name, port in ports.items()]
     if spec.role == GATEWAY:  # it asks nobody who they are
-        settings.append(f"server.host={LOOPBACK}")
+        settings.append(f"server.host={loopback()}")
     for setting in settings:
         command += ["--set", setting]
     return command

@@ -13,7 +13,7 @@ from typing import Any
 from outrider.config.imports.vllm_arguments import read_vllm_flags
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ROLES, ResolvedConfig, load_config, parse_reference
 from outrider.config.settings import SettingInfo, describe_settings
-from outrider.config.values import checked, format_value, from_text
+from outrider.config.values import checked, format_value, from_text, without_passwords
 from outrider.config.yaml_files import Entry
 from outrider.errors import ConfigError
 from outrider.faults import parse_faults
@@ -93,6 +93,7 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str],
         choices = info.limits.choices
         metavar = key.rpartition(".")[2].upper() if choices is None else f"{{{','.join(map(str, choices))}}}"
         parser.add_argument(f"--{flag}", dest=key, metavar=metavar, type=partial(_checked_text, info), help=text)
+        parser.set_defaults(**{f"--{flag}": key})
 
 
 def _checked_text(info: SettingInfo, text: str) -> str:
@@ -108,8 +109,18 @@ def _checked_text(info: SettingInfo, text: str) -> str:
 
 def given_settings(arguments: argparse.Namespace) -> list[str]:
     """As `--set` takes them: flags that are settings, then `--set`."""
-    flags = {key: value for key, value in vars(arguments).items() if "." in key and value is not None}
-    return [*(f"{key}={value}" for key, value in flags.items()), *arguments.overrides]
+    return [*(f"{entry.key}={entry.value}" for entry in _given_flags(arguments)), *arguments.overrides]
+
+
+def _given_flags(arguments: argparse.Namespace) -> list[Entry]:
+    """Named in errors as they were given."""
+    given = vars(arguments)
+    names = {key: f"{flag} " for flag, key in given.items() if flag.startswith("--")}
+    return [
+        Entry(key=key, value=str(value), source=without_passwords(f"{names.get(key, f'--set {key}=')}{value}"))
+        for key, value in given.items()
+        if "." in key and value is not None
+    ]
 
 
 def load_arguments(
@@ -127,7 +138,8 @@ def load_arguments(
         sections,
         file=arguments.config,
         environ=environ,
-        overrides=given_settings(arguments),
+        flags=_given_flags(arguments),
+        overrides=arguments.overrides,
         defaults=getattr(arguments, "defaults", ()),
         imports=arguments.imports,
         arguments=read_vllm_flags(arguments),

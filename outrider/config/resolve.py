@@ -5,6 +5,7 @@ defaults < `--default` < YAML file < files of other servers < environment < argu
 
 from __future__ import annotations
 
+import difflib
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,9 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.translate import translate
+from outrider.config.imports.translate import has_rule, kind_of_file, translate
 from outrider.config.imports.translated import SPECULATIVE, Imported, Translated
-from outrider.config.settings import default_of, describe_settings, nested_type, setting_fields, unknown_key
+from outrider.config.settings import (
+    default_of,
+    describe_settings,
+    nested_type,
+    options_of,
+    setting_fields,
+    unknown_key,
+)
 from outrider.config.values import checked, from_text, without_passwords
 from outrider.config.yaml_files import Entry, read_entries
 from outrider.errors import ConfigError
@@ -25,6 +33,16 @@ SECTIONS = ("model", "kv_cache", "kv_transfer", "server", "telemetry", "security
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 CONFIG_FILE_VARIABLE = "OUTRIDER_CONFIG"
+OTHER_VARIABLES = frozenset(
+    ENVIRONMENT_PREFIX + name
+    for name in (
+        *("CONFIG", "TARGET", "CACHE_DIR", "STORE_PASSWORD", "KERNEL_LIBRARIES"),
+        *("ANNOUNCE_FD", "PARENT_PID"),  # between our own processes
+        *("FAULTS", "FAULTS_ONCE", "SOAK_REQUESTS", "PEERS_DIR", "COMPOSE_TEST_START_SECONDS"),  # of tests
+        *("ROUTER_PORT", "SHM_SIZE", "TAG", "TLS_DIR"),  # of compose.yaml
+    )
+)
+"""What is no setting."""
 DRAFTS = ("cluster.draft", "model.head", "draft_node.proposer")
 """They say who drafts: where one of these is set, a speculative_config that it overrides does not count at all."""
 
@@ -53,13 +71,15 @@ def load_config(
     *,
     file: Path | None,
     environ: Mapping[str, str],
+    flags: Sequence[Entry] = (),
     overrides: Sequence[str] = (),
     defaults: Sequence[str] = (),
     imports: Sequence[str] = (),
     arguments: Sequence[Entry] = (),
     role: str | None = None,
 ) -> ResolvedConfig:
-    """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32".
+    """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32"; `flags`, of
+    a command line, are below `overrides`.
 
     `imports` are files of other servers, those for one `role` as "prefill=FILE"; `arguments` are vLLM's.
 
@@ -67,13 +87,13 @@ def load_config(
     """
     known = _Known(sections)
     below = known.take(_settings(defaults, "--default"), is_text=True)
-    below |= known.take([] if file is None else read_entries(file))
+    below |= _take_file(known, file)
     environment = known.take(_variables(environ), is_text=True)
-    flags = known.take(_settings(overrides, "--set"), is_text=True)
-    explicit = environment | flags
+    warnings = list(known.unknown_variables(environ))
+    given = known.take([*flags, *_settings(overrides, "--set")], is_text=True)
+    explicit = environment | given
     model = explicit.get("model.id") or below.get("model.id")
     target = "" if model is None else str(model.value)
-    warnings: list[str] = []
     keys: list[Translated] = []  # of the files
     for only_role, path in map(parse_reference, imports):
         if only_role in (None, role):
@@ -82,11 +102,11 @@ def load_config(
             warnings += imported.warnings
             if only_role:
                 warnings += [f"{key.origin}: nothing that a {role} has" for key in imported.keys if known.lacks(key)]
-    given = Imported(keys=translate(arguments, target=target))
-    rivals = [flags[key].source for key in DRAFTS if key in flags]
-    if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in given.keys):
+    named = Imported(keys=translate(arguments, target=target))
+    rivals = [given[key].source for key in DRAFTS if key in given]
+    if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in named.keys):
         raise ConfigError(f"{SPECULATIVE} and {rivals[0]} each say who drafts: choose one")
-    layer = known.take(_settings_of(given.keys, flags), is_text=True)
+    layer = known.take(_settings_of(named.keys, given), is_text=True)
     layer = known.take(_settings_of(keys, explicit | layer)) | layer
     values = below | explicit | layer
     return ResolvedConfig(
@@ -94,7 +114,7 @@ def load_config(
         sources={key: entry.source for key, entry in values.items() if key in known.settings},
         imported={key: entry.value for key, entry in layer.items()},
         elsewhere={key: entry for key, entry in values.items() if key not in known.settings},
-        warnings=warnings + given.warnings,
+        warnings=warnings + named.warnings,
     )
 
 
@@ -111,10 +131,10 @@ def environment_name(key: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[Entry]:
+    """Those with a section and a key: an unknown one is an error, as everywhere."""
     for name in sorted(environ):
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-        # OUTRIDER_CONFIG, OUTRIDER_ANNOUNCE_FD, … are no settings.
-        if name.startswith(ENVIRONMENT_PREFIX) and ("." in key or key.startswith(SECTIONS)):
+        if name.startswith(ENVIRONMENT_PREFIX) and "." in key:
             yield Entry(key=key, value=environ[name], source=f"environment variable {name}")
 
 
@@ -131,7 +151,7 @@ def _settings_of(keys: Sequence[Translated], above: Layer) -> list[Entry]:
     """Ours of imported keys, but for what is set `above`. A speculative_config is taken as a whole, or not at all."""
     has_draft = not above.keys().isdisjoint(DRAFTS)
     return [
-        Entry(key=name, value=value, source=key.origin)
+        Entry(key=name, value=value, source=key.origin, text=key.entry.text if value is key.entry.value else None)
         for key in keys
         if not (has_draft and key.entry.key.startswith(SPECULATIVE))
         for name, value in key.settings.items()
@@ -150,8 +170,21 @@ class _Known:
         """Whether a key is settings of other roles only."""
         return bool(key.settings) and self.settings.keys().isdisjoint(key.settings)
 
+    def unknown_variables(self, environ: Mapping[str, str]) -> Iterator[str]:
+        """A warning for each that looks like ours. Raises: ConfigError for one that begins with a section's name."""
+        names = {environment_name(key).replace("__", "_"): environment_name(key) for key in self.settings}
+        for name in sorted(environ):
+            if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name and name not in OTHER_VARIABLES:
+                known = [*names, *OTHER_VARIABLES]
+                same_end = [each for each in names if each.endswith(name.removeprefix(ENVIRONMENT_PREFIX[:-1]))]
+                nearest = difflib.get_close_matches(name, same_end or known, n=1, cutoff=0.0)[0]
+                problem = f"environment variable {name} is no setting; the nearest is {names.get(nearest, nearest)}"
+                if name.removeprefix(ENVIRONMENT_PREFIX).lower().startswith(SECTIONS):
+                    raise ConfigError(problem)
+                yield problem
+
     def take(self, entries: Iterable[Entry], *, is_text: bool = False) -> Layer:
-        """Later entries override earlier ones. `is_text`: strings are parsed as what their settings are.
+        """Later entries override earlier ones. `is_text`: they are of a command line or the environment.
 
         Raises: ConfigError for an unknown key.
         """
@@ -160,10 +193,8 @@ class _Known:
             info, section = self.settings.get(entry.key), entry.key.partition(".")[0]
             if info is None and (section in self._sections or section not in SECTIONS):
                 self._check_group(entry, is_text=is_text)
-            elif info is not None and is_text and isinstance(entry.value, str):
-                taken[entry.key] = replace(entry, value=from_text(info.kind, entry.value, entry.source))
             else:
-                taken[entry.key] = entry
+                taken[entry.key] = entry if info is None else _read(entry, info.kind, is_text=is_text)
         return taken
 
     def _check_group(self, entry: Entry, *, is_text: bool) -> None:
@@ -199,6 +230,29 @@ class _Known:
             return replace(default, **changes)
         except ValueError as error:  # a check over several fields, in __post_init__
             raise ConfigError(f"{_blamed(str(error), sources)}: {prefix}: {error}") from error
+
+
+def _take_file(known: _Known, file: Path | None) -> Layer:
+    """Raises: ConfigError, also for a file of something else, which is named."""
+    entries = [] if file is None else read_entries(file)
+    try:
+        return known.take(entries)
+    except ConfigError as error:
+        if other := kind_of_file(entry for entry in entries if not entry.key.startswith(SECTIONS)):
+            raise ConfigError(other) from error
+        if entries and has_rule(entries[0].key):
+            raise ConfigError(f"{error}; give a file of another server to --extra-engine-args") from error
+        raise
+
+
+def _read(entry: Entry, kind: Any, *, is_text: bool) -> Entry:
+    """By the type of its setting: a text in quotes is a number where one is wanted, and a number a text."""
+    has_text = not {str, Path}.isdisjoint(options_of(kind))
+    if isinstance(entry.value, str) and (is_text or not has_text):
+        return replace(entry, value=from_text(kind, entry.value, entry.source))
+    if has_text and entry.text is not None and entry.value is not None:
+        return replace(entry, value=entry.text)
+    return entry
 
 
 def _blamed(message: str, sources: Mapping[str, str]) -> str:

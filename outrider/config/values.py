@@ -19,21 +19,41 @@ def is_null(value: Any) -> bool:
 
 
 def from_text(kind: Any, text: str, source: str) -> Any:
-    """What a variable or flag means for a field of this type: text as it stands, or YAML."""
+    """What a variable, a flag or a text in quotes means for a field of this type: text as it stands, or YAML.
+
+    Raises: ConfigError.
+    """
     options = options_of(kind)
     if type(None) in options and is_null(text):
         return None
     if str in options or Path in options:
         return text
     items = [typing.get_args(option)[0] for option in options if typing.get_origin(option) is tuple]
-    if items and not text.lstrip().startswith("["):
-        return [from_text(items[0], part.strip(), source) for part in text.split(",") if part.strip()]
+    if items and not text.startswith("- "):
+        return [_item_from_text(items[0], part, source) for part in _parts(text)]
+    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([kmgt]|[KMGT](?:iB)?)\s*", text) if int in options else None
+    if size is not None:  # as vLLM takes it: 4k is 4000, 4K is 4096
+        base, unit = (1000 if size[2].islower() else 1024), size[2][0].lower()
+        return round(float(size[1]) * base ** ("kmgt".index(unit) + 1))
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: not a value: {text!r}") from error
+    return bool(value) if kind is bool and value in (0, 1) else value
+
+
+def _parts(text: str) -> list[str]:
+    """Of a list, in brackets or without them. Commas in quotes and in brackets, as of `[::1]:50051`, divide nothing."""
+    inner = re.fullmatch(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", text.strip())
+    found = re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^\]]*\]|[^,])+""", text if inner is None else inner[1])
+    return [part.strip() for part in found if part.strip()]
+
+
+def _item_from_text(kind: Any, text: str, source: str) -> Any:
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    return from_text(kind, text[1:-1] if is_quoted else text, source)
 
 
 def checked(info: SettingInfo, entry: Entry) -> Any:
@@ -62,11 +82,14 @@ def _convert(value: Any, kind: Any) -> Any:
         return _WRONG_TYPE if is_wrong else tuple(parts)
     if kind in (int, float) and isinstance(value, bool):
         return _WRONG_TYPE
-    if kind is float and isinstance(value, (int, float, str)):
+    if kind is float or (kind is int and not isinstance(value, int)):
         try:
-            return float(value)  # of a string too: YAML 1.1 reads 1e-3 as one
-        except ValueError:
+            number = float(value)  # of a string too: YAML 1.1 reads 1e-3 as one
+        except (TypeError, ValueError, OverflowError):
             return _WRONG_TYPE
+        if kind is float:
+            return number
+        return int(number) if number.is_integer() else _WRONG_TYPE  # Helm writes 1e+06 for a million
     if kind is Path and isinstance(value, str):
         return Path(value)
     return value if isinstance(value, kind) else _WRONG_TYPE

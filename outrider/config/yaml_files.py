@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads a file imports yaml
     import yaml
 
+NULL, MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -21,19 +24,28 @@ class Entry:
     value: Any  # as the source has it; None of a group whose entries follow
     source: str  # "outrider.yaml:3", "--set kv_cache.memory=1GiB"
     is_group: bool = False  # whose entries follow
+    text: str | None = None  # of a value in a file: as it is written there, 0123 and 1.10 for instance; else None
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """In their order. Raises: ConfigError, with the line, for a file that cannot be read."""
+    """In their order, as PyYAML reads them. Raises: ConfigError, with the line, for a file that cannot be read."""
     import yaml
 
+    text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        # JSON may be indented by tabs, and has none elsewhere.
-        loader = yaml.SafeLoader(text.replace("\t", " ") if path.suffix == ".json" else text)
+        if re.match(r"\ufeff?\s*[{\[]", text):  # JSON may have tabs, but in no text
+            text = re.sub(r'"(?:\\.|[^"\\])*"|\t', lambda found: found[0] if found[0] != "\t" else " ", text)
+        loader = yaml.SafeLoader(text)
         try:
-            node = loader.get_single_node()
-            return [] if node is None else list(_entries(loader, node, path, "", (), {}))
+            nodes: list[yaml.Node] = []
+            while loader.check_node():
+                node = loader.get_node()
+                if node is not None and node.tag != NULL:  # nothing may stand before and behind a `---`
+                    nodes.append(node)
+            if nodes[1:]:
+                raise ConfigError(f"{path}:{nodes[1].start_mark.line + 1}: a second document begins: keep one")
+            return [entry for node in nodes for entry in _entries(loader, node, path, "", (), {})]
         finally:
             loader.dispose()
     except OSError as error:
@@ -44,7 +56,17 @@ def read_entries(path: Path) -> list[Entry]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise ConfigError(f"{where}: not YAML: {problem}") from error
+        line = "" if mark is None else "".join(text.splitlines()[mark.line : mark.line + 1])
+        raise ConfigError(f"{where}: not YAML: {problem}{_advice(line)}") from error
+
+
+def _advice(line: str) -> str:
+    """What makes YAML of a line that is none, where the reason is a common one."""
+    if re.match(r" *\t", line):
+        return "; indent by spaces, not by tabs"
+    if re.search(r"\[[0-9a-fA-F:.%]+\]:", line):
+        return '; put an IPv6 address in quotes: "[::1]:50051"'
+    return ""
 
 
 def _entries(
@@ -63,8 +85,11 @@ def _entries(
 
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: the file is a group of settings")
+    _merge(loader, node)
     for key_node, value_node in node.value:
         key, line = prefix + str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+        if not prefix and key.startswith(("x-", ".")):  # where Compose and others keep what is only referred to
+            continue
         source, same = f"{path}:{line}", key.replace("-", "_")  # in files of other servers
         if same in lines:
             raise ConfigError(f"{source}: {key} stands in line {lines[same]} already")
@@ -74,9 +99,25 @@ def _entries(
                 value = loader.construct_object(value_node, deep=True)
             except ValueError as error:  # of a 32nd of March
                 raise ConfigError(f"{source}: {key} is not a value: {error}") from error
-            yield Entry(key=key, value=value, source=source)
+            if isinstance(value, str) and re.search(r"\$\{\w+(:?[-+?][^}]*)?\}", value):
+                raise ConfigError(f"{source}: {key} = {value} is to be filled in first, by envsubst for example")
+            text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
+            yield Entry(key=key, value=value, source=source, text=text)
             continue
         if value_node in (*outer, node):  # by an alias
             raise ConfigError(f"{source}: {key} contains itself")
         yield Entry(key=key, value=None, source=source, is_group=True)
         yield from _entries(loader, value_node, path, f"{key}.", (*outer, node), lines)
+
+
+def _merge(loader: yaml.SafeLoader, node: yaml.MappingNode) -> None:
+    """Puts the keys that `<<` brings in its place. Those of the group itself override them."""
+    num_own = sum(key_node.tag != MERGE for key_node, _ in node.value)
+    if num_own == len(node.value):
+        return
+    loader.flatten_mapping(node)  # brings them before the group's own, the ones that count last
+    first = len(node.value) - num_own
+    brought = {str(loader.construct_object(pair[0], deep=True)): pair for pair in node.value[:first]}
+    for key_node, _ in node.value[first:]:
+        brought.pop(str(loader.construct_object(key_node, deep=True)), None)
+    node.value = [*brought.values(), *node.value[first:]]

@@ -28,9 +28,6 @@ ID_BYTES = 16
 MAX_FRAME_BYTES = 8 << 20
 """Payload of one frame, at most."""
 
-PROGRESS_SECONDS = 10.0
-"""A peer that is silent for longer has failed: what receivers ask of senders, and senders by default of receivers."""
-
 
 class DrainState(enum.Enum):
     """Whether a write may still be in flight after the end of a transfer."""

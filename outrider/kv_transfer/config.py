@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config.settings import fixed, setting
-from outrider.kv_transfer.base import PROGRESS_SECONDS
-from outrider.kv_transfer.frames import CONNECTORS
 
+CONNECTORS = ("shared_memory", "grpc")
+"""Ways of carrying payload, the best first."""
+PROGRESS_SECONDS = 10.0
+"""A peer that is silent for longer has failed: what receivers ask of senders, and senders by default of receivers."""
 ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 shared memory is what it is for
 
 
@@ -31,6 +33,9 @@ class KvTransferConfig:
     connect_seconds: float = fixed(5.0)  # for a decode node to attach; it serves, so this is a round trip
     progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that acknowledges nothing for so long is lost
     arena_directory: str = fixed(ARENA_DIRECTORY)  # where memory can be shared with the decode node
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", self.host.strip("[]"))  # as IPv6 addresses stand before a port
 
     @property
     def accepted(self) -> tuple[str, ...]:

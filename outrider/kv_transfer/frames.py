@@ -34,8 +34,6 @@ SERVICE_NAME = "outrider.v1.KvIngest"
 METHOD_NAME = "Push"
 METHOD = f"/{SERVICE_NAME}/{METHOD_NAME}"
 WIRE_VERSION = 2
-CONNECTORS = ("shared_memory", "grpc")
-"""Ways of carrying payload, the best first."""
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 65_536
 """A payload and its header; also bounds a manifest to about 150,000 frames."""

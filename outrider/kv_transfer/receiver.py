@@ -14,9 +14,9 @@ import grpc
 
 from outrider.errors import ConfigError
 from outrider.kv_transfer.arena import ArenaReader
-from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, TransferStats
-from outrider.kv_transfer.config import ARENA_DIRECTORY
-from outrider.kv_transfer.frames import CONNECTORS, MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
+from outrider.kv_transfer.base import DrainState, TransferStats
+from outrider.kv_transfer.config import ARENA_DIRECTORY, CONNECTORS, PROGRESS_SECONDS
+from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from outrider.kv_transfer.watchdog import Watchdog

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from functools import cache
 
 PROBES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses of nobody (RFC 5737, RFC 3849): the kernel says from where it would reach them, and sends nothing."""
@@ -19,6 +20,11 @@ def reachable_address(advertised: str, bound: str) -> str:
     host, advertised_port = split_port(advertised)
     host = host or (own_host() if is_wildcard(bound_host) else bound_host)
     return f"{host}:{advertised_port or port}"
+
+
+def host_port(host: str, port: object) -> str:
+    """As it is dialled: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_port(address: str) -> tuple[str, str]:
@@ -43,6 +49,17 @@ def own_host() -> str:
             continue
         return f"[{host}]" if family == socket.AF_INET6 else host
     return socket.gethostname()
+
+
+@cache
+def loopback() -> str:
+    """Of this machine: 127.0.0.1, or ::1 where it has only that."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
 
 
 def is_wildcard(host: str) -> bool:

@@ -54,6 +54,9 @@ class ServerConfig:
         "running streams are not cut. null: never.",
     )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", self.host.strip("[]"))  # as IPv6 addresses stand before a port
+
     def port_of(self, role: str) -> int:
         """The configured port, or a role's own."""
         if self.port is not None:

@@ -35,7 +35,7 @@ from outrider.rpc.channels import server_options
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.rpc.tls_files import TlsFiles
-from outrider.service.address import is_loopback, reachable_address
+from outrider.service.address import host_port, is_loopback, reachable_address
 from outrider.service.announce import announce, announce_failure, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
@@ -162,7 +162,7 @@ class ServiceProcess:
         except (OutriderError, OSError) as error:
             announce_failure("cannot listen", error)
             return 1
-        metrics_address = None if metrics is None else f"{self.config.host}:{metrics.server_port}"
+        metrics_address = None if metrics is None else host_port(self.config.host, metrics.server_port)
         where = {
             "role": self.role,
             "address": address,
@@ -299,20 +299,19 @@ def bind(
     """Binds the configured port. Returns "host:port" as bound. Raises: ConfigError, which says what to change."""
     credentials = _credentials(security, client_tls)
     wanted = config.port_of(role)
-    host = f"[{config.host}]" if ":" in config.host else config.host
     advice = f"choose another with --set server.port=N or {environment_name('server.port')}"
-    if wanted:
-        probe_port(config.host, wanted, advice)
+    probe_port(config.host, wanted, advice)
+    address = host_port(config.host, wanted)
     try:
         if credentials is not None:
-            port = server.add_secure_port(f"{host}:{wanted}", credentials)
+            port = server.add_secure_port(address, credentials)
         else:
-            port = server.add_insecure_port(f"{host}:{wanted}")
+            port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"port {wanted} on {config.host} cannot be bound ({error}); {advice}") from error
     if port == 0:
         raise ConfigError(f"port {wanted} on {config.host} cannot be bound; {advice}")
-    return f"{host}:{port}"
+    return host_port(config.host, port)
 
 
 def _credentials(security: PeerSecurity, client_tls: TlsConfig | None) -> grpc.ServerCredentials | None:
@@ -329,9 +328,12 @@ def probe_port(host: str, port: int, advice: str) -> None:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        probe = socket.socket(family, kind, protocol)
     except socket.gaierror as error:
         raise ConfigError(f"host {host} is unknown here: {error.strerror}") from error
-    with socket.socket(family, kind, protocol) as probe:
+    except OSError as error:  # no such family on this machine
+        raise ConfigError(f"host {host} cannot be bound: {error.strerror}; {_other_host(host)}") from error
+    with probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -341,7 +343,14 @@ def probe_port(host: str, port: int, advice: str) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(f"port {port} on {host} is taken; {advice}") from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"{host} is no address of this machine; {_other_host(host)}") from error
             raise ConfigError(f"port {port} on {host} cannot be bound: {error.strerror}; {advice}") from error
+
+
+def _other_host(host: str) -> str:
+    other = "127.0.0.1" if ":" in host else "::1"
+    return f"choose another with --set server.host=ADDRESS, such as {other}"
 
 
 def serve_metrics(

@@ -63,7 +63,8 @@ class _Asking:
                     for each in done:
                         each.result()
                     self._clock.keep()
-                    self._progress("answers, seconds", int(self._clock.seconds), int(self._seconds))
+                    seconds = self._clock.seconds
+                    self._progress("answers, seconds", int(seconds), int(max(self._seconds, seconds)))
             finally:
                 for each in work:
                     each.cancel()

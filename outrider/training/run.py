@@ -46,6 +46,9 @@ from outrider.training.replay import replay
 from outrider.training.report import measure_head, write_report
 from outrider.training.trainer import Trainer
 
+MIN_HELD_OUT = 20
+"""Texts, below which the report's figures differ from run to run by more than heads do."""
+
 Serve = Callable[[], AbstractContextManager[str]]
 """A running cluster of the target: its router's address."""
 
@@ -133,6 +136,10 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
             f"{len(student.vocabulary.target_ids)}"
         ),
     ]
+    if len(dataset.held_out) < MIN_HELD_OUT:
+        lines.append(
+            f"with {len(dataset.held_out)} held-out texts all figures are noise: more --minutes, or more prompts"
+        )
     trainer = Trainer(plan, student, dataset)
     spent = sum(seconds for phase, seconds in state.seconds.items() if phase != TRAINING)
     seconds = max(plan.seconds * (1 - REPORT_SHARE) - spent, 0.1 * plan.seconds)

@@ -10,6 +10,7 @@ from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from outrider.errors import ConfigError
+from outrider.extras import install_command
 
 MEMORY = "memory"
 """Nobody shares it."""
@@ -67,8 +68,6 @@ def store_address(url: str, environ: Mapping[str, str] = os.environ) -> ValkeyAd
     except ValueError as error:
         raise ConfigError(f"router.{error}") from error
     if find_spec("valkey") is None:
-        raise ConfigError(
-            f"router.store = {address} needs the Valkey client: in the source tree, run pip install '.[store]'"
-        )
+        raise ConfigError(f"router.store = {address} needs the Valkey client: {install_command('store')}")
     password = environ.get(PASSWORD_VARIABLE)
     return replace(address, password=password) if password else address

@@ -6,16 +6,21 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from outrider.cli.config import ROLES
-from outrider.cli.main import main
+from outrider.cli.main import main, parse
+from outrider.cli.sampling_arguments import with_defaults_of
+from outrider.extras import EXTRAS
 from outrider.own_modules import module_command, without_working_folder
 from tests.support.waiting import wait_for
 
@@ -105,7 +110,7 @@ def target(up):
     [
         (
             ["--draft", "guess"],
-            "--set cluster.draft=guess: cluster: draft must be one of ngram, suffix, draft_model:MODEL, head:DIR, none",
+            "--draft guess: cluster: draft must be one of ngram, suffix, draft_model:MODEL, head:DIR, none",
         ),
         (["--set", "cluster.prefill_nodes=0"], "cluster.prefill_nodes = 0 is out of range: must be at least 1"),
         (["--set", "kv_transfer.prt=1"], "unknown key kv_transfer.prt; the nearest is kv_transfer.port"),
@@ -165,6 +170,152 @@ def test_generate_answers_with_json(target, capsys):
 def test_an_error_is_one_clear_line_and_status_1(target, capsys, prompt, message):
     assert main(["generate", prompt, target]) == 1
     assert capsys.readouterr().err == f"outrider generate: {message}\n"
+
+
+WITHOUT = """
+import sys
+from outrider.extras import EXTRAS
+for module, extra in EXTRAS.items():
+    if extra != "router" or sys.argv[1] == "client":
+        sys.modules[module] = None
+from outrider.cli.main import main, parse
+from outrider.extras import EXTRAS
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def without_extras(installed, *command):
+    """A command in a process that can import what this install has, and no more."""
+    process = [sys.executable, "-c", WITHOUT, installed, *command]
+    return subprocess.run(process, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+
+
+@pytest.mark.parametrize("installed", ["client", "router"])
+def test_commands_that_start_no_service_need_no_more_than_a_client(target, tmp_path, installed):
+    file = tmp_path / "vllm.yaml"
+    file.write_text("max-num-seqs: 3\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "a", "kind": "text", "text": "hi"}))
+    for command in (
+        ("config",),
+        ("config", "schema"),
+        ("config", "import", str(file)),
+        ("probe", target),
+        ("generate", "hi", target, "--json"),
+        ("bench", "load", f"--prompts={prompts}", "--concurrency=1", "--max-tokens=2", target),
+    ):
+        done = without_extras(installed, *command)
+        assert (done.returncode, done.stdout != "") == (0, True), done
+    done = without_extras(installed, "replay", "some-id", target.replace("--target", "--against"))
+    assert "some-id is no file; to find its receipt, set router.receipts" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("installed", "command", "extra"),
+    [("client", "up", "node"), ("router", "up", "node"), ("client", "top --once", "top"), ("client", "fetch", "node")],
+)
+def test_what_is_not_installed_is_one_line_with_the_smallest_extra(installed, command, extra):
+    done = without_extras(installed, *command.split())
+    assert done.returncode == 1
+    assert f" is not installed: pip install 'outrider[{extra}]' brings it\n" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_each_extra_brings_the_modules_that_are_said_to_come_with_it():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for module, extra in EXTRAS.items():
+        wanted = {"grpc_reflection": "grpcio-reflection", "opentelemetry": "opentelemetry-sdk"}.get(module, module)
+        names = [re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]]
+        assert wanted.replace("_", "-") in names, (module, extra)
+
+
+def test_a_model_that_starts_processes_names_the_extra_too():
+    code = "import sys; sys.modules['numpy'] = None; from outrider import LLM"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
+    assert "ImportError: outrider.LLM starts nodes, and" in done.stderr
+    assert "pip install 'outrider[node]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "m"], "there is no command serve; `outrider up`"),
+        (["up", "--prot", "3"], "unknown argument --prot; the nearest is --port"),
+        (["up", "a", "b"], "unknown argument b"),
+        (["up", "a", "--model", "b"], "unknown argument a"),
+        (["bench", "load", "--concurency", "3"], "unknown argument --concurency; the nearest is --concurrency"),
+        (["bench", "load", "--concurrency", "x"], "--concurrency: x is no number of at least 1"),
+        (["bench", "load", "--rate", "1,x"], "--rate: 1,x: rates are numbers above 0"),
+        (["generate", "hi", "--target", ","], "--target: a client needs at least one target"),
+        (["probe", "--target", "https://h"], "--target: https://h: a target is HOST:PORT"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_status_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as wrong:
+        main(arguments)
+    assert wrong.value.code == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_what_is_not_given_is_the_models_own():
+    model = SimpleNamespace(default_sampling={"temperature": 0.6, "top_k": 20})
+    assert with_defaults_of(model, {"top_k": 5, "seed": 1}) == {"temperature": 0.6, "top_k": 5, "seed": 1}
+
+
+@pytest.mark.parametrize("arguments", [["up", "tiny"], ["up", "--port", "0", "tiny"], ["up", "tiny", "--port", "0"]])
+def test_a_model_may_stand_alone(arguments):
+    assert getattr(parse(arguments, "up"), "model.id") == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--logprobs", "2"], "--logprobs needs --json"),
+        (["--prompt-logprobs", "2"], "--prompt-logprobs needs --json"),
+        (["--choice", "a", "--regex", "b"], "regex and choice: an answer has one constraint"),
+        (["--chat", "--stop", "\udcff"], "stop.strings: "),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(target, capsys, arguments, message):
+    assert main(["generate", "hi", target, *arguments]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "closed"),
+    [("generate hi", "> /dev/full"), ("generate hi --json", "> /dev/full"), ("config", "> /dev/full"),
+     ("config", "> /dev/full 2>&1"), ("generate hi", ">&-"), ("generate hi", "2>&-"), ("chat", "<&-")],
+)  # fmt: skip
+def test_an_output_that_takes_nothing_is_one_line(target, command, closed):
+    name, *others = command.split()
+    call = [sys.executable, "-m", "outrider.cli.main", name, *others, *([target] if name != "config" else [])]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *call], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
+    assert done.returncode == ("/dev/full" in closed), done
+    assert "Traceback" not in done.stderr + done.stdout
+    if closed == "> /dev/full":
+        assert done.stderr == f"outrider {name}: No space left on device\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape", "ascii"])
+def test_bytes_that_are_no_text_are_one_line(target, encoding):
+    for command in ("chat", "generate -", "generate - --chat"):
+        name, *others = command.split()
+        done = subprocess.run(
+            [sys.executable, "-m", "outrider.cli.main", name, *others, target],
+            input=b"hi\xff\n", capture_output=True, timeout=WAIT_SECONDS, check=False,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+        )  # fmt: skip
+        assert b"Traceback" not in done.stderr
+        assert b"hi" not in done.stdout
+        assert done.stderr.count(b"\n") == (2 if name == "chat" else 1), done
 
 
 def test_ctrl_c_ends_generate_with_130(target):
@@ -297,14 +448,6 @@ def test_an_unknown_command_and_help(capsys):
         main(["--help"])
     assert helped.value.code == 0
     assert "start a local cluster" in capsys.readouterr().out
-
-
-def test_a_command_that_needs_what_only_nodes_install_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "prefill_node.config", None)
-    assert main(["config"]) == 1
-    assert capsys.readouterr().err == (
-        "outrider config: prefill_node.config is not installed; in the source tree, run pip install '.[node]'\n"
-    )
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_probe_speaks_tls(capsys, address, authority):
 
 def test_a_token_needs_tls(capsys, address, token_file):
     assert main([*commands(address)["generate"], f"--token-file={token_file}"]) == 1
-    assert "a token needs" in capsys.readouterr().err
+    assert "--token-file needs --tls or --authority" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

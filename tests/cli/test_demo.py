@@ -3,8 +3,7 @@ from __future__ import annotations
 import re
 
 from outrider.bench.load import RequestRecord
-from outrider.cli.demo import first_difference, summary_line
-from outrider.cli.demo_prompts import DEMO_PROMPTS
+from outrider.cli.demo import DEMO_PROMPTS, first_difference, summary_line
 from outrider.client import RequestMetrics, SpeculationMetrics, Usage
 
 LAST_LINE = re.compile(

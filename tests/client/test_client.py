@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 from google.protobuf import json_format
 
@@ -249,6 +250,12 @@ def test_what_is_not_given_stays_unset():
         ({"top_k": -1}, "sampling.top_k"),
         ({"seed": 2**64}, "sampling.seed"),
         ({"stop": [b"\xff"]}, "stop.strings"),
+        ({"stop": b"\xff"}, "stop.strings"),
+        ({"max_tokens": {}}, "sampling.max_tokens"),
+        ({"temperature": "hot"}, "sampling.temperature"),
+        ({"logit_bias": [1]}, "sampling.logit_bias"),
+        ({"json_schema": {"a": object()}}, "sampling.json_schema"),
+        ({"choice": 5}, "sampling.choice"),
         ({"logprobs_mode": "x"}, "output.logprobs_mode"),
         ({"resume_window_seconds": float("nan")}, "resume_window"),
     ],
@@ -269,6 +276,74 @@ def test_what_is_not_json_names_its_field():
         assert refused.value.field == field
 
 
-def test_an_option_that_does_not_exist_is_a_type_error():
-    with pytest.raises(TypeError, match="temprature"):
-        make_request("x", {"temprature": 1.0})
+@pytest.mark.parametrize(
+    ("option", "nearest"),
+    [
+        ("temprature", "nearest is temperature"),
+        ("logprobs", "nearest is top_logprobs"),
+        ("max_new_tokens", "nearest is max_tokens"),
+        ("guided_regex", "nearest is regex"),
+        ("xyz", "options are request_id, model"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_a_type_error_that_names_the_nearest(option, nearest):
+    with pytest.raises(TypeError, match=f"unknown option {option}; the {nearest}"):
+        make_request("x", {option: 1.0})
+
+
+class Schema:
+    """As a model of pydantic's."""
+
+    @staticmethod
+    def model_json_schema():
+        return {"type": "object"}
+
+
+def test_options_are_taken_as_callers_have_them():
+    request = make_request("x", {"stop": "a", "stop_token_ids": 4, "json_schema": {"type": "object"}})
+    assert (list(request.stop.strings), list(request.stop.token_ids)) == (["a"], [4])
+    assert make_request("x", {"choice": "yes"}).sampling.choice.options == ["yes"]
+    assert request.sampling.json_schema == '{"type": "object"}'
+    assert make_request("x", {"json_schema": Schema}).sampling.json_schema == '{"type": "object"}'
+    assert make_request(np.array([1, 2]), {"generated_token_ids": np.array([3])}).token_ids.ids == [1, 2]
+    assert make_request(range(3), {}).token_ids.ids == [0, 1, 2]
+
+
+def test_messages_may_be_dicts_of_openai():
+    request = make_request(
+        [
+            {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            ChatMessage("user", "c"),
+            {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
+            {"role": "user", "content": "d"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "e"}]},
+        ],
+        {},
+    )
+    assert [message.content for message in request.chat.messages] == ["a\nb", "c", "", "d", ""]
+    assert request.chat.messages[4].members == {"tool_calls": '[{"id": "e"}]'}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (["a", "b"], "a prompt is a text, token ids or a list of messages, not ['a', 'b']; send several one by one"),
+        ([("user", "hi")], "not [('user', 'hi')]"),
+        (None, "not None"),
+        (5, "not 5"),
+        (b"hi", "not bytes: decode them"),
+        ({"role": "user", "content": "hi"}, "not a dict: a message stands in a list"),
+        ([{"role": "user", "content": 5}], "chat.messages[0]: "),
+        ([ChatMessage("user", "hi"), "hi"], "chat.messages[1]: a message is a dict with role and content, not 'hi'"),
+        ([{"content": "hi"}], "a message has a role and a content, not {'content': 'hi'}"),
+        (
+            [{"role": "assistant", "content": None, "audio": {"id": "c"}}],
+            "not audio: render the chat yourself (apply_chat_template) and give its token ids",
+        ),
+        ([ChatMessage("user", "\ud800")], "chat.messages[0].content"),
+    ],
+)
+def test_a_prompt_that_cannot_be_names_the_way_out(prompt, message):
+    with pytest.raises(InvalidRequestError) as refused:
+        make_request(prompt, {})
+    assert message in str(refused.value)

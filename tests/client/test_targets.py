@@ -50,8 +50,34 @@ def test_targets():
     assert Targets(" a:1, b:2,,a:1").all == ("a:1", "b:2")
     assert Targets("ipv4:1.2.3.4:5,6.7.8.9:5").all == ("ipv4:1.2.3.4:5,6.7.8.9:5",)
     assert Targets(["a:1"]).after("a:1") == "a:1"
-    targets = Targets(["a", "b", "c"])
-    targets.current = "b"
-    assert targets.in_order() == ("b", "c", "a")
+    targets = Targets(["a:1", "b:1", "c:1"])
+    targets.current = "b:1"
+    assert targets.in_order() == ("b:1", "c:1", "a:1")
     with pytest.raises(ValueError, match="at least one"):
         Targets(" , ")
+
+
+@pytest.mark.parametrize(
+    ("given", "dialled"),
+    [
+        ("h:1", ("h:1",)),
+        ("127.0.0.1", ("127.0.0.1:50051",)),
+        ("router", ("router:50051",)),
+        ("http://127.0.0.1:7/v1", ("127.0.0.1:7",)),
+        ("http://[::1]:7,http://h", ("[::1]:7", "h:50051")),
+        ("[::1]:7, [::2]:7", ("[::1]:7", "[::2]:7")),
+        ("::1", ("[::1]:50051",)),
+        ("[::1]", ("[::1]:50051",)),
+        (["fe80::1%lo"], ("[fe80::1%lo]:50051",)),
+        ("unix:/run/router", ("unix:/run/router",)),
+        ("dns:///router", ("dns:///router",)),
+        ("ipv4:127.0.0.1:1,127.0.0.1:2", ("ipv4:127.0.0.1:1,127.0.0.1:2",)),
+    ],
+)
+def test_a_target_is_dialled_as_people_write_it(given, dialled):
+    assert Targets(given).all == dialled
+
+
+def test_a_target_of_https_names_the_way_to_tls():
+    with pytest.raises(ValueError, match="TLS is asked for by tls"):
+        Targets("https://router:443")

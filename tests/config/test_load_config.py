@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_sections_of_other_roles_are_ignored(write):
         ("targets=a:1,b:2", ("a:1", "b:2")),
         ("targets=[a:1, b:2]", ("a:1", "b:2")),
         ("targets=", ()),
+        ("targets=[::1]:1", ("[::1]:1",)),
+        ("targets=[::1]:1, [fe80::1%eth0]:2,a:3", ("[::1]:1", "[fe80::1%eth0]:2", "a:3")),
+        ("targets=[[::1]:1, '[::2]:1']", ("[::1]:1", "[::2]:1")),
+        ('targets=["[::1]:1", "a:2"]', ("[::1]:1", "a:2")),
+        ("targets=- '[::1]:1'\n- a:2", ("[::1]:1", "a:2")),
+        ("server.host=::1", "::1"),
         ("cpus=0,1", (0, 1)),
         ("cpus=3", (3,)),
         ("cpus=[2, 4]", (2, 4)),
@@ -92,10 +99,67 @@ def test_sections_of_other_roles_are_ignored(write):
         ("share=1e-3", 0.001),
         ("name=123", "123"),
         ("verbose=true", True),
+        ("verbose=on", True),
+        ("verbose=0", False),
+        ("max_running=1e+03", 1000),
+        ("max_running=4k", 4000),
+        ("memory_bytes=2MiB", 2 << 20),
+        ("memory_bytes=25.6k", 25_600),
     ],
 )
 def test_text_becomes_a_value_of_the_declared_type(override, value):
-    assert getattr(load(f"decode_node.{override}"), override.partition("=")[0]) == value
+    key, _, text = override.partition("=")
+    by_source = (
+        load(f"decode_node.{override}"),
+        load(**{f"OUTRIDER_DECODE_NODE__{key.upper().replace('.', '__')}": text}),
+        load_config(SECTIONS, file=None, environ={}, defaults=[f"decode_node.{override}"]).sections["decode_node"],
+    )
+    assert [operator.attrgetter(key)(config) for config in by_source] == [value] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("max_running: '16'", "max_running", 16),
+        ("max_running: 1_000", "max_running", 1000),
+        ("max_running: !!int '8'", "max_running", 8),
+        ("max_running: 1.024e+3", "max_running", 1024),
+        ("memory_bytes: '4k'", "memory_bytes", 4000),
+        ("memory_bytes: 1.5e6", "memory_bytes", 1_500_000),
+        ("share: '0.5'", "share", 0.5),
+        ("verbose: yes", "verbose", True),
+        ("verbose: 'off'", "verbose", False),
+        ("name: 0123", "name", "0123"),
+        ("name: 1.10", "name", "1.10"),
+        ("name: off", "name", "off"),
+        ("name: 2026-11-26", "name", "2026-11-26"),
+        ("targets: ['[::1]:1', a:2]", "targets", ("[::1]:1", "a:2")),
+        ("targets: '[::1]:1,a:2'", "targets", ("[::1]:1", "a:2")),
+        ("targets: a:2", "targets", ("a:2",)),
+        ("cpus: ['0', 1]", "cpus", (0, 1)),
+        ("server.host: ::1", "server.host", "::1"),
+    ],
+)
+def test_a_value_in_a_file_is_read_by_the_type_of_its_setting(write, text, key, value):
+    assert operator.attrgetter(key)(load(file=write(f"\ufeffdecode_node:\r\n  {text}\r\n"))) == value
+
+
+def test_anchors_merge_keys_and_empty_documents_are_read_as_pyyaml_does(write):
+    text = """---
+x-shared: &shared {verbose: yes}
+.more: 1
+telemetry: &one {log_level: debug, log_text: true}
+decode_node:
+  <<: [{max_running: 3, name: a}, {name: b, low: 0}, *shared]
+  max_running: 4
+  verbose: no
+  server: &server {port: 7}
+---
+"""
+    config = load(file=write(text))
+    assert (config.max_running, config.name, config.low, config.server.port, config.verbose) == (4, "a", 0, 7, False)
+    with pytest.raises(ConfigError, match=r":4: decode_node.low stands in line 3 already"):
+        load(file=write("decode_node:\n  <<: {name: a}\n  low: 0\n  low: 1\n"))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +210,14 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
         ("decode_node: {}\ndecode_node: {}\n", ":2: decode_node stands in line 1 already"),
         ("decode_node.share: 0.5\ndecode_node:\n  share: 0.6\n", ":3: decode_node.share stands in line 1 already"),
         ("nonsense:\n  a: 1\n", ":1: unknown key nonsense"),
+        ("decode_node: {}\n---\ntelemetry: {}\n", ":3: a second document begins: keep one"),
+        ("decode_node:\n\tshare: 0.5\n", ":2: not YAML: found character '\\t' that cannot start any token; indent by"),
+        ("decode_node:\n  targets: [::1]:7002\n", '; put an IPv6 address in quotes: "[::1]:50051"'),
+        ("decode_node:\n  targets: [[::1]:7002]\n", '; put an IPv6 address in quotes: "[::1]:50051"'),
+        ("max-num-seqs: 3\n", "; give a file of another server to --extra-engine-args"),
+        ("decode_node:\n  name: a-${NAME:-b}\n", ":2: decode_node.name = a-${NAME:-b} is to be filled in first"),
+        ("services:\n  router: {}\n", ":2: services: this is a Compose file: give the server's own file"),
+        ("settings: {decode_node: {}}\n", "this is a file of values of a Helm chart"),
     ],
 )
 def test_a_mistake_in_a_file_is_found_by_its_line(write, text, message):
@@ -165,8 +237,28 @@ def test_a_mistake_in_the_environment_names_the_variable():
         load(OUTRIDER_DECODE_NODE__SHARE="7")
     with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECOD_NODE__SHARE: unknown key decod_node"):
         load(OUTRIDER_DECOD_NODE__SHARE="7")
-    with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECODE_NODE_SHARE: unknown key"):
+    with pytest.raises(
+        ConfigError, match=r"OUTRIDER_DECODE_NODE_SHARE is no .* nearest is OUTRIDER_DECODE_NODE__SHARE"
+    ):
         load(OUTRIDER_DECODE_NODE_SHARE="7")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("OUTRIDER_PORT", "OUTRIDER_DECODE_NODE__SERVER__PORT"),
+        ("OUTRIDER_LOG_LEVEL", "OUTRIDER_TELEMETRY__LOG_LEVEL"),
+        ("OUTRIDER_CACHE_DIRECTORY", "OUTRIDER_CACHE_DIR"),
+        ("OUTRIDER_CONFG", "OUTRIDER_CONFIG"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_warned_of_with_the_nearest(name, nearest):
+    resolved = load_config(
+        SECTIONS,
+        file=None,
+        environ={name: "x", "OUTRIDER_TARGET": "h:1", "OUTRIDER_ROUTER_PORT": "1", "OUTRIDERS": "y"},
+    )
+    assert resolved.warnings == [f"environment variable {name} is no setting; the nearest is {nearest}"]
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path):

@@ -116,6 +116,13 @@ CERTIFICATE = {"enabled": True, "issuerRef": {"name": "x"}}
         ({"router": {"replicas": "two"}}, "router/replicas"),
         ({"cache": {"type": "nfs"}}, "cache/type"),
         ({"store": {"url": "valkey://user:password@host"}}, "store/url"),
+        (
+            {"settings": {"router": {"max_wating": 3}}},
+            "settings/router': additional properties 'max_wating' not allowed",
+        ),
+        ({"settings": {"model": {"dtype": "float8"}}}, "settings/model/dtype': value must be one of 'auto'"),
+        ({"settings": {"nonsense": {}}}, "settings': additional properties 'nonsense' not allowed"),
+        ({"decode_node": {"extraSettings": {"kv_cache": {"memry": "1GiB"}}}}, "extraSettings/kv_cache': additional"),
         ({"settings": {"server": {"port": 1}}}, "settings.server.port is set by the chart"),
         ({"router": {"extraSettings": {"router": {"store": "x"}}}}, "router.extraSettings.router.store is set by the"),
         ({"router": {"extraSettings": {"router": {"tls": {"certificate": "x"}}}}}, "router.tls is set by the chart"),

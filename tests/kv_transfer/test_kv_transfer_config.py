@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.kv_transfer.base import PROGRESS_SECONDS
-from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.config import PROGRESS_SECONDS, KvTransferConfig
 
 
 @pytest.mark.parametrize("progress_seconds", [0.2, 10.0, 600.0])

@@ -172,7 +172,7 @@ def test_a_speculative_config_is_what_outrider_config_import_makes_of_it(router,
 
 
 def test_wrong_arguments_are_named(llm, clusters):
-    with pytest.raises(ValueError, match=r"LLM\(\) quantization: it changes answers"):
+    with pytest.raises(ValueError, match=r"LLM\(\) quantization: quantized checkpoints are not read"):
         LLM(quantization="awq")
     with pytest.raises(ValueError, match=r"quantisation.*nearest is quantization"):
         LLM(quantisation="awq")

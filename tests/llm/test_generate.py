@@ -166,7 +166,7 @@ def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, rout
             {"role": "user", "content": [{"type": "image_url"}]},
             r"messages\[0\]: .* a text, not image_url",
         ),
-        ({"role": "assistant", "content": None}, "not nothing"),
+        ({"content": "a"}, r"a role and a content, not \{'content': 'a'\}"),
         ({"role": "user", "content": [{"type": "text"}]}, r"messages\[0\]: .* not a part without text"),
         ("hello", r"messages\[0\]: a message is a dict with role and content, not 'h'"),
         ({"role": "user", "content": ["a", "b"]}, r"messages\[0\]: .* not 'a'"),

@@ -261,5 +261,5 @@ def test_without_the_client_the_message_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "router.store.valkey", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "valkey"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[store\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'outrider\[store\]'"):
         open_store("valkey://127.0.0.1:1")

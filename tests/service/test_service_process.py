@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -215,6 +216,29 @@ def test_a_start_that_fails_is_one_clear_line_and_status_1():
     assert failure["event"] == "cannot start"
     assert failure["error"] == "weights.safetensors is not there"
     assert "exception" not in failure
+
+
+@pytest.mark.parametrize(
+    ("host", "other"), [("192.0.2.1", "::1"), ("2001:db8::1", "127.0.0.1"), ("[2001:db8::1]", "127.0.0.1")]
+)
+def test_a_host_that_is_none_of_this_machines_is_named_and_not_the_port(host, other):
+    status, log = service_process(f"server.host={host}", "server.port=0").wait()
+    assert status == 1
+    (failure,) = (line for line in log if line["level"] == "error")
+    assert failure["error"] == (
+        f"{host.strip('[]')} is no address of this machine; "
+        f"choose another with --set server.host=ADDRESS, such as {other}"
+    )
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_addresses_of_ipv6_are_said_in_brackets(host):
+    service = service_process(f"server.host={host}", "server.port=0", "server.metrics_port=0")
+    assert re.fullmatch(r"\[::1\]:\d+", service.announcement("serving")["address"])
+    status, log = service.end()
+    (listening,) = (line for line in log if line["event"] == "listening")
+    assert re.fullmatch(r"\[::1\]:\d+", listening["metrics_address"])
+    assert status == 0
 
 
 @pytest.mark.parametrize("by", ["a socket", "a service"])

@@ -12,7 +12,7 @@ from outrider.config.yaml_files import Entry
 
 FLAGS: dict[str, type] = {
     **dict.fromkeys(("max_model_len", "max_num_seqs", "max_num_batched_tokens", "served_model_name", "revision"), str),
-    **dict.fromkeys(("kv_cache_dtype", "quantization", "host", SPECULATIVE), str),
+    **dict.fromkeys(("kv_cache_dtype", "quantization", "host", "api_key", SPECULATIVE), str),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "block_size", "seed"), int),
     **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "trust_remote_code"), bool),
     "gpu_memory_utilization": float,

@@ -6,6 +6,7 @@ import sys
 from urllib.parse import urlsplit
 
 from outrider.errors import ConfigError
+from outrider.extras import install_command
 from outrider.service.config import TelemetryConfig
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 
@@ -22,7 +23,7 @@ def make_tracer(config: TelemetryConfig, *, role: str) -> Tracer:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "opentelemetry":
             raise
-        raise ConfigError(f"{KEY} needs OpenTelemetry: in the source tree, run pip install '.[otel]'") from error
+        raise ConfigError(f"{KEY} needs OpenTelemetry: {install_command('otel')} brings it") from error
     return OtelTracer(config.otlp_endpoint, role=role)
 
 

@@ -1,21 +1,23 @@
 """The list of proposers: name, what each needs, where it may run, how it is made.
 
-Settings, `--draft` and help texts take their choices from here. Torch-free: torch is imported when a proposer needs it.
+Settings, `--draft` and help texts take their choices from here, also where nothing but a client is installed: a
+proposer is imported when it is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.heads.locate import head_folder
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.speculation.proposers.base import Proposer
-from outrider.speculation.proposers.ngram import NgramProposer
-from outrider.speculation.proposers.suffix import SuffixProposer
+
+if TYPE_CHECKING:
+    from outrider.speculation.proposers.base import Proposer
 
 NO_PROPOSER = "none"
 
@@ -28,6 +30,18 @@ class ProposerSettings:
     model: ModelConfig = field(default_factory=ModelConfig)  # of a head: the target, with `model.head`
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     other_memory_bytes: int = 0  # of main memory, that the node takes besides: a model's cache leaves it free
+
+
+def _make_ngram(_settings: ProposerSettings, _progress: Progress) -> Proposer:
+    from outrider.speculation.proposers.ngram import NgramProposer
+
+    return NgramProposer()
+
+
+def _make_suffix(settings: ProposerSettings, _progress: Progress) -> Proposer:
+    from outrider.speculation.proposers.suffix import SuffixProposer
+
+    return SuffixProposer(remembered_tokens=settings.remembered_tokens)
 
 
 def _make_draft_model(settings: ProposerSettings, progress: Progress) -> Proposer:
@@ -59,12 +73,8 @@ class ProposerKind:
 
 
 PROPOSERS = (
-    ProposerKind(name="ngram", summary="prompt lookup", make=lambda _settings, _progress: NgramProposer()),
-    ProposerKind(
-        name="suffix",
-        summary="what most often followed",
-        make=lambda settings, _progress: SuffixProposer(remembered_tokens=settings.remembered_tokens),
-    ),
+    ProposerKind(name="ngram", summary="prompt lookup", make=_make_ngram),
+    ProposerKind(name="suffix", summary="what most often followed", make=_make_suffix),
     ProposerKind(name="draft_model", summary="a smaller model", make=_make_draft_model, needs="MODEL"),
     ProposerKind(name="head", summary="a drafter head of the model", make=_make_head, needs="DIR"),
 )

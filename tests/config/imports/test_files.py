@@ -136,8 +136,9 @@ def test_of_two_keys_for_one_setting_the_last_counts_and_the_first_is_warned_of(
     assert [key.kind for key in same] == [Kind.SET, Kind.SET]
 
 
-def test_json_may_be_indented_by_tabs(write):
-    (key,) = keys_of(write('{\n\t"max_num_seqs": 8\n}\n', "vllm.json"))
+@pytest.mark.parametrize("name", ["vllm.json", "vllm.yaml"])
+def test_json_may_have_tabs(write, name):
+    (key,) = keys_of(write('{\n\t"max_num_seqs":\t8\n}\n', name))
     assert (key.entry.key, key.entry.value, key.entry.source.rpartition(":")[2]) == ("max_num_seqs", 8, "2")
 
 
@@ -200,6 +201,24 @@ def test_mtp_takes_the_head_of_the_served_model(write, tmp_path):
         assert resolved.sections["decode_node"].num_speculative_tokens == 1
 
 
+def test_values_in_quotes_are_what_they_are_without_them(write):
+    """vLLM makes flags of its file, and Helm and envsubst write quotes."""
+    resolved = load(
+        write(
+            "max-model-len: '2048'\nmax-num-seqs: '1k'\nmax_num_batched_tokens: 25.6k\n"
+            "gpu-memory-utilization: '0.5'\nenable-prefix-caching: 'off'\nenforce-eager: 'true'\n"
+            "pipeline-parallel-size: '1'\nenable-lora: 'false'\nserved-model-name: 0123\nrevision: 1e5\n"
+            "hf-overrides: '{}'\nspeculative-config: {method: ngram, num_speculative_tokens: '3'}\n"
+        )
+    )
+    model, decode_node = resolved.sections["model"], resolved.sections["decode_node"]
+    assert (model.max_model_len, model.cuda_graphs, model.name, model.revision) == (2048, False, "0123", "1e5")
+    assert (decode_node.max_running_sequences, decode_node.max_rows_per_step) == (1000, 25_600)
+    assert decode_node.num_speculative_tokens == 3
+    assert resolved.sections["kv_cache"].memory == "50%"
+    assert resolved.sections["kv_cache"].prefix_cache is False
+
+
 def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
     resolved = load(write("max_seq_len: null\nspeculative_config: null\ncuda_graph_config:\nkv_cache_config: {}\n"))
     assert resolved.sections["model"].max_model_len == 0
@@ -246,13 +265,22 @@ def test_the_table_shows_no_secret(write, capsys):
         ("kv_cache_config: [0.5]\n", ":1 kv_cache_config: it is a group of keys"),
         ("max_batch_size: 0\n", ":1 max_batch_size: prefill_node.max_running_sequences = 0 is out of range"),
         ("max_seq_len: many\n", ":1 max_seq_len: model.max_model_len = 'many' is not of type int"),
-        ("max_seq_len: '512'\n", ":1 max_seq_len: model.max_model_len = '512' is not of type int"),
-        ("enable_prefix_caching: 'yes'\n", "kv_cache.prefix_cache = 'yes' is not of type bool"),
+        ("max_seq_len: '12.5'\n", ":1 max_seq_len: model.max_model_len = 12.5 is not of type int"),
+        ("enable_prefix_caching: 'maybe'\n", "kv_cache.prefix_cache = 'maybe' is not of type bool"),
         ("served-model-name: [a, b]\n", "a model is served under one name, not 2"),
         ("host: 0.0.0.0\n", "services bind loopback"),
         ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
         ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len stands in line 1 already"),
         ("- 1\n", ":1: the file is a group of settings"),
+        (
+            "hostname: h\ncontext_servers: {num_instances: 2}\n",
+            ":2: context_servers: this is the file of trtllm-serve disaggregated",
+        ),
+        ("Common: {model: m}\nFrontend: {port: 1}\n", ":1: Common: this is a graph of Dynamo"),
+        ("apiVersion: nvidia.com/v1alpha1\nkind: DynamoGraphDeployment\n", ":1: apiVersion: this is a Kubernetes"),
+        ("servingEngineSpec: {modelSpec: []}\n", "this is a file of values of a Helm chart"),
+        ("services: {vllm: {image: x}}\n", "this is a Compose file"),
+        ("decode_node: {max_running_sequences: 3}\n", "this is a configuration file of ours: give it to --config"),
         ("a: [\n", "not YAML"),
         ("a: &a {b: *a}\n", "a.b contains itself"),
         ("speculative-config: '{'\n", ":1 speculative_config: neither a value nor JSON: '{'"),

@@ -1,0 +1,49 @@
+"""The flags of every command that starts a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from outrider.cluster import ClusterConfig
+from outrider.config.arguments import add_setting_flags, add_settings_arguments
+from outrider.model_hub.config import ModelConfig
+
+HEAD = "model.head"
+SECTIONS = {"model": ModelConfig, "cluster": ClusterConfig}
+CLUSTER_FLAGS = {
+    "model": "model.id",
+    "dtype": "model.dtype",
+    "draft": "cluster.draft",
+    "prefill-nodes": "cluster.prefill_nodes",
+    "decode-nodes": "cluster.decode_nodes",
+    "draft-nodes": "cluster.draft_nodes",
+    "routers": "cluster.routers",
+    "port": "cluster.port",
+}
+"""Settings by the flag that sets them."""
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """Flags of every command that starts a cluster. They set settings and override file and environment.
+
+    `defaults` of flags are the command's own, such as `port=0`.
+    """
+    add_setting_flags(parser, CLUSTER_FLAGS, SECTIONS)
+    parser.add_argument(
+        "--head",
+        dest=HEAD,
+        metavar="DIR",
+        type=lambda text: Path(text).expanduser().absolute(),
+        help="decode nodes draft with this drafter head, where it pays",
+    )
+    parser.add_argument(
+        "--store",
+        dest="router.store",
+        metavar="URL",
+        help="what routers share: valkey://host:port; default: memory, each its own",
+    )
+    parser.set_defaults(**{CLUSTER_FLAGS[name]: value for name, value in defaults.items()})
+    add_settings_arguments(parser, os.environ)
+    parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")

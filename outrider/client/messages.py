@@ -1,0 +1,61 @@
+"""Prompts as callers have them: chat messages of OpenAI's form, and token ids of numpy and torch."""
+
+# ruff: noqa: TRY004 what is wrong is a value: callers add where
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.request import ChatMessage
+
+TOOL_MEMBERS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Of a message, beside its role and content: they go to the chat template as they are."""
+
+_RENDER = "render the chat yourself (apply_chat_template) and give its token ids"
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether it is a list of messages, right ones or not."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], (ChatMessage, Mapping))
+
+
+def read_message(message: Any) -> ChatMessage:
+    """A ChatMessage, or a dict of OpenAI's with a role and text. Raises: ValueError that says what it is not."""
+    if isinstance(message, ChatMessage):
+        return message
+    if not isinstance(message, Mapping):
+        raise ValueError(f"a message is a dict with role and content, not {reprlib.repr(message)}")
+    role, content = message.get("role"), message.get("content")
+    members = {str(name): value for name, value in message.items() if name not in ("role", "content") and value}
+    if extra := [name for name in members if name not in TOOL_MEMBERS]:
+        raise ValueError(f"a message has a role and a content, not {', '.join(extra)}: {_RENDER}")
+    if not isinstance(role, str):
+        raise ValueError(f"a message has a role and a content, not {reprlib.repr(dict(message))}")
+    parts = content if isinstance(content, (list, tuple)) else () if content is None else [content]
+    text = content if isinstance(content, str) else "\n".join(map(_text_of, parts))
+    return ChatMessage(role, text, members)
+
+
+def _text_of(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise ValueError(f"a content is a text, or parts of text, not {reprlib.repr(part)}")
+    kind, text = part.get("type", "text"), part.get("text")
+    if kind != "text" or not isinstance(text, str):
+        raise ValueError(f"a content is a text, not {'a part without text' if kind == 'text' else kind}")
+    return text
+
+
+def read_token_ids(prompt: Any, *, other: str = "a list of messages") -> list[int]:
+    """`other`: what a prompt may be besides text and token ids. Raises: ValueError for what is none of them."""
+    if isinstance(prompt, (bytes, bytearray)):
+        raise ValueError("a prompt is text, not bytes: decode them")
+    if isinstance(prompt, Mapping):
+        raise ValueError(f"a prompt is a text, token ids or {other}, not a dict: a message stands in a list")
+    try:
+        return [operator.index(token_id) for token_id in prompt]
+    except TypeError as error:
+        several = "" if isinstance(prompt, str) or not isinstance(prompt, Sequence) else "; send several one by one"
+        raise ValueError(f"a prompt is a text, token ids or {other}, not {reprlib.repr(prompt)}{several}") from error
