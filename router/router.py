@@ -70,8 +70,12 @@ class Router:
         store: AnswerStore | None = None,
         shows_text: bool = False,
         tracer: Tracer = NO_TRACER,
+        reasoning_parser: str = "",
     ) -> None:
-        """`store`: instead of the one that `config` names. `shows_text`: on its page. Raises: ConfigError."""
+        """`store`: instead of the one that `config` names. `shows_text`: on its page. `reasoning_parser`: of gateways.
+
+        Raises: ConfigError.
+        """
         self._config = config
         self._tracer = tracer
         self._timelines = Timelines(
@@ -85,7 +89,7 @@ class Router:
         self.requests = self.front.requests
         self._calls = OpenCalls()
         self.servicer = RouterServicer(self.front, self._calls)
-        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front, self._calls)
+        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front, self._calls, reasoning_parser)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -213,7 +217,7 @@ class Router:
             self.services.metrics.add_lost_nodes(role.name.lower(), 1)
 
 
-def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngineServicer | None:
+def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls, reasoning_parser: str) -> VllmEngineServicer | None:
     """`wanted`: the setting `router.vllm_engine`. None: not served. Raises: ConfigError where it must be and cannot."""
     if wanted == "off":
         return None
@@ -228,4 +232,4 @@ def _make_vllm_engine(wanted: str, front: Front, calls: OpenCalls) -> VllmEngine
         if not isinstance(error, ImportError):
             _log.warning("the engine service is not served", error=str(error))
         return None
-    return VllmEngineServicer(front, calls)
+    return VllmEngineServicer(front, calls, reasoning_parser)

@@ -45,6 +45,8 @@ class Tokenizer:
             }
             if _keeps_every_character(description):
                 self._longest_token = max(map(len, self._token_bytes[False]), default=0)
+        self.added_around = _added_around(self._tokenizer)
+        """(the tokens before a text, those behind it) that `encode_text` adds."""
         self._queue = EncodingQueue(num_threads)
 
     async def encode_text(self, text: str, *, client: str = "", max_tokens: int | None = None) -> list[int]:
@@ -91,6 +93,14 @@ class Tokenizer:
             num_bytes=BYTES_PER_TOKEN * len(token_ids),
         )
 
+    def encode_now(self, text: str) -> list[int]:
+        """A few words, nothing added, on the event loop."""
+        return self._encode(text, add_special_tokens=False)
+
+    def decode_now(self, token_ids: Sequence[int]) -> str:
+        """A few tokens, special or not, on the event loop."""
+        return self._decode(token_ids, skip_special_tokens=False)
+
     def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
         """A decoder for one sample. `context`: the tokens before it."""
         if self._is_byte_level:
@@ -134,6 +144,14 @@ def _is_byte_level(decoder: Any) -> bool:
     if decoder.get("type") == "Sequence":
         return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
     return decoder.get("type") == "ByteLevel"
+
+
+def _added_around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Of the post-processor, for one text: they are the same around every text."""
+    text = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
+    return whole[:start], whole[start + len(text) :]
 
 
 def _keeps_every_character(description: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from outrider.cluster.child import ChildState, ClusterEvent, EventKind, NodeProcess
 from outrider.cluster.cluster import Cluster
-from outrider.cluster.config import ClusterConfig, GatewayConfig, Supervision
+from outrider.cluster.config import ClusterConfig, Supervision
 from outrider.cluster.plan import Launch
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "ClusterConfig",
     "ClusterEvent",
     "EventKind",
-    "GatewayConfig",
     "Launch",
     "NodeProcess",
     "Supervision",

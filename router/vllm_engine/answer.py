@@ -30,7 +30,9 @@ class EngineAnswer:
     tokens. What is counted once for all samples (cached and draft tokens) is in the first, since clients add them up.
     """
 
-    def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool) -> None:
+    def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool, preface: Sequence[int] = ()) -> None:
+        """`preface`: tokens that come before each sample's own, and are not counted."""
+        self._preface = preface
         num = num_samples(request.sampling)
         self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]
         self._is_streamed = is_streamed
@@ -57,8 +59,15 @@ class EngineAnswer:
 
     def _add(self, delta: Delta) -> list[Any]:
         complete = self._completes[delta.sample]
+        is_first = not complete.completion_tokens
         complete.completion_tokens += len(delta.token_ids)
         if self._is_streamed:
+            messages = []
+            if self._preface and is_first:
+                said = vllm_engine_pb2.GenerateStreamChunk(
+                    token_ids=self._preface, prompt_tokens=self._num_prompt_tokens, index=delta.sample
+                )
+                messages.append(vllm_engine_pb2.GenerateResponse(chunk=said))
             chunk = vllm_engine_pb2.GenerateStreamChunk(
                 token_ids=delta.token_ids,
                 prompt_tokens=self._num_prompt_tokens,
@@ -69,7 +78,8 @@ class EngineAnswer:
             self._input_logprobs = None
             if delta.logprobs:
                 _extend_logprobs(chunk.output_logprobs, delta.logprobs)
-            return [vllm_engine_pb2.GenerateResponse(chunk=chunk)]
+            return [*messages, vllm_engine_pb2.GenerateResponse(chunk=chunk)]
+        complete.output_ids.extend(self._preface if is_first else ())
         complete.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)

@@ -42,12 +42,13 @@ NO_TOKENIZER_PATH = "/dev/null"
 class VllmEngineServicer:
     """Implements `vllm.grpc.engine.VllmEngine`; messages are those of the package smg_grpc_proto, which has no types.
 
-    `calls`: the ones that a drain ends.
+    `calls`: the ones that a drain ends. `reasoning_parser`: of the gateways that ask.
     """
 
-    def __init__(self, front: Front, calls: OpenCalls) -> None:
+    def __init__(self, front: Front, calls: OpenCalls, reasoning_parser: str = "") -> None:
         self._front = front
         self._calls = calls
+        self._reasoning_parser = reasoning_parser
         self._started_at = time.monotonic()
         self._watched_at = -math.inf
         self._tokenizer: list[Any] | None = None  # its archive, once it was asked for
@@ -63,9 +64,9 @@ class VllmEngineServicer:
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
         self._calls.enter(context)
         async with _errors(context):
-            ours = request_from_engine(request, self._front.served().info)
-            async with self._front.open(ours, context) as live:
-                answer = EngineAnswer(ours, is_streamed=request.stream)
+            read = request_from_engine(request, self._front.served(), self._reasoning_parser)
+            async with self._front.open(read.ours, context) as live:
+                answer = EngineAnswer(read.ours, is_streamed=request.stream, preface=read.preface)
 
                 async def write(messages: Sequence[Any]) -> None:
                     for message in messages:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
@@ -11,17 +13,20 @@ from outrider.answer import Delta, Finished, RequestMetrics, Started, Summary, U
 from outrider.errors import InvalidRequestError
 from outrider.request import FinishReason, TokenLogprobs
 from outrider.v1 import router_pb2
+from router.tokenizer import Tokenizer
 from router.vllm_engine.answer import EngineAnswer
 from router.vllm_engine.request import request_from_engine
-from tests.support.router_fakes import fake_model_info
+from tests.support.router_fakes import fake_model_info, fake_tokenizer_files
 
-MODEL = fake_model_info()
+SERVED = SimpleNamespace(info=fake_model_info(), tokenizer=Tokenizer(fake_tokenizer_files()))
 SUMMARY = Summary(request_id="r", usage=Usage(num_prompt_tokens=2), metrics=RequestMetrics())
 
 
 def ours(**sampling):
     params = engine_pb2.SamplingParams(**sampling)
-    return request_from_engine(engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params), MODEL)
+    return request_from_engine(
+        engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params), SERVED
+    ).ours
 
 
 def test_what_is_not_set_stays_unset():
@@ -75,6 +80,31 @@ def test_constraints_are_ours(given, kind, value):
     sampling = ours(**given).sampling
     assert sampling.WhichOneof("constraint") == kind
     assert kind is None or getattr(sampling, kind) == value
+
+
+TOOL_CALLS = (
+    '{"type":"array","minItems":1,"items":{"type":"object","anyOf":['
+    '{"properties":{"name":{"type":"string","enum":["f"]},"parameters":{"type":"object"}},"required":["name","parameters"]},'
+    '{"properties":{"name":{"type":"string","enum":["g"]},"parameters":{}},"required":["name","parameters"]}]},"$defs":{}}'
+)
+
+
+def test_tool_calls_have_a_name_and_parameters_and_nothing_else():
+    schema = json.loads(ours(json_schema=TOOL_CALLS).sampling.json_schema)
+    calls = schema["items"]["anyOf"]
+    assert [call["additionalProperties"] for call in calls] == [False, False]
+    assert calls[0]["properties"]["parameters"] == {"type": "object"}, "a client's own schema stays as it is"
+    assert calls[1]["properties"]["parameters"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert schema["$defs"] == {}
+    with pytest.raises(InvalidRequestError, match="no schema of tool calls"):
+        ours(json_schema=TOOL_CALLS[:-1])
+
+
+def test_a_completions_logprobs_are_refused_since_the_gateway_loses_them():
+    params = engine_pb2.SamplingParams(logprobs=0)
+    proto = engine_pb2.GenerateRequest(request_id="cmpl-1", tokenized={"input_ids": [5]}, sampling_params=params)
+    with pytest.raises(InvalidRequestError, match="ask for them in chats, or by gRPC"):
+        request_from_engine(proto, SERVED)
 
 
 def test_skipped_special_tokens_are_as_the_gateway_says():

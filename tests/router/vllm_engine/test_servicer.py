@@ -23,6 +23,7 @@ from outrider.v1 import router_pb2
 from router.clients import TokenFile
 from router.config import RouterConfig
 from router.router import Router
+from router.vllm_engine.tokenizer_archive import files_for_gateway
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
 from tests.router.test_token_file import line, shown
 from tests.support.router_fakes.model import fake_tokenizer_files
@@ -289,7 +290,7 @@ async def test_the_tokenizer_is_a_zip_with_its_hash(serving):
     assert all(len(chunk.data) == 64 << 10 for chunk in chunks[:-1])
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert {name: archive.read(name) for name in archive.namelist()} == fake_tokenizer_files()
+        assert {name: archive.read(name) for name in archive.namelist()} == files_for_gateway(fake_tokenizer_files())
 
 
 async def test_model_server_and_load_are_those_of_the_cluster(cluster):
