@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from outrider.wire.request import num_samples
 
 MAX_COMPLETE_BYTES = 4 << 20
 """Larger messages are refused by gRPC clients with default settings, tonic's among them."""
-MAX_INPUT_LOGPROBS = 1 << 16
-"""Of a prompt, with those of alternatives: made into messages at once, in some 100 ms of the event loop."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 9  # with its token; a token has its own and those of its alternatives, whose lengths are as long
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
@@ -38,7 +35,6 @@ class EngineAnswer:
         self._is_streamed = is_streamed
         self._stop_token_ids = frozenset(request.stop.token_ids)  # of others that end an answer, nothing is said
         self._num_prompt_tokens = 0
-        self._input_logprobs: Any = None  # until it has been sent
         num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
         self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # of a Complete
 
@@ -49,8 +45,6 @@ class EngineAnswer:
                 return self._add(event)
             case Started():
                 self._num_prompt_tokens = event.num_prompt_tokens
-                if event.prompt_logprobs:
-                    self._input_logprobs = _input_logprobs(event.prompt_logprobs)
             case Finished():
                 self._finish(event)
             case Summary():
@@ -73,9 +67,7 @@ class EngineAnswer:
                 prompt_tokens=self._num_prompt_tokens,
                 completion_tokens=len(delta.token_ids),
                 index=delta.sample,
-                input_logprobs=self._input_logprobs,
             )
-            self._input_logprobs = None
             if delta.logprobs:
                 _extend_logprobs(chunk.output_logprobs, delta.logprobs)
             return [*messages, vllm_engine_pb2.GenerateResponse(chunk=chunk)]
@@ -105,8 +97,6 @@ class EngineAnswer:
         first.cached_tokens = summary.usage.num_cached_tokens
         first.spec_draft_tokens = speculation.num_draft_tokens
         first.spec_accepted_tokens = speculation.num_accepted_draft_tokens
-        if self._input_logprobs is not None:
-            first.input_logprobs.CopyFrom(self._input_logprobs)
         for complete in self._completes:
             complete.prompt_tokens = self._num_prompt_tokens
         return [vllm_engine_pb2.GenerateResponse(complete=complete) for complete in self._completes]
@@ -117,25 +107,6 @@ def _extend_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
     target.token_logprobs.extend(value.logprob for value in logprobs)
     target.token_ids.extend(value.token_id for value in logprobs)
     target.top_logprobs.extend(_top(value) for value in logprobs)
-
-
-def _input_logprobs(logprobs: Sequence[TokenLogprobs]) -> Any:
-    """A prompt's first token has none (NaN). Raises: InvalidRequestError for too many."""
-    num_values = len(logprobs) * (1 + len(logprobs[-1].top))
-    if num_values > MAX_INPUT_LOGPROBS:
-        raise InvalidRequestError(
-            f"{num_values} logprobs of the prompt; at most {MAX_INPUT_LOGPROBS} are sent by this protocol",
-            field="sampling_params.prompt_logprobs",
-            reason="ANSWER_TOO_LARGE",
-        )
-    return vllm_engine_pb2.InputLogProbs(
-        token_logprobs=[
-            vllm_engine_pb2.InputTokenLogProb(value=None if math.isnan(value.logprob) else value.logprob)
-            for value in logprobs
-        ],
-        token_ids=[value.token_id for value in logprobs],
-        top_logprobs=[_top(value) for value in logprobs],
-    )
 
 
 def _top(value: TokenLogprobs) -> Any:

@@ -48,6 +48,7 @@ _END_TOKENS = 32  # in which the tags are, even where each of their characters i
 _UNSUPPORTED = {
     **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text"),
     **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "KV is the cluster's own"),
+    "prompt_logprobs": "they are had by our own service",
     "truncate_prompt_tokens": "prompts are not truncated",
     "structural_tag": "structural tags are not known",
 }
@@ -83,8 +84,7 @@ def request_from_engine(proto: Any, served: ServedModel, reasoning_parser: str =
             ignore_eos=params.ignore_eos,
         ),
         output=router_pb2.OutputOptions(
-            top_logprobs=_num_logprobs(params, "logprobs"),
-            prompt_logprobs=_num_logprobs(params, "prompt_logprobs"),
+            top_logprobs=_num_logprobs(params),
             skip_special_tokens=params.skip_special_tokens,
             token_ids_only=True,  # the text is the gateway's; stop strings are looked for all the same
         ),
@@ -163,11 +163,11 @@ def _closed(schema: str) -> str:
     return json.dumps(calls)
 
 
-def _num_logprobs(params: Any, name: str) -> int | None:
+def _num_logprobs(params: Any) -> int | None:
     """Raises: InvalidRequestError for all of them (-1)."""
-    if not params.HasField(name):
+    if not params.HasField("logprobs"):
         return None
-    number: int = getattr(params, name)
+    number: int = params.logprobs
     if number < 0:
-        raise InvalidRequestError(f"{name} is 0 or more, not {number}", field=f"sampling_params.{name}")
+        raise InvalidRequestError(f"logprobs is 0 or more, not {number}", field="sampling_params.logprobs")
     return number

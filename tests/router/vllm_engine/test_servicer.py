@@ -199,6 +199,7 @@ async def test_a_cancelled_call_frees_everything(cluster):
         ({"json_schema": "{"}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"structural_tag": "{}"}, grpc.StatusCode.UNIMPLEMENTED),
         ({"truncate_prompt_tokens": 4}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"prompt_logprobs": 1}, grpc.StatusCode.UNIMPLEMENTED),
     ],
     ids=lambda value: str(value)[:30],
 )

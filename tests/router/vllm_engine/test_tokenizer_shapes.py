@@ -16,7 +16,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "\n  {% if true %}{{ bos_token }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if mood is defined %}<{{ mood }}>{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEXTS = ["Hello there", " two  spaces\n\n", "😀日é", "a<|im_end|>b <note> c", "<s>again"]
 ANSWER = "One 😀日, <note> two  spaces\n"
@@ -143,6 +143,15 @@ def test_what_a_client_leaves_out_of_a_message_is_empty(shape):
         prompts.append(tokenizer.decode(router.cluster.decode.opened[-1].prompt_token_ids, skip_special_tokens=False))
     assert len(set(prompts)) == 1
     assert "assistant\n<|im_end|>" in prompts[0].replace("> ", ">")
+
+
+def test_arguments_of_the_template_reach_it(shape):
+    tokenizer, router, client = shape
+    messages = [{"role": "user", "content": "x"}]
+    arguments = {"extra_body": {"chat_template_kwargs": {"mood": "brief", "other": 1}}}
+    client.chat.completions.create(model=MODEL, messages=messages, max_tokens=60, **arguments)
+    prompt = tokenizer.decode(router.cluster.decode.opened[-1].prompt_token_ids, skip_special_tokens=False)
+    assert "<brief>" in prompt.replace(" ", "")
 
 
 def test_log_probabilities_of_whole_characters_have_their_bytes(shape):
