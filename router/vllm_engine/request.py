@@ -18,7 +18,13 @@ from outrider.service.gateway_config import NO_PARSER
 from outrider.v1 import router_pb2
 from router.node_directory import ServedModel
 from router.tokenizer import Tokenizer
-from router.validation import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from router.validation import (
+    MAX_CHOICES,
+    MAX_CONSTRAINT_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
 
 COMPLETION_PREFIX = "cmpl-"
 """Of a completion's id, by which alone it is told from a chat's. The prompt of either comes as token ids."""
@@ -141,7 +147,7 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
         values["choice"] = router_pb2.Choice(options=params.choice.choices)
     if params.json_object:
         values["json_schema"] = ANY_OBJECT
-    elif params.json_schema.startswith(_TOOL_CALLS):
+    elif params.json_schema.startswith(_TOOL_CALLS) and len(params.json_schema) <= MAX_CONSTRAINT_BYTES:
         values["json_schema"] = _closed(params.json_schema)
     if any(token_id < 0 for token_id in params.logit_bias):
         raise InvalidRequestError("a token id is not negative", field="sampling_params.logit_bias")
@@ -158,7 +164,7 @@ def _closed(schema: str) -> str:
         for call in calls["items"]["anyOf"]:
             call["additionalProperties"] = False
             call["properties"]["parameters"] = call["properties"]["parameters"] or _NO_PARAMETERS
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise InvalidRequestError(f"no schema of tool calls: {error}", field="sampling_params.json_schema") from error
     return json.dumps(calls)
 

@@ -92,8 +92,10 @@ def test_tool_calls_have_a_name_and_parameters_and_nothing_else():
     assert calls[0]["properties"]["parameters"] == {"type": "object"}, "a client's own schema stays as it is"
     assert calls[1]["properties"]["parameters"] == {"type": "object", "properties": {}, "additionalProperties": False}
     assert schema["$defs"] == {}
-    with pytest.raises(InvalidRequestError, match="no schema of tool calls"):
-        ours(json_schema=TOOL_CALLS[:-1])
+    deep = TOOL_CALLS.replace('"$defs":{}', '"$defs":' + "[" * 9999)
+    for broken in (TOOL_CALLS[:-1], deep):
+        with pytest.raises(InvalidRequestError, match="no schema of tool calls"):
+            ours(json_schema=broken)
 
 
 def test_a_completions_logprobs_are_refused_since_the_gateway_loses_them():
