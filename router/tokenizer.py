@@ -45,8 +45,6 @@ class Tokenizer:
             }
             if _keeps_every_character(description):
                 self._longest_token = max(map(len, self._token_bytes[False]), default=0)
-        self.added_around = _added_around(self._tokenizer)
-        """(the tokens before a text, those behind it) that `encode_text` adds."""
         self._queue = EncodingQueue(num_threads)
 
     async def encode_text(self, text: str, *, client: str = "", max_tokens: int | None = None) -> list[int]:
@@ -97,6 +95,12 @@ class Tokenizer:
         """A few words, nothing added, on the event loop."""
         return self._encode(text, add_special_tokens=False)
 
+    def added_around(self) -> tuple[list[int], list[int]]:
+        """(the tokens before a text, those behind it) that `encode_text` adds: the same around every text."""
+        text, whole = (self._encode("a", add_special_tokens=adds) for adds in (False, True))
+        start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
+        return whole[:start], whole[start + len(text) :]
+
     def decode_now(self, token_ids: Sequence[int]) -> str:
         """A few tokens, special or not, on the event loop."""
         return self._decode(token_ids, skip_special_tokens=False)
@@ -144,14 +148,6 @@ def _is_byte_level(decoder: Any) -> bool:
     if decoder.get("type") == "Sequence":
         return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
     return decoder.get("type") == "ByteLevel"
-
-
-def _added_around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Of the post-processor, for one text: they are the same around every text."""
-    text = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a").ids
-    start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
-    return whole[:start], whole[start + len(text) :]
 
 
 def _keeps_every_character(description: dict[str, Any]) -> bool:

@@ -105,7 +105,7 @@ def request_from_engine(proto: Any, served: ServedModel, reasoning_parser: str =
         if params.HasField("logprobs"):
             why = "log-probabilities of completions are lost in the gateway: ask for them in chats, or by gRPC"
             raise InvalidRequestError(why, field="logprobs")
-        before, after = served.tokenizer.added_around
+        before, after = served.tokenizer.added_around()
     elif (kind := request.sampling.WhichOneof("constraint")) and reasoning_parser not in ("", NO_PARSER):
         if reasoning_parser not in TAG_PARSERS:
             why = f"the reasoning parser {reasoning_parser} may take a constrained answer for a thought"
