@@ -81,7 +81,8 @@ def gateway_arguments(
         flags += ["--enable-trace", "--otlp-traces-endpoint", traces]
     is_verbose = telemetry.log_level == "debug" or bool(traces)  # below "info" it makes no spans
     flags += ["--log-level", "info" if is_verbose else "warn"]  # info: two lines a request
-    return flags if telemetry.log_format == "text" else [*flags, "--log-json"]
+    flags += [] if telemetry.log_format == "text" else ["--log-json"]
+    return [*flags, *config.extra_arguments]
 
 
 def _read_keys(config: GatewayConfig) -> list[str]:

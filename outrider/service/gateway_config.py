@@ -33,3 +33,6 @@ class GatewayConfig:
     cors_allowed_origins: tuple[str, ...] = setting(
         (), help="Origins whose web pages may ask, such as http://localhost:3000; `*`: all."
     )
+    extra_arguments: tuple[str, ...] = setting(
+        (), help="More arguments of `smg launch`, such as --model-alias=gpt-4=NAME; they come last."
+    )

@@ -191,11 +191,14 @@ def test_a_client_shows_a_key_and_a_page_comes_from_a_named_origin(router, tmp_p
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")
     origin = "http://localhost:3000"
-    with gateway_before(router, key_file=keys, cors_allowed_origins=(origin, "http://b")) as client:
+    more = (f"--model-alias=gpt-4={MODEL}",)
+    with gateway_before(
+        router, key_file=keys, cors_allowed_origins=(origin, "http://b"), extra_arguments=more
+    ) as client:
         with pytest.raises(openai.AuthenticationError):
             chat(client)
         for key in ("first", "second"):
-            assert chat(client.with_options(api_key=key)).choices
+            assert chat(client.with_options(api_key=key), model="gpt-4").choices
         asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
         for asking, allowed in ((origin, origin), ("http://evil", None)):
             url = f"{client.base_url}chat/completions"
