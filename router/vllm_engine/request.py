@@ -110,8 +110,12 @@ def request_from_engine(proto: Any, served: ServedModel, reasoning_parser: str =
         if reasoning_parser not in TAG_PARSERS:
             why = f"the reasoning parser {reasoning_parser} may take a constrained answer for a thought"
             raise InvalidRequestError(f"{why}: ask without the constraint", field=f"sampling_params.{kind}")
+        if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # the gateway looks for them there too
+            why = f"a part of {OPEN_TAG}{CLOSE_TAG}, which comes before a constrained answer, ends it"
+            raise InvalidRequestError(why, field="sampling_params.stop")
         after, preface = _without_thought(proto.tokenized.input_ids, served.tokenizer)
-    request.token_ids.ids.extend([*before, *proto.tokenized.input_ids, *after])
+    for part in (before, proto.tokenized.input_ids, after):
+        request.token_ids.ids.extend(part)
     return EngineRequest(request, preface)
 
 

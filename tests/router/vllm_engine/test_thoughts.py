@@ -96,6 +96,14 @@ def test_without_a_constraint_the_model_thinks(thinking):
     assert (choice.message.reasoning_content, choice.message.content.strip()) == ("hm", "so")
 
 
+def test_a_stop_that_the_empty_thought_has_is_refused(thinking):
+    _, client = thinking
+    with pytest.raises(openai.BadRequestError, match="comes before a constrained answer"):
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "x"}], stop=["<"], extra_body={"regex": "a"}
+        )
+
+
 def test_a_parser_with_tags_of_its_own_is_not_together_with_constraints():
     router = router_with(CHAT_TEMPLATE, "kimi")
     try:
