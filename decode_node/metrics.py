@@ -11,6 +11,7 @@ from decode_node.commands import EventsBySession
 from decode_node.drafting.book import DraftCounters
 from decode_node.drafting.client import DraftClientStatus
 from decode_node.statistics import PrefixLookups, RecentRates, StepStats
+from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.session import Granted, KvReady, SampleTokens, SpeculationCounts
@@ -29,8 +30,11 @@ REFUSED = {
 class DecodeMetrics:
     """Event loop only."""
 
-    def __init__(self, model_name: str, *, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, model_name: str, *, pool: BlockPool, registry: CollectorRegistry = REGISTRY) -> None:
         self._engine = EngineMetrics(model_name=model_name, registry=registry)
+        self._engine.show_cache(
+            num_blocks=pool.num_blocks, block_size=pool.block_size, has_prefix_cache=pool.enable_prefix_cache
+        )
         self.recent = RecentRates()
         self._received: Counter[str] = Counter()
         self._prefix_lookups = PrefixLookups()

@@ -83,7 +83,7 @@ class DecodeNode(TargetNode[DecodeParts]):
     async def start(self, address: str) -> None:
         """Loads the model, then opens the KV ingest, the draft streams and the sessions."""
         parts = await self._build(address)
-        self._metrics = DecodeMetrics(parts.model.name)
+        self._metrics = DecodeMetrics(parts.model.name, pool=parts.engine.pool)
         parts.ingest.start()
         if parts.drafts is not None:
             await parts.drafts.start()

@@ -27,6 +27,7 @@ def main() -> int:
             clients=clients,
             shows_text=process.telemetry.log_text,
             tracer=process.tracer,
+            reasoning_parser=process.sections["gateway"].reasoning_parser,
         )
     except ConfigError as error:
         sys.stderr.write(f"router: {error}\n")

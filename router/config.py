@@ -9,6 +9,7 @@ from outrider.config.settings import fixed, setting
 from outrider.request import VerificationMethod
 from outrider.rpc.credentials import TlsConfig
 from outrider.service.config import SERVICE_SECTIONS
+from outrider.service.gateway_config import GatewayConfig
 from router.store.address import MEMORY, ValkeyAddress
 
 STORE = "store"
@@ -103,5 +104,5 @@ class RouterConfig:
             raise ValueError(f"receipts is {STORE}, which needs store=valkey://host:port; or name a directory")
 
 
-SECTIONS = {**SERVICE_SECTIONS, "router": RouterConfig}
+SECTIONS = {**SERVICE_SECTIONS, "router": RouterConfig, "gateway": GatewayConfig}
 """What a router reads."""

@@ -235,7 +235,8 @@ class RequestFigures:
         if self.timeline.ended_at is None:
             self.timeline.ended_at = time.monotonic()
 
-    def finish(self, samples: Iterable[Finished], *, num_generated_tokens: int) -> Summary:
+    def finish(self, samples: Iterable[Finished], *, num_generated_tokens: int, num_longest: int) -> Summary:
+        """`num_longest`: tokens of the longest sample."""
         timeline = self.timeline
         prefills = [attempt.prefill for attempt in self.attempts if attempt.prefill is not None]
         usage = Usage(
@@ -261,7 +262,8 @@ class RequestFigures:
             timeline.finish_reasons.append(finished.reason.name.lower())
             if finished.reason is FinishReason.ABORTED:
                 timeline.outcome = RequestState.ABORTED
-        self.metrics.observe_finished_request(metrics.e2e_seconds)
+        summary = Summary(request_id=self.request.request_id, usage=usage, metrics=metrics)
+        self.metrics.observe_finished_request(summary, num_longest=num_longest)
         _log.info(
             "request finished",
             request_id=self.request.request_id,
@@ -272,7 +274,7 @@ class RequestFigures:
             ttft_seconds=round(metrics.ttft_seconds, 4),
             e2e_seconds=round(metrics.e2e_seconds, 4),
         )
-        return Summary(request_id=self.request.request_id, usage=usage, metrics=metrics)
+        return summary
 
     def close(self, failure: OutriderError | None) -> None:
         """The request has ended, however it did; without a failure and a summary its client has left."""

@@ -277,7 +277,8 @@ class RequestFlow:
             await last.wait_for_figures()
         answer.begin()
         ended = [sample.finished for sample in answer.samples if sample.finished]
-        summary = figures.finish(ended, num_generated_tokens=answer.num_generated_tokens)
+        longest = max((sample.num_tokens for sample in answer.samples), default=0)
+        summary = figures.finish(ended, num_generated_tokens=answer.num_generated_tokens, num_longest=longest)
         metrics = summary.metrics
         self._services.queue.observe_service(max(metrics.e2e_seconds - metrics.queue_seconds, 0.0))
         answer.close(summary)

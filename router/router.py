@@ -70,8 +70,12 @@ class Router:
         store: AnswerStore | None = None,
         shows_text: bool = False,
         tracer: Tracer = NO_TRACER,
+        reasoning_parser: str = "",
     ) -> None:
-        """`store`: instead of the one that `config` names. `shows_text`: on its page. Raises: ConfigError."""
+        """`store`: instead of the one that `config` names. `shows_text`: on its page. `reasoning_parser`: of gateways.
+
+        Raises: ConfigError.
+        """
         self._config = config
         self._tracer = tracer
         self._timelines = Timelines(
@@ -85,7 +89,7 @@ class Router:
         self.requests = self.front.requests
         self.calls = OpenCalls(on_refused=lambda error: self.requests.count_failure(error.reason))
         self.servicer = RouterServicer(self.front)
-        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front)
+        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front, reasoning_parser)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -223,7 +227,7 @@ def _stopping() -> PeerLostError:
     return PeerLostError("the router is stopping", reason="DRAINING")
 
 
-def _make_vllm_engine(wanted: str, front: Front) -> VllmEngineServicer | None:
+def _make_vllm_engine(wanted: str, front: Front, reasoning_parser: str) -> VllmEngineServicer | None:
     """`wanted`: the setting `router.vllm_engine`. None: not served. Raises: ConfigError where it must be and cannot."""
     if wanted == "off":
         return None
@@ -238,4 +242,4 @@ def _make_vllm_engine(wanted: str, front: Front) -> VllmEngineServicer | None:
         if not isinstance(error, ImportError):
             _log.warning("the engine service is not served", error=str(error))
         return None
-    return VllmEngineServicer(front)
+    return VllmEngineServicer(front, reasoning_parser)

@@ -90,6 +90,20 @@ class Tokenizer:
             num_bytes=BYTES_PER_TOKEN * len(token_ids),
         )
 
+    def encode_now(self, text: str) -> list[int]:
+        """A few words, nothing added, on the event loop."""
+        return self._encode(text, add_special_tokens=False)
+
+    def added_around(self) -> tuple[list[int], list[int]]:
+        """(the tokens before a text, those behind it) that `encode_text` adds: the same around every text."""
+        text, whole = (self._encode("a", add_special_tokens=adds) for adds in (False, True))
+        start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
+        return whole[:start], whole[start + len(text) :]
+
+    def decode_now(self, token_ids: Sequence[int]) -> str:
+        """A few tokens, special or not, on the event loop."""
+        return self._decode(token_ids, skip_special_tokens=False)
+
     def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
         """A decoder for one sample. `context`: the tokens before it."""
         if self._parts:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster import ClusterConfig, GatewayConfig
+from outrider.cluster import ClusterConfig
 from outrider.config.arguments import add_settings_arguments, load_arguments, write_warnings
 from outrider.config.imports.translate import translate
 from outrider.config.imports.translated import Translated
@@ -20,6 +20,7 @@ from outrider.config.schema import config_schema
 from outrider.config.values import format_value, to_plain
 from outrider.config.yaml_files import read_entries
 from outrider.errors import ConfigError
+from outrider.service.gateway_config import GatewayConfig
 
 SECRETS = ("api_key", "hf_token")
 """Keys of other servers whose values are not shown."""

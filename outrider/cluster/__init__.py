@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.cluster.child import ChildState, ClusterEvent, EventKind, NodeProcess
     from outrider.cluster.cluster import Cluster
-    from outrider.cluster.config import ClusterConfig, GatewayConfig, Supervision
+    from outrider.cluster.config import ClusterConfig, Supervision
     from outrider.cluster.plan import Launch
 
 __all__ = [
@@ -23,14 +23,13 @@ __all__ = [
     "ClusterConfig",
     "ClusterEvent",
     "EventKind",
-    "GatewayConfig",
     "Launch",
     "NodeProcess",
     "Supervision",
 ]
 _MODULES = {
     **dict.fromkeys(("ChildState", "ClusterEvent", "EventKind", "NodeProcess"), "child"),
-    **dict.fromkeys(("ClusterConfig", "GatewayConfig", "Supervision"), "config"),
+    **dict.fromkeys(("ClusterConfig", "Supervision"), "config"),
     "Cluster": "cluster",
     "Launch": "plan",
 }

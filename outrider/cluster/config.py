@@ -65,18 +65,3 @@ class Supervision:
             return 0.0
         doublings = min(max(num_failures - 1, 0), MAX_DOUBLINGS)  # 2.0**1024 would be an error
         return min(self.restart_seconds * 2.0**doublings, self.max_restart_seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
-    """Section `gateway`: OpenAI's API over HTTP, by the SMG gateway. Its names of parsers: `smg launch --help`."""
-
-    router_targets: tuple[str, ...] = setting((), help="Addresses of routers (host:port).")
-    tool_call_parser: str = setting(
-        "json",
-        help="How tool calls are found in a model's text where it may choose to call one: `json`, `qwen`, `llama`, "
-        "`mistral` and others; empty: by the model's name.",
-    )
-    reasoning_parser: str = setting(
-        "", help="How thoughts are told from the answer: `qwen3`, `deepseek_r1` and others; empty: by the model's name."
-    )

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 
-from outrider.cluster.config import GatewayConfig
 from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gateway_arguments, may_trace, require_gateway
 from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
@@ -22,6 +21,7 @@ from outrider.lossy_stream import guard_standard_streams
 from outrider.service.address import host_port, is_wildcard, loopback
 from outrider.service.announce import announce, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.service.gateway_config import GatewayConfig
 from outrider.service.security import warn_if_exposed
 from outrider.service.server import probe_port
 from outrider.service.telemetry.logging import configure_logging, get_logger
@@ -48,16 +48,15 @@ def main() -> int:
     if not config.router_targets:
         raise ConfigError("gateway.router_targets is empty: name the routers, host:port")
     ports = choose_ports(server)
-    warn_if_exposed(
-        server.host, what="the OpenAI API", is_protected=False, fix="put a proxy that asks for credentials before it"
-    )
+    arguments = gateway_arguments(config, telemetry, ports, server.drain_seconds)
+    warn_if_exposed(server.host, what="the OpenAI API", is_protected=bool(config.key_file), fix="set gateway.key_file")
     if telemetry.otlp_endpoint and not may_trace(telemetry):
         _log.warning("the gateway does not trace: it sends traces to http:// only", key="telemetry.otlp_endpoint")
     os.environ.update(ENVIRONMENT)
     threading.Thread(target=_announce, args=(ports, server.drain_seconds), daemon=True).start()
     from smg.launch_router import launch_router, parse_router_args
 
-    launch_router(parse_router_args(gateway_arguments(config, telemetry, ports, server.drain_seconds)))
+    launch_router(parse_router_args(arguments))
     return 0
 
 

@@ -7,10 +7,10 @@ import math
 import secrets
 from dataclasses import dataclass
 
-from outrider.cluster.config import GatewayConfig
 from outrider.errors import ConfigError
 from outrider.extras import install_command
 from outrider.service.config import TelemetryConfig
+from outrider.service.gateway_config import NO_PARSER, GatewayConfig
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Largest HTTP request. Routers take 2 MiB by default, in which token ids need less room than their text."""
@@ -44,7 +44,10 @@ def may_trace(telemetry: TelemetryConfig) -> bool:
 def gateway_arguments(
     config: GatewayConfig, telemetry: TelemetryConfig, ports: GatewayPorts, drain_seconds: float
 ) -> list[str]:
-    """In front of `config.router_targets`. Comments say what would happen with its defaults."""
+    """In front of `config.router_targets`. Comments say what would happen with its defaults.
+
+    Raises: ConfigError for keys that cannot be read.
+    """
     flags = ["--host", ports.host, "--port", str(ports.port)]
     flags += ["--prometheus-host", ports.metrics_host, "--prometheus-port", str(ports.metrics_port)]
     flags += ["--worker-urls", *(f"grpc://{target}" for target in config.router_targets)]
@@ -65,11 +68,30 @@ def gateway_arguments(
     flags += ["--control-plane-api-keys", f"outrider:outrider:admin:{secrets.token_hex(16)}"]
     if config.tool_call_parser:
         flags += ["--tool-call-parser", config.tool_call_parser]
-    if config.reasoning_parser:
-        flags += ["--reasoning-parser", config.reasoning_parser]
+    flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # by the model's name, unknown to routers
+    # A client's own id would be the request's, by whose form routers tell completions from chats.
+    flags += ["--request-id-headers", "x-outrider-request-id"]
+    if config.cors_allowed_origins:
+        flags += ["--cors-allowed-origins", *config.cors_allowed_origins]
+    for number, key in enumerate(_read_keys(config)):
+        flags += ["--tenant-api-key", f"client-{number}:{key}"]  # --api-key would open the administration as well
     traces = telemetry.otlp_endpoint if may_trace(telemetry) else ""
     if traces:
         flags += ["--enable-trace", "--otlp-traces-endpoint", traces]
     is_verbose = telemetry.log_level == "debug" or bool(traces)  # below "info" it makes no spans
     flags += ["--log-level", "info" if is_verbose else "warn"]  # info: two lines a request
-    return flags if telemetry.log_format == "text" else [*flags, "--log-json"]
+    flags += [] if telemetry.log_format == "text" else ["--log-json"]
+    return [*flags, *config.extra_arguments]
+
+
+def _read_keys(config: GatewayConfig) -> list[str]:
+    """Of `key_file`. Raises: ConfigError, also for a file without a key, which would ask nobody."""
+    if config.key_file is None:
+        return []
+    try:
+        keys = config.key_file.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"gateway.key_file cannot be read: {error}") from error
+    if not keys:
+        raise ConfigError(f"gateway.key_file {config.key_file} has no key")
+    return keys

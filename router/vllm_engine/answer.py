@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from outrider.wire.request import num_samples
 
 MAX_COMPLETE_BYTES = 4 << 20
 """Larger messages are refused by gRPC clients with default settings, tonic's among them."""
-MAX_INPUT_LOGPROBS = 1 << 16
-"""Of a prompt, with those of alternatives: made into messages at once, in some 100 ms of the event loop."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 9  # with its token; a token has its own and those of its alternatives, whose lengths are as long
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
@@ -30,13 +27,14 @@ class EngineAnswer:
     tokens. What is counted once for all samples (cached and draft tokens) is in the first, since clients add them up.
     """
 
-    def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool) -> None:
+    def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool, preface: Sequence[int] = ()) -> None:
+        """`preface`: tokens that come before each sample's own, and are not counted."""
+        self._preface = preface
         num = num_samples(request.sampling)
         self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]
         self._is_streamed = is_streamed
         self._stop_token_ids = frozenset(request.stop.token_ids)  # of others that end an answer, nothing is said
         self._num_prompt_tokens = 0
-        self._input_logprobs: Any = None  # until it has been sent
         num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
         self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # of a Complete
 
@@ -47,8 +45,6 @@ class EngineAnswer:
                 return self._add(event)
             case Started():
                 self._num_prompt_tokens = event.num_prompt_tokens
-                if event.prompt_logprobs:
-                    self._input_logprobs = _input_logprobs(event.prompt_logprobs)
             case Finished():
                 self._finish(event)
             case Summary():
@@ -57,19 +53,25 @@ class EngineAnswer:
 
     def _add(self, delta: Delta) -> list[Any]:
         complete = self._completes[delta.sample]
+        is_first = not complete.completion_tokens
         complete.completion_tokens += len(delta.token_ids)
         if self._is_streamed:
+            messages = []
+            if self._preface and is_first:
+                said = vllm_engine_pb2.GenerateStreamChunk(
+                    token_ids=self._preface, prompt_tokens=self._num_prompt_tokens, index=delta.sample
+                )
+                messages.append(vllm_engine_pb2.GenerateResponse(chunk=said))
             chunk = vllm_engine_pb2.GenerateStreamChunk(
                 token_ids=delta.token_ids,
                 prompt_tokens=self._num_prompt_tokens,
                 completion_tokens=len(delta.token_ids),
                 index=delta.sample,
-                input_logprobs=self._input_logprobs,
             )
-            self._input_logprobs = None
             if delta.logprobs:
                 _extend_logprobs(chunk.output_logprobs, delta.logprobs)
-            return [vllm_engine_pb2.GenerateResponse(chunk=chunk)]
+            return [*messages, vllm_engine_pb2.GenerateResponse(chunk=chunk)]
+        complete.output_ids.extend(self._preface if is_first else ())
         complete.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)
@@ -95,8 +97,6 @@ class EngineAnswer:
         first.cached_tokens = summary.usage.num_cached_tokens
         first.spec_draft_tokens = speculation.num_draft_tokens
         first.spec_accepted_tokens = speculation.num_accepted_draft_tokens
-        if self._input_logprobs is not None:
-            first.input_logprobs.CopyFrom(self._input_logprobs)
         for complete in self._completes:
             complete.prompt_tokens = self._num_prompt_tokens
         return [vllm_engine_pb2.GenerateResponse(complete=complete) for complete in self._completes]
@@ -107,25 +107,6 @@ def _extend_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
     target.token_logprobs.extend(value.logprob for value in logprobs)
     target.token_ids.extend(value.token_id for value in logprobs)
     target.top_logprobs.extend(_top(value) for value in logprobs)
-
-
-def _input_logprobs(logprobs: Sequence[TokenLogprobs]) -> Any:
-    """A prompt's first token has none (NaN). Raises: InvalidRequestError for too many."""
-    num_values = len(logprobs) * (1 + len(logprobs[-1].top))
-    if num_values > MAX_INPUT_LOGPROBS:
-        raise InvalidRequestError(
-            f"{num_values} logprobs of the prompt; at most {MAX_INPUT_LOGPROBS} are sent by this protocol",
-            field="sampling_params.prompt_logprobs",
-            reason="ANSWER_TOO_LARGE",
-        )
-    return vllm_engine_pb2.InputLogProbs(
-        token_logprobs=[
-            vllm_engine_pb2.InputTokenLogProb(value=None if math.isnan(value.logprob) else value.logprob)
-            for value in logprobs
-        ],
-        token_ids=[value.token_id for value in logprobs],
-        top_logprobs=[_top(value) for value in logprobs],
-    )
 
 
 def _top(value: TokenLogprobs) -> Any:

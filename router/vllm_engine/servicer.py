@@ -41,8 +41,10 @@ NO_TOKENIZER_PATH = "/dev/null"
 class VllmEngineServicer:
     """Implements `vllm.grpc.engine.VllmEngine`. Its messages are those of the package smg_grpc_proto, without types."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, reasoning_parser: str = "") -> None:
+        """`reasoning_parser`: of the gateways that ask."""
         self._front = front
+        self._reasoning_parser = reasoning_parser
         self._started_at = time.monotonic()
         self._watched_at = -math.inf
         self._tokenizer: list[Any] | None = None  # its archive, once it was asked for
@@ -58,9 +60,9 @@ class VllmEngineServicer:
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
         async with _errors(context):
             with self._front.requests.refusals_counted():
-                ours = request_from_engine(request, self._front.served().info)
-            async with self._front.open(ours, context) as live:
-                answer = EngineAnswer(ours, is_streamed=request.stream)
+                read = request_from_engine(request, self._front.served(), self._reasoning_parser)
+            async with self._front.open(read.ours, context) as live:
+                answer = EngineAnswer(read.ours, is_streamed=request.stream, preface=read.preface)
 
                 async def write(messages: Sequence[Any]) -> None:
                     for message in messages:

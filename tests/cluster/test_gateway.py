@@ -25,11 +25,12 @@ import pytest
 
 from outrider.cli.main import main
 from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervision
-from outrider.cluster.config import GatewayConfig
 from outrider.cluster.gateway import served_model
 from outrider.cluster.gateway_arguments import GatewayPorts, gateway_arguments
 from outrider.cluster.plan import GATEWAY
+from outrider.errors import ConfigError
 from outrider.service.config import TelemetryConfig
+from outrider.service.gateway_config import GatewayConfig
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.traces import CALLER_ID, TRACE_ID, TRACEPARENT, Collector
@@ -226,6 +227,16 @@ def test_the_gateway_traces_where_it_can(endpoint, flags):
     arguments = gateway_arguments(GatewayConfig(router_targets=("r:1",)), telemetry, ports, 6.0)
     assert arguments[-len(flags) :] == flags
     assert ("--enable-trace" in arguments) is ("--enable-trace" in flags)
+
+
+def test_a_file_without_a_key_is_refused(tmp_path):
+    ports = GatewayPorts(host="127.0.0.1", port=1, metrics_host="127.0.0.1", metrics_port=2)
+    config = GatewayConfig(router_targets=("r:1",), key_file=tmp_path / "keys")
+    for content, reason in ((None, "cannot be read"), ("\n", "has no key")):
+        if content is not None:
+            config.key_file.write_text(content)
+        with pytest.raises(ConfigError, match=reason):
+            gateway_arguments(config, TelemetryConfig(), ports, 6.0)
 
 
 SUPERVISOR = """

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 from outrider.cli import probe
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.connection import read_tls
-from outrider.cluster.config import GatewayConfig
 from outrider.config.resolve import load_config
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.service.gateway_config import GatewayConfig
 from outrider.service.health import LIVENESS
 from outrider.service.server import DRAIN_SLACK_SECONDS, STOP_SECONDS
 from outrider.service.telemetry.metrics import EngineMetrics, PrefillMetrics, RouterMetrics

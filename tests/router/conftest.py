@@ -144,6 +144,7 @@ class Cluster:
         self.stack = contextlib.AsyncExitStack()
         self.registry = CollectorRegistry()
         self.shows_text = False
+        self.reasoning_parser = ""
 
     async def start(
         self,
@@ -175,6 +176,7 @@ class Cluster:
             store=store,
             shows_text=self.shows_text,
             tracer=tracer,
+            reasoning_parser=self.reasoning_parser,
             **extra,
         )
         self.server = server = make_server(

@@ -15,12 +15,16 @@ SERVICE = "/outrider.v1.RouterService/"
 class ThreadedRouter(WatchedLoop):
     """A router before fake nodes on an event loop in a thread, and the longest stall of that loop."""
 
-    def __init__(self, *, decode_max_running=64, **config):
+    def __init__(self, *, decode_max_running=64, tokenizer_files=None, model=None, reasoning_parser="", **config):
         gc.collect()
         gc.freeze()  # what earlier tests have left is not searched for garbage in the router's turns
         super().__init__()
         self.cluster = Cluster()
         self.cluster.decode.max_running = decode_max_running
+        self.cluster.reasoning_parser = reasoning_parser
+        for node in self.cluster.nodes:
+            node.tokenizer_files = tokenizer_files or node.tokenizer_files
+            node.model = model or node.model
         self.run(self.cluster.serve(**config))
         self.longest_stall_seconds = 0.0  # its start does not count
         self.channel = grpc.insecure_channel(self.cluster.address)

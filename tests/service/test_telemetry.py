@@ -10,6 +10,7 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from outrider.answer import RequestMetrics, Summary, Usage
 from outrider.lossy_stream import LossyStream
 from outrider.node import NodeLoad
 from outrider.request import FinishReason
@@ -132,8 +133,11 @@ def test_engine_metrics_have_the_names_of_vllm():
     metrics.add_dropped_frames("stale", 1)
     metrics.add_refused_proposals("too_long", 2)
     metrics.set_breakers({"127.0.0.1:1": True})
+    metrics.show_cache(num_blocks=20, block_size=16, has_prefix_cache=True)
     figures = exported(registry)
     label = 'model_name="m"'
+    cache = 'block_size="16",enable_prefix_caching="True"'
+    assert figures[f'vllm:cache_config_info{{{cache},{label},num_gpu_blocks="20"}}'] == 1
     assert figures[f"vllm:num_requests_running{{{label}}}"] == 3
     assert figures[f"vllm:kv_cache_usage_perc{{{label}}}"] == 0.75
     assert figures[f"vllm:generation_tokens_total{{{label}}}"] == 2
@@ -160,7 +164,9 @@ def test_router_metrics_have_the_names_of_vllm():
     metrics.observe_tokens(1, None)
     metrics.observe_tokens(4, 0.08)
     metrics.observe_finished_sample(FinishReason.ABORTED)
-    metrics.observe_finished_request(1.5)
+    times = RequestMetrics(queue_seconds=0.1, ttft_seconds=0.5, e2e_seconds=1.5)
+    usage = Usage(num_prompt_tokens=7, num_generated_tokens=5)
+    metrics.observe_finished_request(Summary(request_id="r", usage=usage, metrics=times), num_longest=4)
     metrics.add_failures("OVERLOADED", 1)
     metrics.add_lost_nodes("decode", 1)
     figures = exported(registry)
@@ -170,6 +176,10 @@ def test_router_metrics_have_the_names_of_vllm():
     assert figures[f"vllm:time_to_first_token_seconds_count{{{label}}}"] == 1
     assert figures[f'vllm:request_success_total{{finished_reason="abort",{label}}}'] == 1
     assert figures[f"vllm:e2e_request_latency_seconds_sum{{{label}}}"] == 1.5
+    for part, seconds in {"prefill": 0.4, "decode": 1.0, "inference": 1.4}.items():
+        assert figures[f"vllm:request_{part}_time_seconds_sum{{{label}}}"] == pytest.approx(seconds)
+    for name, number in {"prompt": 7, "generation": 5, "max_num_generation": 4}.items():
+        assert figures[f"vllm:request_{name}_tokens_sum{{{label}}}"] == number
     assert figures[f"vllm:num_requests_waiting{{{label}}}"] == 5
 
 

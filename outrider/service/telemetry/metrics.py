@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from outrider.answer import Summary
 from outrider.lossy_stream import num_lost_lines
 from outrider.node import NodeLoad, NodeRole
 from outrider.request import FinishReason, VerificationMethod
@@ -33,6 +34,8 @@ REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
     *(480.0, 960.0, 1920.0, 7680.0),
 )
+TOKENS_BUCKETS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
+STEP_TOKENS_BUCKETS = (1, *(8.0 * 2**power for power in range(12)))
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2)
 TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -175,6 +178,16 @@ class EngineMetrics:
             "outrider:step_part_seconds", "What the engine's thread did with its time.", "part"
         )
         self._rows = family.counter("outrider:step_rows", "Rows in forward passes.")
+        self._step_tokens = family.histogram(
+            "vllm:iteration_tokens_total", "Rows in the forward passes of one iteration.", STEP_TOKENS_BUCKETS
+        )
+        self._model_name = model_name
+        self._cache = Gauge(
+            "vllm:cache_config_info",
+            "The KV cache, in its labels; always 1.",
+            ("model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
+            registry=registry,
+        )
         self._add_transfer_bytes = family.labelled_counter(
             "outrider:kv_transfer_bytes", "KV payload moved.", "connector"
         )
@@ -202,6 +215,11 @@ class EngineMetrics:
     def observe_step(self, *, seconds: float, num_rows: int) -> None:
         self._steps.observe(seconds)
         self._rows.inc(num_rows)
+        self._step_tokens.observe(num_rows)
+
+    def show_cache(self, *, num_blocks: int, block_size: int, has_prefix_cache: bool) -> None:
+        """Once: `block_size` is in tokens. "gpu" is part of vLLM's name, whatever the device is."""
+        self._cache.labels(self._model_name, str(block_size), str(num_blocks), str(has_prefix_cache)).set(1)
 
     def add_step_parts(self, nanoseconds: Mapping[str, int]) -> None:
         """All that passed since the step before, by part."""
@@ -297,10 +315,24 @@ class RouterMetrics:
         self.observe_first_token = family.histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
         ).observe
-        self.observe_finished_request = family.histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS
-        ).observe
-        self._queue = family.histogram("vllm:request_queue_time_seconds", "Arrival to admission.", REQUEST_BUCKETS)
+        times = (
+            ("e2e_request_latency", "Arrival to last token."),
+            ("request_queue_time", "Arrival to admission."),
+            ("request_prefill_time", "Admission to first token."),
+            ("request_decode_time", "First token to last token."),
+            ("request_inference_time", "Admission to last token."),
+        )
+        self._e2e, self._queue, self._prefill, self._decode, self._inference = (
+            family.histogram(f"vllm:{name}_seconds", help_text, REQUEST_BUCKETS) for name, help_text in times
+        )
+        counts = (
+            ("request_prompt_tokens", "Prompt tokens of a request."),
+            ("request_generation_tokens", "Generated tokens of a request, all its samples."),
+            ("request_max_num_generation_tokens", "Generated tokens of a request's longest sample."),
+        )
+        self._request_prompt, self._request_generated, self._request_longest = (
+            family.histogram(f"vllm:{name}", help_text, TOKENS_BUCKETS) for name, help_text in counts
+        )
         self._add_finished = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
         self.add_failures = family.labelled_counter(  # by OutriderErrors' reasons
             "outrider:request_failures",
@@ -338,6 +370,18 @@ class RouterMetrics:
     def observe_admitted(self, *, queue_seconds: float, num_prompt_tokens: int) -> None:
         self._queue.observe(queue_seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
+
+    def observe_finished_request(self, summary: Summary, *, num_longest: int) -> None:
+        """`num_longest`: generated tokens of its longest sample."""
+        usage, seconds = summary.usage, summary.metrics
+        self._e2e.observe(seconds.e2e_seconds)
+        self._request_prompt.observe(usage.num_prompt_tokens)
+        self._request_generated.observe(usage.num_generated_tokens)
+        self._request_longest.observe(num_longest)
+        if usage.num_generated_tokens:  # an aborted one may have none
+            self._prefill.observe(max(seconds.ttft_seconds - seconds.queue_seconds, 0.0))
+            self._decode.observe(max(seconds.e2e_seconds - seconds.ttft_seconds, 0.0))
+            self._inference.observe(max(seconds.e2e_seconds - seconds.queue_seconds, 0.0))
 
     def observe_finished_sample(self, reason: FinishReason) -> None:
         self._add_finished(_FINISHED_REASONS[reason], 1)

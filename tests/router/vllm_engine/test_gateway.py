@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import openai
 import pytest
 
 from outrider.v1 import router_pb2
 from tests.router.threaded_router import ThreadedRouter
+from tests.router.vllm_engine.smg_process import CALL_SECONDS, MODEL, gateway_before, own
 from tests.support.router_fakes.decode_node import letters
 from tests.support.waiting import wait_for
 
-MODEL = "fake-model"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "höllo"}]
 PROTO_MESSAGES = [router_pb2.ChatMessage(**message) for message in MESSAGES]
-CALL_SECONDS = 60.0
-
-
-def free_ports(number):
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [probe.getsockname()[1] for probe in probes]
-
-
-def answers(client, gateway):
-    """Whether the gateway has found the engine and its tokenizer."""
-    assert gateway.poll() is None, "the gateway has ended"
-    try:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1)
-    except openai.APIError:
-        time.sleep(0.05)
-        return False
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -50,39 +25,9 @@ def router():
 
 
 @pytest.fixture(scope="module")
-def client(router, tmp_path_factory):
-    port, metrics_port = free_ports(2)
-    log = tmp_path_factory.mktemp("gateway") / "log"
-    options = {
-        "--host": "127.0.0.1",
-        "--port": port,
-        "--worker-urls": f"grpc://{router.cluster.address}",
-        "--policy": "round_robin",
-        "--prometheus-host": "127.0.0.1",
-        "--prometheus-port": metrics_port,
-        "--worker-startup-check-interval": 1,
-        "--tool-call-parser": "json",
-    }
-    arguments = [str(part) for option in options.items() for part in option]
-    command = [str(Path(sys.executable).with_name("smg")), "launch", *arguments]
-    with log.open("wb") as output:
-        gateway = subprocess.Popen(
-            [*command, "--disable-retries", "--disable-circuit-breaker"],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1"},
-        )
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="a-key", max_retries=0, timeout=CALL_SECONDS)
-    try:
-        wait_for(lambda: answers(client, gateway))
+def client(router):
+    with gateway_before(router) as client:
         yield client
-    except BaseException:
-        sys.stderr.write(log.read_text())
-        raise
-    finally:
-        client.close()
-        gateway.kill()
-        gateway.wait(CALL_SECONDS)
 
 
 @pytest.fixture
@@ -92,16 +37,6 @@ def decode(router):
     yield decode
     decode.script, decode.step_seconds, decode.max_running = letters, 0.0, 64
     wait_for(lambda: not decode.groups)
-
-
-def own(router, **fields):
-    """The answer of our own service."""
-    request = router.cluster.request(**fields)
-
-    async def complete():
-        return await router.cluster.stub.Complete(request, timeout=CALL_SECONDS)
-
-    return router.run(complete())
 
 
 def chat(client, **options):
@@ -250,3 +185,25 @@ async def test_many_streams_at_once(client, decode):
 
         texts = await asyncio.gather(*map(read, range(32)))
     assert texts == [bytes(97 + (seed % 26 + 7 * place) % 26 for place in range(12)).decode() for seed in range(32)]
+
+
+def test_a_client_shows_a_key_and_a_page_comes_from_a_named_origin(router, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    origin = "http://localhost:3000"
+    more = (f"--model-alias=gpt-4={MODEL}",)
+    with gateway_before(
+        router, key_file=keys, cors_allowed_origins=(origin, "http://b"), extra_arguments=more
+    ) as client:
+        with pytest.raises(openai.AuthenticationError):
+            chat(client)
+        for key in ("first", "second"):
+            assert chat(client.with_options(api_key=key), model="gpt-4").choices
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        for asking, allowed in ((origin, origin), ("http://evil", None)):
+            url = f"{client.base_url}chat/completions"
+            answer = client._client.request("OPTIONS", url, headers={"Origin": asking, **asked})
+            assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+        administration = str(client.base_url).replace("/v1/", "/workers")
+        answer = client._client.request("GET", administration, headers={"Authorization": "Bearer first"})
+        assert answer.status_code == 401

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import json
+from types import SimpleNamespace
 
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 
-from outrider.answer import Delta, Finished, RequestMetrics, Started, Summary, Usage
+from outrider.answer import Delta, RequestMetrics, Summary, Usage
 from outrider.errors import InvalidRequestError
-from outrider.request import FinishReason, TokenLogprobs
 from outrider.v1 import router_pb2
 from router.vllm_engine.answer import EngineAnswer
 from router.vllm_engine.request import request_from_engine
 from tests.support.router_fakes import fake_model_info
 
-MODEL = fake_model_info()
+SERVED = SimpleNamespace(info=fake_model_info(), tokenizer=None)
 SUMMARY = Summary(request_id="r", usage=Usage(num_prompt_tokens=2), metrics=RequestMetrics())
 
 
 def ours(**sampling):
     params = engine_pb2.SamplingParams(**sampling)
-    return request_from_engine(engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params), MODEL)
+    return request_from_engine(
+        engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params), SERVED
+    ).ours
 
 
 def test_what_is_not_set_stays_unset():
@@ -30,7 +32,6 @@ def test_what_is_not_set_stays_unset():
     assert set_fields <= {"top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens"}
     assert (request.text, request.request_id, request.output.token_ids_only) == ("a", "r", True)
     assert not request.output.HasField("top_logprobs")
-    assert not request.output.HasField("prompt_logprobs")
 
 
 def test_every_parameter_has_its_place():
@@ -47,11 +48,10 @@ def test_every_parameter_has_its_place():
         "n": 3,
         "seed": 11,
     }
-    request = ours(**values, logit_bias={5: 1.5}, stop=["a"], stop_token_ids=[4], ignore_eos=True, prompt_logprobs=0)
+    request = ours(**values, logit_bias={5: 1.5}, stop=["a"], stop_token_ids=[4], ignore_eos=True)
     assert {name: getattr(request.sampling, name) for name in values} == values
     assert dict(request.sampling.logit_bias) == {5: 1.5}
     assert request.stop == router_pb2.StopConditions(strings=["a"], token_ids=[4], ignore_eos=True)
-    assert request.output.HasField("prompt_logprobs")
     assert ours(temperature=0.0).sampling.HasField("temperature")
 
 
@@ -77,51 +77,38 @@ def test_constraints_are_ours(given, kind, value):
     assert kind is None or getattr(sampling, kind) == value
 
 
+TOOL_CALLS = (
+    '{"type":"array","minItems":1,"items":{"type":"object","anyOf":['
+    '{"properties":{"name":{"type":"string","enum":["f"]},"parameters":{"type":"object"}},"required":["name","parameters"]},'
+    '{"properties":{"name":{"type":"string","enum":["g"]},"parameters":{}},"required":["name","parameters"]}]},"$defs":{}}'
+)
+
+
+def test_tool_calls_have_a_name_and_parameters_and_nothing_else():
+    schema = json.loads(ours(json_schema=TOOL_CALLS).sampling.json_schema)
+    calls = schema["items"]["anyOf"]
+    assert [call["additionalProperties"] for call in calls] == [False, False]
+    assert calls[0]["properties"]["parameters"] == {"type": "object"}, "a client's own schema stays as it is"
+    assert calls[1]["properties"]["parameters"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert schema["$defs"] == {}
+    deep = TOOL_CALLS.replace('"$defs":{}', '"$defs":' + "[" * 9999)
+    for broken in (TOOL_CALLS[:-1], deep):
+        with pytest.raises(InvalidRequestError, match="no schema of tool calls"):
+            ours(json_schema=broken)
+
+
+def test_a_completions_logprobs_are_refused_since_the_gateway_loses_them():
+    params = engine_pb2.SamplingParams(logprobs=0)
+    proto = engine_pb2.GenerateRequest(request_id="cmpl-1", tokenized={"input_ids": [5]}, sampling_params=params)
+    with pytest.raises(InvalidRequestError, match="ask for them in chats, or by gRPC"):
+        request_from_engine(proto, SERVED)
+
+
 def test_skipped_special_tokens_are_as_the_gateway_says():
     assert not ours().output.skip_special_tokens
     assert ours(skip_special_tokens=True).output.skip_special_tokens
 
 
-PROMPT_LOGPROBS = (
-    TokenLogprobs(7, math.nan, 0),
-    TokenLogprobs(8, -0.5, 1, ((8, -0.5), (9, -1.0))),
-)
-
-
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_prompt_logprobs_come_once(is_streamed):
-    answer = EngineAnswer(ours(n=2), is_streamed=is_streamed)
-    started = Started(
-        request_id="r", num_prompt_tokens=2, seed=0, model="m", router="", prompt_logprobs=PROMPT_LOGPROBS
-    )
-    events = [
-        started,
-        *(Delta(sample, 2, (5,), "") for sample in range(2)),
-        *(Finished(sample, FinishReason.LENGTH) for sample in range(2)),
-        SUMMARY,
-    ]
-    responses = [response for event in events for response in answer.render(event)]
-    messages = [getattr(response, response.WhichOneof("response")) for response in responses]
-    found = [message.input_logprobs for message in messages if message.HasField("input_logprobs")]
-    assert found == [messages[0].input_logprobs]
-    first, second = found[0].token_logprobs
-    assert not first.HasField("value")
-    assert second.value == -0.5
-    assert list(found[0].token_ids) == [7, 8]
-    assert [list(top.token_ids) for top in found[0].top_logprobs] == [[], [8, 9]]
-
-
 def test_text_that_is_held_back_to_the_end_makes_no_message():
     answer = EngineAnswer(ours(), is_streamed=True)
     assert answer.render(Delta(0, 5, (), "tail")) == []
-
-
-def test_more_logprobs_of_a_prompt_than_the_event_loop_has_time_for_are_refused():
-    value = TokenLogprobs(1, -1.0, 1, ((1, -1.0),) * 20)
-    started = Started(
-        request_id="r", num_prompt_tokens=4000, seed=0, model="m", router="", prompt_logprobs=(value,) * 4000
-    )
-    answer = EngineAnswer(ours(), is_streamed=True)
-    with pytest.raises(InvalidRequestError, match="84000 logprobs of the prompt") as raised:
-        answer.render(started)
-    assert raised.value.field == "sampling_params.prompt_logprobs"

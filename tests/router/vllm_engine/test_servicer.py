@@ -23,6 +23,7 @@ from outrider.v1 import router_pb2
 from router.clients import TokenFile
 from router.config import RouterConfig
 from router.router import Router
+from router.vllm_engine.tokenizer_archive import files_for_gateway
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
 from tests.router.test_token_file import line, shown
 from tests.support.router_fakes.model import files_for_gateways
@@ -198,6 +199,7 @@ async def test_a_cancelled_call_frees_everything(cluster):
         ({"json_schema": "{"}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"structural_tag": "{}"}, grpc.StatusCode.UNIMPLEMENTED),
         ({"truncate_prompt_tokens": 4}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"prompt_logprobs": 1}, grpc.StatusCode.UNIMPLEMENTED),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -289,7 +291,8 @@ async def test_the_tokenizer_is_a_zip_with_its_hash(serving):
     assert all(len(chunk.data) == 64 << 10 for chunk in chunks[:-1])
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert {name: archive.read(name) for name in archive.namelist()} == files_for_gateways()
+        found = {name: archive.read(name) for name in archive.namelist()}
+        assert found == files_for_gateway(files_for_gateways())
 
 
 async def test_model_server_and_load_are_those_of_the_cluster(cluster):

@@ -25,6 +25,7 @@ class FakeNode:
         self.role = role
         self.name = name
         self.model = model if model is not None else fake_model_info()
+        self.tokenizer_files = fake_tokenizer_files()
         self.state = NodeState.SERVING
         self.incarnation = os.urandom(16)
         self.step = 0
@@ -82,7 +83,7 @@ class FakeNode:
 
 class _FakeNodeServicer(NodeServicer):
     def __init__(self, node: FakeNode) -> None:
-        super().__init__(node.info, node.report, fake_tokenizer_files)
+        super().__init__(node.info, node.report, lambda: node.tokenizer_files)
         self._node = node
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:
