@@ -12,82 +12,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from outrider.cli.config import ROLES
-from outrider.cli.main import main, parse
-from outrider.cli.sampling_arguments import with_defaults_of
+from outrider.cli.main import main
 from outrider.extras import EXTRAS
 from outrider.own_modules import module_command, without_working_folder
+from tests.cli.up_process import WAIT_SECONDS, Up
 from tests.support.waiting import wait_for
-
-ROLE_PROCESS = Path(__file__).parents[1] / "cluster" / "role_process.py"
-WAIT_SECONDS = 60.0
-ROLE_MODULE = """
-import runpy, sys
-sys.argv = [{path!r}, {role!r}, *sys.argv[1:]]
-runpy.run_path({path!r}, run_name="__main__")
-"""
-ROLE_CONFIG = """
-from dataclasses import dataclass
-from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.kv_transfer.config import KvTransferConfig
-from outrider.model_hub.config import ModelConfig
-from outrider.service.config import SERVICE_SECTIONS
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    pass
-
-NODE_SECTIONS = {{"model": ModelConfig, "kv_cache": KVCacheConfig, "kv_transfer": KvTransferConfig}}
-SECTIONS = {{**NODE_SECTIONS, **SERVICE_SECTIONS, "{role}": Config}}
-"""
-
-
-class Up:
-    """`outrider up` as a person starts it, where `router` and the other roles are stand-ins.
-
-    It runs beside modules of somebody else's service, which have the names of ours and of the standard library's.
-    """
-
-    def __init__(self, directory: Path, *, shell: str = 'exec "$@"', **environ: str) -> None:
-        """`shell`: how it is run."""
-        working = directory / "my service"
-        working.mkdir()
-        for name in ("router", "decode_node", "queue", "token", "outrider"):
-            (working / f"{name}.py").write_text("raise SystemExit('this is my service')")
-        (working / "prefill_node").mkdir()
-        (working / "prefill_node" / "__init__.py").write_text("raise SystemExit('this is my service')")
-        for role in ROLES:
-            (directory / role).mkdir()
-            (directory / role / "__init__.py").touch()
-            (directory / role / "__main__.py").write_text(ROLE_MODULE.format(path=str(ROLE_PROCESS), role=role))
-            (directory / role / "config.py").write_text(ROLE_CONFIG.format(role=role))
-        (directory / "config.json").write_text("{}")  # a model's directory, as far as `up` looks
-        self.status_file = directory / "status.json"
-        self.process = subprocess.Popen(
-            ["bash", "-c", shell, "bash",
-             sys.executable, "-P", "-m", "outrider.cli.main", "up", "--port", "0", "--model", str(directory),
-             "--json-status", str(self.status_file), "--set", "server.drain_seconds=60"],
-            cwd=working, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "PYTHONPATH": str(directory), **environ},
-        )  # fmt: skip
-        self.lines: list[str] = []
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            if line.startswith("version="):
-                break
-
-    def nodes(self) -> list[dict]:
-        return json.loads(self.status_file.read_text())["nodes"]
-
-    def wait(self) -> int:
-        rest, _ = self.process.communicate(timeout=WAIT_SECONDS)
-        self.lines += rest.splitlines()
-        return self.process.returncode
 
 
 @pytest.fixture(scope="module")
@@ -236,39 +169,6 @@ def test_a_model_that_starts_processes_names_the_extra_too():
     )
     assert "ImportError: outrider.LLM starts nodes, and" in done.stderr
     assert "pip install 'outrider[node]'" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["serve", "m"], "there is no command serve; `outrider up`"),
-        (["up", "--prot", "3"], "unknown argument --prot; the nearest is --port"),
-        (["up", "a", "b"], "unknown argument b"),
-        (["up", "a", "--model", "b"], "unknown argument a"),
-        (["bench", "load", "--concurency", "3"], "unknown argument --concurency; the nearest is --concurrency"),
-        (["bench", "load", "--concurrency", "x"], "--concurrency: x is no number of at least 1"),
-        (["bench", "load", "--rate", "1,x"], "--rate: 1,x: rates are numbers above 0"),
-        (["generate", "hi", "--target", ","], "--target: a client needs at least one target"),
-        (["probe", "--target", "https://h"], "--target: https://h: a target is HOST:PORT"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line_and_status_2(capsys, arguments, message):
-    with pytest.raises(SystemExit) as wrong:
-        main(arguments)
-    assert wrong.value.code == 2
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert shown.count("\n") == 1
-
-
-def test_what_is_not_given_is_the_models_own():
-    model = SimpleNamespace(default_sampling={"temperature": 0.6, "top_k": 20})
-    assert with_defaults_of(model, {"top_k": 5, "seed": 1}) == {"temperature": 0.6, "top_k": 5, "seed": 1}
-
-
-@pytest.mark.parametrize("arguments", [["up", "tiny"], ["up", "--port", "0", "tiny"], ["up", "tiny", "--port", "0"]])
-def test_a_model_may_stand_alone(arguments):
-    assert getattr(parse(arguments, "up"), "model.id") == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -423,44 +323,3 @@ def test_what_lies_in_the_working_folder_is_not_taken_for_a_service(tmp_path, en
     )  # fmt: skip
     assert started.returncode == 0, started.stderr
     assert "--set" in started.stdout
-
-
-def test_config_prints_every_section_with_sources(capsys, tmp_path, monkeypatch):
-    file = tmp_path / "outrider.yaml"
-    file.write_text("router:\n  max_waiting: 5\n")
-    monkeypatch.setenv("OUTRIDER_TELEMETRY__LOG_LEVEL", "debug")
-    assert main(["config", "--config", str(file), "--set", "decode_node.max_running_sequences=3"]) == 0
-    shown = capsys.readouterr().out
-    assert f"  max_waiting: 5  # {file}:2" in shown
-    assert "  log_level: debug  # environment variable OUTRIDER_TELEMETRY__LOG_LEVEL" in shown
-    assert "  max_running_sequences: 3  # --set decode_node.max_running_sequences=3" in shown
-    again = tmp_path / "again.yaml"
-    again.write_text(shown)
-    monkeypatch.delenv("OUTRIDER_TELEMETRY__LOG_LEVEL")
-    assert main(["config", "--config", str(again)]) == 0
-
-
-def test_an_unknown_command_and_help(capsys):
-    with pytest.raises(SystemExit) as wrong:
-        main(["generat"])
-    assert wrong.value.code == 2
-    with pytest.raises(SystemExit) as helped:
-        main(["--help"])
-    assert helped.value.code == 0
-    assert "start a local cluster" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["load", "--top-k", "-1"], "sampling.top_k: Value out of range: -1"),
-        (["load", "--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: No such file or directory"),
-        (["compare", "--prompts", "/nowhere/prompts.jsonl"], "No such file or directory"),
-        (["compare", "--tls", "certificates"], "omit the TLS flags"),
-    ],
-)
-def test_bench_says_what_cannot_work_before_it_starts(capsys, arguments, message):
-    assert main(["bench", *arguments]) == 1
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert shown.count("\n") == 1

@@ -159,15 +159,11 @@ class Cluster:
             if not node.address:
                 await node.start()
             self.stack.push_async_callback(node.stop)
-        by_role = {
-            role: tuple(n.address for n in self.nodes if n.role.name == role) for role in ("PREFILL", "DECODE", "DRAFT")
-        }
         values: dict[str, Any] = {
-            "prefill_targets": by_role["PREFILL"],
-            "decode_targets": by_role["DECODE"],
-            "draft_targets": by_role["DRAFT"],
-            "liveness_timeout_seconds": 1.0,
+            f"{role.lower()}_targets": tuple(node.address for node in self.nodes if node.role.name == role)
+            for role in ("PREFILL", "DECODE", "DRAFT")
         }
+        values["liveness_timeout_seconds"] = 1.0
         extra = {} if resolver is None else {"resolver": resolver}
         self.service = Router(
             RouterConfig(**values | config),
@@ -179,11 +175,8 @@ class Cluster:
             reasoning_parser=self.reasoning_parser,
             **extra,
         )
-        self.server = server = make_server(
-            ServerConfig(port=0),
-            authenticate=None if clients is None else clients.authenticate,
-            calls=self.service.calls,
-        )
+        authenticate = None if clients is None else clients.authenticate
+        self.server = server = make_server(ServerConfig(port=0), authenticate=authenticate, calls=self.service.calls)
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

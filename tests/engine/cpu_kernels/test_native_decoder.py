@@ -88,9 +88,8 @@ def decoders(checkpoints, teams):
         key = library.file, architecture, kind
         if key not in made:
             model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing takes its weights away
-            spec, layers = describe_decoder(
-                model, dtype=str(KINDS[kind]).removeprefix("torch."), window=resolve_window(model.config)
-            )
+            dtype = str(KINDS[kind]).removeprefix("torch.")
+            spec, layers = describe_decoder(model, dtype=dtype, window=resolve_window(model.config))
             assert why_not_native(model, spec, layers) == ""
             weights = pack_decoder(teams(library, 1), model, spec, layers, quantise=kind == "int8")
             made[key] = NativeDecoder(teams(library, 1), weights), spec
@@ -372,9 +371,8 @@ def error_of(logits, expected):
 @pytest.mark.parametrize(("kind", "allowed"), [("float32", 1e-5), ("int8", 0.1)])
 def test_logits_are_those_of_transformers(library, teams, decoders, checkpoints, architecture, kind, allowed):
     """Up to the rounding of float32; with int8 weights lossy by a few hundredths."""
-    expected = logits_of_transformers(checkpoints(architecture), torch.float32)
     logits = native_logits(*decoders(library, architecture, kind), teams(library, 1))
-    assert error_of(logits, expected) < allowed
+    assert error_of(logits, logits_of_transformers(checkpoints(architecture), torch.float32)) < allowed
 
 
 @pytest.mark.parametrize(
@@ -387,9 +385,9 @@ def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_pat
     make_tiny_model(tmp_path, architecture="qwen3", vocab_size=VOCAB_SIZE, overrides=shape)
     model = load(tmp_path, torch.float32)
     spec, layers = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
-    decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec, layers, quantise=False))
-    expected = logits_of_transformers(tmp_path, torch.float32)
-    assert error_of(native_logits(decoder, spec, teams(library, 1)), expected) < 1e-5
+    decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec, layers))
+    logits = native_logits(decoder, spec, teams(library, 1))
+    assert error_of(logits, logits_of_transformers(tmp_path, torch.float32)) < 1e-5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

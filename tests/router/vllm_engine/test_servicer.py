@@ -5,24 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-import sys
 import zipfile
 
 import grpc
 import grpc.aio
 import pytest
 import structlog.testing
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 from smg_grpc_proto import vllm_engine_pb2_grpc as engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from outrider.errors import ConfigError
-from outrider.service.reflection import add_reflection
 from outrider.v1 import router_pb2
 from router.clients import TokenFile
-from router.config import RouterConfig
-from router.router import Router
 from router.vllm_engine.tokenizer_archive import files_for_gateway
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
 from tests.router.test_token_file import line, shown
@@ -197,9 +191,10 @@ async def test_a_cancelled_call_frees_everything(cluster):
         ({"choice": {"choices": ["a"] * 1025}}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"stop": ["a" * 300]}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"json_schema": "{"}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"structural_tag": "{}"}, grpc.StatusCode.UNIMPLEMENTED),
-        ({"truncate_prompt_tokens": 4}, grpc.StatusCode.UNIMPLEMENTED),
-        ({"prompt_logprobs": 1}, grpc.StatusCode.UNIMPLEMENTED),
+        *(
+            (field, grpc.StatusCode.UNIMPLEMENTED)
+            for field in ({"structural_tag": "{}"}, {"truncate_prompt_tokens": 4}, {"prompt_logprobs": 1})
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -366,37 +361,3 @@ async def test_calls_that_it_does_not_have_say_so(serving):
         stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()),
     ):
         assert (await refused(call)).code is grpc.StatusCode.UNIMPLEMENTED
-
-
-# ---------------------------------------------------------------- whether it is served
-
-
-async def reflected(router):
-    server = grpc.aio.server()
-    router.add_to(server)
-    add_reflection(server, router.service_names)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = await read_on(stub.ServerReflectionInfo([reflection_pb2.ServerReflectionRequest(list_services="")]))
-        code = (await refused(engine_pb2_grpc.VllmEngineStub(channel).Embed(engine_pb2.EmbedRequest()))).code
-    await server.stop(None)
-    return {service.name for service in answer.list_services_response.service}, code
-
-
-@pytest.mark.parametrize("wanted", ["auto", "on", "off"])
-async def test_it_is_listed_where_it_is_served(wanted):
-    names, _ = await reflected(Router(RouterConfig(decode_targets=("127.0.0.1:1",), vllm_engine=wanted)))
-    assert ("vllm.grpc.engine.VllmEngine" in names) == (wanted != "off")
-
-
-async def test_without_its_stubs_it_is_not_served_and_an_error_where_it_must_be(monkeypatch):
-    monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
-    monkeypatch.delitem(sys.modules, "router.vllm_engine.servicer", raising=False)
-    monkeypatch.delitem(sys.modules, "router.vllm_engine.answer", raising=False)
-    names, code = await reflected(Router(RouterConfig(decode_targets=("127.0.0.1:1",))))
-    assert "vllm.grpc.engine.VllmEngine" not in names
-    assert code is grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(ConfigError, match=r"pip install 'outrider\[openai\]'"):
-        Router(RouterConfig(decode_targets=("127.0.0.1:1",), vllm_engine="on"))
