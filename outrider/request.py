@@ -67,7 +67,7 @@ class Constraint:
 class ChatMessage:
     role: str  # "system", "user", "assistant", or another that the model's template knows
     content: str
-    members: Mapping[str, Any] = field(default_factory=dict)  # others that it reads, such as name and tool_calls
+    members: Mapping[str, Any] = field(default_factory=dict, hash=False)  # name, tool_calls and others that it reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

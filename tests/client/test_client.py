@@ -283,7 +283,7 @@ def test_what_is_not_json_names_its_field():
         ("logprobs", "nearest is top_logprobs"),
         ("max_new_tokens", "nearest is max_tokens"),
         ("guided_regex", "nearest is regex"),
-        ("xyz", "options are request_id, model"),
+        ("xyz", "options are add_generation_prompt, "),
     ],
 )
 def test_an_option_that_does_not_exist_is_a_type_error_that_names_the_nearest(option, nearest):

@@ -252,7 +252,7 @@ async def test_a_full_queue_refuses_at_once(make_rig):
 
 
 async def test_the_report_counts_outstanding_tokens_and_steps(serving):
-    await until(lambda: serving.rig.loop.progress.at_hand == StepAtHand(step=1))  # its first step waits
+    await until(lambda: serving.rig.loop.progress.at_hand == StepAtHand(mark=1))  # its first step waits
     idle = await serving.report()
     assert (idle.state, idle.expected_step_seconds, idle.step_age_seconds) == (NodeState.SERVING, 0, 0)
     assert idle.load.kv_blocks_free == idle.load.kv_blocks_total == 64
@@ -272,7 +272,7 @@ async def test_the_report_counts_outstanding_tokens_and_steps(serving):
     report = await serving.report()
     assert report.load.num_outstanding_tokens == 30
     assert report.load.num_running == 1
-    assert report.step > idle.step
+    assert report.mark > idle.mark
     assert report.expected_step_seconds > 0
     assert report.step_age_seconds > 0
     resume.set_result(None)

@@ -94,7 +94,7 @@ def test_a_long_wait_within_a_chunk_is_no_death(make_rig):
     assert len(waiting) == len(computing) == 3 * NUM_LAYERS
     assert all(snapshot.expected_seconds == 0.0 and snapshot.started is None for snapshot in waiting)
     assert all(snapshot.expected_seconds > 0.0 for snapshot in computing)
-    assert len({snapshot.step for snapshot in computing}) == len(computing)  # it moves
+    assert len({snapshot.mark for snapshot in computing}) == len(computing)  # it moves
 
 
 @pytest.mark.parametrize("place", ["command", "plan", "forward", "answer"])
