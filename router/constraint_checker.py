@@ -97,7 +97,7 @@ class ConstraintChecker:
             self._process.kill()
 
     def _compile_once(self, key: bytes, constraint: Constraint, asked: str) -> str | None:
-        """`_compile`, timed with a restart that an earlier one has made necessary; nothing where it has been done meanwhile."""
+        """`_compile`, timed, unless it has been done meanwhile. An earlier one may have made a restart necessary."""
         with suppress(KeyError):
             return self._verdicts[key]
         is_first, began_at = self._process is None, time.monotonic()
