@@ -68,19 +68,29 @@ class AnswerBudget:
         self.reserved_bytes = 0  # that they have
 
     def open(
-        self, request: Request, *, is_idle: Callable[[], bool], give_up: Callable[[OutriderError], None]
+        self,
+        request: Request,
+        *,
+        num_made_tokens: int = 0,
+        is_idle: Callable[[], bool],
+        give_up: Callable[[OutriderError], None],
     ) -> AnswerAccount:
         """For the objects around the answer, the prompt and its logprobs, and each sample's first token.
+
+        `num_made_tokens`: of all samples, what another router has made of the answer.
 
         Raises: CapacityError when there is no room now; InvalidRequestError when there never is.
         """
         sampling = request.options.sampling
         account = AnswerAccount(self, _bytes_per_token(request), is_idle, give_up)
-        num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(request.prompt_token_ids)
+        num_brought = len(request.generated_token_ids)
+        num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * (len(request.prompt_token_ids) + num_brought)
         if request.options.prompt_logprobs is not None:
             num_bytes += most_logprobs_bytes(len(request.prompt_token_ids), request.options.prompt_logprobs)
         num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * sampling.n
-        num_tokens = max(min(sampling.max_tokens, round(self._num_expected_tokens)) - 1, 0)
+        num_bytes += account.bytes_per_token * num_made_tokens
+        num_left = sampling.max_tokens - num_brought - num_made_tokens // sampling.n
+        num_tokens = max(min(num_left, round(self._num_expected_tokens)) - 1, 0)
         self._check_alone(num_bytes)
         most_expected = min(self._limit_bytes // MAX_EXPECTED_SHARE, self._limit_bytes - num_bytes)
         num_expected = min(num_tokens * sampling.n * account.bytes_per_token, most_expected)

@@ -9,6 +9,8 @@ FIRST_COOLDOWN_SECONDS = 1.0
 MAX_COOLDOWN_SECONDS = 60.0
 FORGET_SECONDS = 120.0
 """Without a failure for so long, the next cooldown is the first one again."""
+MAX_CAUSES = 64
+"""Requests that may be the cause of a failure themselves, of one node. Where more fail without a success, it is it."""
 
 
 class Breaker:
@@ -27,7 +29,7 @@ class Breaker:
         self._open_until: float | None = None  # None: closed
         self._is_on_trial = False
         self._was_tried = False  # since it opened
-        self._causes: set[object] = set()  # of the failures since the last success, two at most
+        self._causes: set[object] = set()  # of the failures since the last success, without those that are forgiven
 
     @property
     def is_open(self) -> bool:
@@ -52,8 +54,7 @@ class Breaker:
 
     def fail(self, cause: object = None) -> None:
         """`cause`: the request, where it may have caused the failure itself; None: it was the node."""
-        if len(self._causes) < 2:
-            self._causes.add(cause)
+        self._causes.add(cause if len(self._causes) < MAX_CAUSES else None)
         now = self._clock()
         if self.is_open and not self._is_on_trial:
             return
@@ -66,7 +67,7 @@ class Breaker:
 
     def forgive(self, cause: object) -> None:
         """The request fails on other nodes, too. Closes the breaker, if nothing else has failed here."""
-        if self._open_until is not None and self._causes == {cause}:
-            self._open_until = None
-            self._is_on_trial = self._was_tried = False
+        self._causes.discard(cause)
+        if self._open_until is not None and not self._causes:
+            self.succeed()
             self._cooldown_seconds /= 2

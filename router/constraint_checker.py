@@ -48,10 +48,11 @@ class ConstraintChecker:
             "eos_token_ids": info.eos_token_ids,
         }
         self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
-        self._compiling: dict[bytes, _Compiling] = {}  # by hash: what several requests ask for is compiled once
+        self._compiling: dict[tuple[str, bytes], _Compiling] = {}  # by client and hash: each in its client's turn
         self._seconds = 0.0  # that one takes lately
         self._process: subprocess.Popen[str] | None = None  # of the queue's thread
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently asked for last
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently asked for last; the
+        # queue's thread adds to it, too
         self._is_closed = False
 
     async def check(self, constraint: Constraint, *, client: str = "") -> None:
@@ -71,11 +72,14 @@ class ConstraintChecker:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
 
     async def _compiled(self, key: bytes, constraint: Constraint, asked: str, client: str) -> str | None:
-        """What is wrong. It is compiled once for all who wait for it, and given up when nobody waits any more."""
-        if (compiling := self._compiling.get(key)) is None:
+        """What is wrong. One client's requests wait for it together; it is given up when none waits any more.
+
+        Each client waits in its own turn, however much another one that asks for the same has before it.
+        """
+        if (compiling := self._compiling.get((client, key))) is None:
             size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
-            run = self._queue.run(lambda: self._timed(constraint, asked), client=client, num_bytes=size)
-            compiling = self._compiling[key] = _Compiling(asyncio.create_task(run, name="constraint"))
+            run = self._queue.run(lambda: self._compile_once(key, constraint, asked), client=client, num_bytes=size)
+            compiling = self._compiling[client, key] = _Compiling(asyncio.create_task(run, name="constraint"))
         compiling.num_waiting += 1
         try:
             return await asyncio.shield(compiling.task)
@@ -83,7 +87,7 @@ class ConstraintChecker:
             compiling.num_waiting -= 1
             if not compiling.num_waiting:
                 compiling.task.cancel()  # nothing where it is done
-                del self._compiling[key]
+                del self._compiling[client, key]
 
     def close(self) -> None:
         """Ends the process; a second call does nothing."""
@@ -92,11 +96,14 @@ class ConstraintChecker:
         if self._process is not None:
             self._process.kill()
 
-    def _timed(self, constraint: Constraint, asked: str) -> str | None:
-        """`_compile`, with a restart of a process that an earlier one ended."""
+    def _compile_once(self, key: bytes, constraint: Constraint, asked: str) -> str | None:
+        """`_compile`, timed, unless it has been done meanwhile. An earlier one may have made a restart necessary."""
+        with suppress(KeyError):
+            return self._verdicts[key]
         is_first, began_at = self._process is None, time.monotonic()
         try:
-            return self._compile(constraint, asked)
+            message = self._verdicts[key] = self._compile(constraint, asked)
+            return message
         finally:
             if not is_first:
                 self._seconds += (time.monotonic() - began_at - self._seconds) * NEWEST_WEIGHT
@@ -126,7 +133,7 @@ class ConstraintChecker:
 
 @dataclass(slots=True)
 class _Compiling:
-    """One constraint in the queue or the process, and how many requests wait for it."""
+    """One client's constraint in the queue or the process, and how many requests wait for it."""
 
     task: asyncio.Task[str | None]
     num_waiting: int = 0

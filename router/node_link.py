@@ -312,9 +312,6 @@ class Size(NamedTuple):
     num_samples: int
 
 
-SMALLEST = Size(0, 0)
-
-
 @dataclass(slots=True)
 class Refusal:
     """A decode node had no room for a request of this size. Of smaller ones that says nothing, but for `wait_seconds`.
@@ -325,7 +322,7 @@ class Refusal:
 
     rejected: Rejected
     at: float  # monotonic seconds
-    size: Size = SMALLEST
+    size: Size
     num_freed_tokens: int = 0  # since then: of this router's requests that ended there, without those that came
     num_freed_samples: int = 0
 

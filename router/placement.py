@@ -241,9 +241,9 @@ class Placement:
         """
         kept: list[NodeLink] = []
         if decode and (decodes := self._usable_decode(demand)):
-            kept.append(max(decodes, key=_room_on))
+            kept.append(max(decodes, key=lambda link: _nearness_of_room(link, demand.size)))
         if prefill and (prefills := self._usable_prefill(demand)):
-            kept.append(min(prefills, key=lambda link: (link.is_late, link.num_outstanding_tokens, link.name)))
+            kept.append(min(prefills, key=_work_ahead))
         return frozenset(link.incarnation for link in kept)
 
     def is_behind_scored(self, demand: Demand) -> bool:
@@ -382,8 +382,17 @@ def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
     return [link for link in free if link.breaker.may_be_tried]
 
 
-def _room_on(link: DecodeLink) -> tuple[bool, bool, int, int, str]:
-    """More is more."""
+def _nearness_of_room(link: DecodeLink, size: Size) -> tuple[bool, bool, float, int, str]:
+    """More is nearer: by the part of what runs there that has to end first, of blocks or of sequences."""
     assert link.report is not None, "a serving node has reported"
     load = link.report.load
-    return not link.is_late, not link.breaker.is_open, load.kv_blocks_free, load.num_sequences_free, link.name
+    known = (refusal for refusal in link.refusals if refusal.size.num_tokens <= size.num_tokens)
+    num_blocks = max((refusal.rejected.kv_blocks_needed for refusal in known), default=0)
+    blocks = (num_blocks - load.kv_blocks_free) / max(load.kv_blocks_total - load.kv_blocks_free, 1)
+    sequences = (size.num_samples - load.num_sequences_free) / max(load.num_running, 1)
+    return not link.is_late, not link.breaker.is_open, -max(blocks, sequences), load.kv_blocks_free, link.name
+
+
+def _work_ahead(link: PrefillLink) -> tuple[bool, bool, int, str]:
+    """Less is sooner done."""
+    return link.is_late, link.breaker.is_open, link.num_outstanding_tokens, link.name

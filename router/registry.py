@@ -283,7 +283,12 @@ class RequestRegistry:
             work = Work(
                 answer=answer,
                 figures=figures,
-                account=services.answers.open(request, is_idle=lambda: live.is_idle, give_up=live.give_up),
+                account=services.answers.open(
+                    request,
+                    num_made_tokens=answer.num_generated_tokens,
+                    is_idle=lambda: live.is_idle,
+                    give_up=live.give_up,
+                ),
                 losses=Losses(answer),
                 served=served,
                 services=services,

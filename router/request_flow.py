@@ -42,10 +42,7 @@ class RequestFlow:
         self._answer = work.answer
         self._services = work.services
         self._excluded: frozenset[bytes] = frozenset()  # decode nodes that the request can never fit on
-        options = work.answer.request.options
-        self._waiting = QueuedRequest(
-            self._demand(), priority=options.priority, client=client, num_samples=options.sampling.n
-        )
+        self._waiting = QueuedRequest(self._demand(), priority=work.answer.request.options.priority, client=client)
         self._waiting.was_accepted = self._waiting.was_placed = self._was_admitted = was_admitted
         self._seeking: asyncio.Task[Place] | None = None  # a place, in the queue
         self._attempts: list[Attempt] = []  # oldest first; two while work moves

@@ -30,11 +30,11 @@ _Entry = tuple[Turn, "QueuedRequest"]
 class QueuedRequest:
     """One request's turn in the queue. It keeps it when a decode node sends it back, and when a node is lost."""
 
-    def __init__(self, demand: Demand, *, priority: int, client: str = "", num_samples: int = 1) -> None:
+    def __init__(self, demand: Demand, *, priority: int, client: str = "") -> None:
         self.demand = demand  # while it is in the queue, `RequestQueue.change_demand` changes it
         self.priority = priority
         self.client = client
-        self.cost = num_samples + len(demand.token_ids) / COST_TOKENS  # of its client's share
+        self.cost = demand.num_samples + len(demand.token_ids) / COST_TOKENS  # of its client's share
         self.turn: Turn = ()  # empty until it first asks
         self.was_accepted = False  # the bounds of the queue do not apply to it any more
         self.was_placed = False  # it has had a place once: no other request displaces it

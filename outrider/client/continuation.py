@@ -185,10 +185,10 @@ class Continuation:
     def _attempted_again(self, error: OutriderError, target: str) -> Step:
         """As the retry policy says. Raises: `error`, where that says no."""
         seconds = self._attempts.next_after(error)
-        if seconds is None or self._request is None:
+        if seconds is None:
             raise error
         self._record.forget_start()  # the next attempt starts afresh
-        return Step(target, self._request, seconds)
+        return Step(target, self._resume() if self._request is None else self._request, seconds)
 
 
 def _was_cancelled_there(error: OutriderError) -> bool:

@@ -60,7 +60,8 @@ class RequestLimits(grpc.aio.ServerInterceptor):
     - RouterService and the engine service are for clients that `authenticate` knows, NodeService for services of the
       cluster and operators, every other service for services of the cluster; health and reflection are for everybody.
     - More than `max_calls` at a time are refused. Probes are not counted, nor are calls that free something: a process
-      that has as much to do as it may must be seen to live, and must be told to do less.
+      that has as much to do as it may must be seen to live, and must be told to do less. Streams of probes may be as
+      many again.
     - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop,
       where 16 MiB of empty submessages take seconds, and what its parser raises would be UNKNOWN. Messages of request
       streams are for their servicers (`rpc_errors`): their senders are nodes and routers.
@@ -77,6 +78,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
     ) -> None:
         """`calls` are those that count."""
         self._calls = calls
+        self._watches = OpenCalls()
         self._max_calls = max_calls
         self._max_request_bytes = max_request_bytes
         self._security = security
@@ -100,13 +102,17 @@ class RequestLimits(grpc.aio.ServerInterceptor):
 
     def _guard(self, handler: Handler, method: str) -> Handler:
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        service = _service_of(method)
+        calls: OpenCalls | None = self._calls
+        if service in PROBED_SERVICES or method in UNCOUNTED_METHODS:
+            calls = self._watches if handler.response_streaming else None
 
         async def answer(request: Any, context: Context) -> Any:
-            await self._check(request, context, method)
+            await self._check(request, context, service, calls)
             return await behaviour(request, context)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await self._check(request, context, method)
+            await self._check(request, context, service, calls)
             async with aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
                     yield response
@@ -118,18 +124,16 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    async def _check(self, request: Any, context: Context, method: str) -> None:
-        """Ends the call where it must not go on; counts it from now until its status has been sent."""
-        service = _service_of(method)
+    async def _check(self, request: Any, context: Context, service: str, calls: OpenCalls | None) -> None:
+        """Ends the call where it must not go on; it is one of `calls` from now until its status has been sent."""
         error: OutriderError | None = None
-        is_counted = service not in PROBED_SERVICES and method not in UNCOUNTED_METHODS
         if self._security.is_enabled and service not in OPEN_SERVICES:
             caller = context.auth_context()
             is_operator = service == NODE_SERVICE and self._security.is_operator(caller)
             if not is_operator and not self._security.is_peer(caller):
                 await abort_with(context, NotAllowedError(self._security.explain_refusal(caller)))
-        if is_counted and len(self._calls) >= self._max_calls:
-            message = f"{len(self._calls)} calls are open, as many as server.max_concurrent_rpcs allows"
+        if calls is not None and len(calls) >= self._max_calls:
+            message = f"{len(calls)} calls are open, as many as server.max_concurrent_rpcs allows"
             error = CapacityError(message, retry_after_seconds=RETRY_SECONDS, reason="TOO_MANY_CALLS")
         elif isinstance(request, InvalidRequestError):
             error = request
@@ -137,8 +141,8 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             if service in CLIENT_SERVICES:
                 self._calls.on_refused(error)
             await abort_with(context, error)
-        if is_counted:
-            self._calls.enter(context)
+        if calls is not None:
+            calls.enter(context)
 
     def _reject_with(self, error: OutriderError, guarded: Handler) -> Handler:
         """Ends the call with this error; its messages are not read."""

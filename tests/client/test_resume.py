@@ -291,6 +291,22 @@ def test_an_answer_is_resumed_by_its_id_from_any_position(reader_of, start):
         reader_of(second.address).read(lambda client: client.resume("nobody's"))
 
 
+@pytest.mark.parametrize("reason", ["TOO_MANY_CALLS", "RATE_LIMIT"])
+def test_who_resumes_by_an_id_and_is_refused_at_first_asks_again_as_late_as_the_router_wants(reader_of, start, reason):
+    serving = start()
+    serving.router.store("mine", seed=SEED)
+    serving.router.faults = [CapacityError("full", retry_after_seconds=0.3, reason=reason)] * 2
+    reader = reader_of(serving.address, retry=RetryPolicy(initial_backoff_seconds=0.01))
+    began_at = time.monotonic()
+    stream = reader.read(lambda client: client.resume("mine"))
+    assert stream.is_complete
+    assert len(stream.token_ids(0)) == NUM_TOKENS
+    assert time.monotonic() - began_at >= 0.6
+    serving.router.faults = [CapacityError("full", reason=reason)]
+    with pytest.raises(CapacityError):
+        reader_of(serving.address, retry=RetryPolicy(max_attempts=1)).read(lambda client: client.resume("mine"))
+
+
 def test_a_delta_that_leaves_a_gap_or_comes_twice_is_never_handed_on(reader_of, start):
     for messages in (
         [delta(0, 3, [1, 2], "a"), delta(0, 6, [3], "b")],

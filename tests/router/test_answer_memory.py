@@ -25,12 +25,13 @@ TOKEN = 96
 """Bytes of one."""
 
 
-def request(num_prompt_tokens=1, max_tokens=1):
+def request(num_prompt_tokens=1, max_tokens=1, num_brought=0):
     """By default no more is expected to come than is charged at once."""
     return Request(
         request_id="r",
         prompt_token_ids=(1,) * num_prompt_tokens,
         prompt_text="",
+        generated_token_ids=(1,) * num_brought,
         options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=max_tokens)),
     )
 
@@ -38,9 +39,11 @@ def request(num_prompt_tokens=1, max_tokens=1):
 class Holder:
     is_idle = False
 
-    def __init__(self, budget, stalled_since=None, *, delivered_at=None, left_at=None, **fields):
+    def __init__(self, budget, stalled_since=None, *, delivered_at=None, left_at=None, num_made=0, **fields):
         self.error = None
-        self.account = budget.open(request(**fields), is_idle=lambda: self.is_idle, give_up=self.give_up)
+        self.account = budget.open(
+            request(**fields), num_made_tokens=num_made, is_idle=lambda: self.is_idle, give_up=self.give_up
+        )
         self.account.stalled_since, self.account.delivered_at, self.account.left_at = (
             stalled_since,
             delivered_at,
@@ -90,6 +93,15 @@ def test_answers_that_run_have_room_to_their_ends(budget):
     Holder(budget, max_tokens=15)
     assert not any(holder.error for holder in holders)
     assert budget.reserved_bytes == (4 * 21 + 2) * TOKEN
+
+
+def test_tokens_that_the_client_brought_or_another_router_made_are_counted_and_not_expected(budget):
+    for tokens in ({"num_brought": 30}, {"num_made": 30}):
+        Holder(budget, max_tokens=40, **tokens)
+    assert budget.reserved_bytes == 2 * 32 * TOKEN
+    Holder(budget, max_tokens=17)
+    with pytest.raises(CapacityError):
+        Holder(budget)
 
 
 def test_what_is_expected_follows_what_answers_had(clock, monkeypatch):

@@ -105,6 +105,23 @@ def test_a_request_that_failed_by_its_own_fault_is_forgiven_and_nothing_else(bre
     assert cooldown_of(breaker, clock) == pytest.approx(FIRST_COOLDOWN_SECONDS * (2 if others else 1), abs=0.2)
 
 
+def test_several_requests_that_fail_by_their_own_fault_are_forgiven_at_once_and_one_after_the_other(breaker):
+    for cause in ("one", "another"):
+        breaker.fail(cause)
+    breaker.forgive("one")
+    assert breaker.is_open
+    breaker.forgive("another")
+    assert not breaker.is_open
+    breaker.fail("a third one")
+    breaker.forgive("a third one")
+    assert not breaker.is_open
+    for number in range(1000):
+        breaker.fail(number)
+    for number in range(1000):
+        breaker.forgive(number)
+    assert breaker.is_open, "so many without a success are the node's fault"
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_request_that_fails_wherever_it_goes_opens_no_breaker(node_pair, role):
     await node_pair.serve()

@@ -178,6 +178,17 @@ async def test_many_large_requests_keep_one_node_and_not_one_each(make_nodes):
     assert [task.done() for task in (*large, *small)] == [False] * 4 + [True] * 4
 
 
+async def test_of_nodes_that_lack_sequences_the_one_is_kept_where_the_fewest_have_to_end(make_nodes):
+    nodes = make_nodes(num_decode_nodes=2)
+    for link, num_blocks, num_sequences in zip(nodes.decode_nodes, (90, 60), (1, 7), strict=True):
+        set_load(link, kv_blocks_total=100, kv_blocks_free=num_blocks, num_sequences_free=num_sequences, num_running=8)
+        link.add_refusal(rejected(8, num_samples=8), Size(100, 8))
+    several = await nodes.ask(100, num_samples=8)
+    small = [await nodes.ask(16) for _ in range(2)]
+    assert [task.done() for task in (several, *small)] == [False, True, True]
+    assert {task.result().decode.name for task in small} == {"decode-0"}
+
+
 # ---------------------------------------------------------------- room on prefill nodes
 
 
@@ -193,6 +204,17 @@ async def test_a_long_prompt_keeps_one_prefill_node_and_no_decode_node(make_node
     nodes.placement.release_prefill(nodes.prefill_nodes[0], 300, 0)
     await nodes.pump()
     assert large.result().prefill.name == "prefill-0"
+
+
+async def test_no_prefill_node_is_kept_that_gets_nothing_because_it_failed(make_nodes):
+    nodes = make_nodes(num_decode_nodes=1, num_prefill_nodes=3)
+    failed, *healthy = nodes.prefill_nodes
+    failed.breaker.fail()
+    failed.breaker.begin()
+    for number, link in enumerate(healthy):
+        link.num_outstanding_tokens = 300 + 10 * number
+    assert not (await nodes.ask(6000)).done()
+    assert {(await nodes.ask(50)).result().prefill.name for _ in range(4)} == {"prefill-2"}
 
 
 async def test_what_waits_for_two_kinds_of_nodes_gets_both(make_nodes):

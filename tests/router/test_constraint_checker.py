@@ -75,19 +75,40 @@ async def test_a_constraint_that_many_ask_for_is_compiled_once_as_long_as_one_of
         assert release.wait(60)
 
     monkeypatch.setattr(checker, "_compile", compile_constraint)
-    first, *others = [asyncio.ensure_future(checker.check(GOOD, client=str(index))) for index in range(5)]
+    first, *others = [asyncio.ensure_future(checker.check(GOOD, client=str(index // 3))) for index in range(5)]
     given_up = asyncio.ensure_future(checker.check(BAD))
     await asyncio.sleep(0)
     first.cancel()
     given_up.cancel()
     await asyncio.wait((first, given_up))
-    assert len(checker._compiling) == 1
+    assert len(checker._compiling) == 2, "one of each client"
     others += [asyncio.ensure_future(checker.check(each)) for each in (BAD, GOOD)]
     await asyncio.sleep(0)
     release.set()
     await asyncio.gather(*others)
     assert asked == [GOOD, BAD]
     assert not checker._compiling
+
+
+async def test_nobody_waits_behind_all_that_another_client_has_before_the_same_constraint(checker, monkeypatch):
+    asked, turns = [], threading.Semaphore(0)
+
+    def compile_constraint(constraint, _asked):
+        assert turns.acquire(timeout=60)
+        asked.append(constraint)
+
+    monkeypatch.setattr(checker, "_compile", compile_constraint)
+    backlog = [Constraint(ConstraintKind.REGEX, f"a{{{number}}}") for number in range(20)]
+    busy = [asyncio.ensure_future(checker.check(each, client="busy")) for each in (*backlog, GOOD)]
+    await asyncio.sleep(0)
+    other = asyncio.ensure_future(checker.check(GOOD, client="other"))
+    turns.release(2)
+    async with asyncio.timeout(60):
+        await other
+        turns.release(19)
+        await asyncio.gather(*busy)
+    assert asked[1] == GOOD
+    assert len(asked) == 21
 
 
 async def test_how_many_constraints_wait_depends_on_how_long_one_takes(checker, monkeypatch):

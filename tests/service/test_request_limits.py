@@ -206,6 +206,24 @@ async def test_a_process_with_all_the_calls_that_it_may_have_answers_probes_and_
     await server.stop(0)
 
 
+async def test_streams_that_watch_a_process_do_not_keep_its_probes_out():
+    server = make_server(ServerConfig(max_concurrent_rpcs=16))
+    await Health(()).add_to(server)
+    address = bind(server, ServerConfig(port=0), role="router")
+    await server.start()
+    async with open_channel(address) as channel:
+        watch_health = health_pb2_grpc.HealthStub(channel).Watch
+        calls = [watch_health(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS) for _ in range(1100)]
+        found = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
+        refused = [from_rpc_error(error) for error in found if isinstance(error, grpc.aio.AioRpcError)]
+        assert len(found) - len(refused) == 16
+        assert "TOO_MANY_CALLS" in {error.reason for error in refused}
+        assert await outcome(health, channel) is None
+        for call in calls:
+            call.cancel()
+    await server.stop(0)
+
+
 def dial(address, tls):
     """As a client of ours dials: by the address."""
     return open_channel(address, credentials=client_credentials(tls, None))
