@@ -187,17 +187,22 @@ class PathTree:
         path.kv.free()
 
     def answer(self, *, may_be_spare: bool) -> DraftPath:
-        """The path to send: the main one. As long as a head's guess from before the commit agrees, its rest follows."""
+        """The path to send: the main one. As long as a head's guess from before the commit agrees, its rest follows.
+
+        Of drawn drafts only until the main path begins, whatever it begins with: where a guess stayed because the new
+        path has drawn the same token, the token would be judged by a distribution that it was not drawn from.
+        """
         main, spare = self.main, self.spare
         if not may_be_spare or spare is None or len(spare) <= len(main) or not self._is_spare_right(spare):
             return main
         return replace(main, decided=[*main.decided, *spare.decided[len(main) :]])
 
     def drop_wrong_spare(self) -> None:
-        """Once the main path leaves it, what was sent of it is to be sent anew."""
+        """Once it no longer follows the main path, what was sent of it is to be sent anew."""
         main, spare = self.main, self.spare
         if spare is not None and not self._is_spare_right(spare):
-            main.num_sent = min(main.num_sent, _num_common(main.token_ids, spare.token_ids))
+            num_right = 0 if self.start.wants_distributions else _num_common(main.token_ids, spare.token_ids)
+            main.num_sent = min(main.num_sent, num_right)
             self.num_wasted_tokens += spare.num_decided
             self.spare = None
 
@@ -327,6 +332,8 @@ class PathTree:
     # --- inside ---------------------------------------------------------------------------
 
     def _is_spare_right(self, spare: DraftPath) -> bool:
+        if self.start.wants_distributions:
+            return not self.main
         return _num_common(self.main.token_ids, spare.token_ids) == min(len(self.main), len(spare))
 
     @property
