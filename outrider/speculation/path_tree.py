@@ -189,8 +189,8 @@ class PathTree:
     def answer(self, *, may_be_spare: bool) -> DraftPath:
         """The path to send: the main one. As long as a head's guess from before the commit agrees, its rest follows.
 
-        Of drawn drafts only until the main path begins, whatever it begins with: where a guess stayed because the new
-        path has drawn the same token, the token would be judged by a distribution that it was not drawn from.
+        Of drawn drafts only until the main path begins: a guess that stays because the new path has drawn the same
+        token would be judged by another distribution than that draw's.
         """
         main, spare = self.main, self.spare
         if not may_be_spare or spare is None or len(spare) <= len(main) or not self._is_spare_right(spare):
@@ -292,14 +292,12 @@ class PathTree:
             token_ids, parents = self.with_siblings(path, start, end)
             return DraftTree(length, token_ids=token_ids, probability=probability, parents=parents, grade=grade)
         decided = path.decided[start:end]
-        distributions: tuple[TokenDistribution, ...] = ()
-        if any(each.distribution is not None for each in decided):
-            distributions = tuple(each.distribution or certain(each.token_ids[0]) for each in decided)
+        drawn = decided if self.start.wants_distributions else ()
         return DraftTree(
             length,
             token_ids=tuple(each.token_ids[0] for each in decided),
             probability=probability,
-            distributions=distributions,
+            distributions=tuple(each.distribution or certain(each.token_ids[0]) for each in drawn),
             grade=grade,
         )
 
