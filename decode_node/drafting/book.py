@@ -201,7 +201,8 @@ class DraftBook:
         if not node.is_connected:
             return []
         now = self._clock()
-        if self._unserved and any(other.is_connected and other.has_room(now) for other in self.nodes):
+        least = min((len(each.committed) for each in self._unserved), default=0)
+        if self._unserved and any(other.is_connected and other.has_room(now, least) for other in self.nodes):
             self._assign_unserved(now)
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
@@ -266,7 +267,7 @@ class DraftBook:
             return True
         node.num_unsolicited = 0
         if answer.status is DraftStatus.NO_ROOM:
-            node.has_refused(served.stream_id, now)
+            node.has_refused(served.stream_id, now, served.sent_length)
             drafted.num_refusals += 1
             self._unassign(drafted, served)
             self._assign(drafted, now)
@@ -329,7 +330,8 @@ class DraftBook:
         self._assign(drafted, now)
 
     def _assign(self, drafted: DraftedSequence, now: float) -> None:
-        node = self.nodes.choose(now, refused=drafted.refused)
+        length = len(drafted.committed)
+        node = self.nodes.choose(now, length, refused=drafted.refused)
         if node is None:
             self._unserved[drafted] = None
             return
@@ -340,7 +342,7 @@ class DraftBook:
         drafted.has_news = True
         self._served[stream_id] = drafted
         node.num_sequences += 1
-        if node.retry_seconds:
+        if node.is_taken_for_full(length):
             node.trial = stream_id
         self._note_news(drafted)
 

@@ -44,6 +44,7 @@ class DraftNodeState:
     retry_seconds: float = 0.0  # 0: as far as is known it has room
     retry_at: float = 0.0
     trial: int | None = None  # stream id of the one sequence that tries whether there is room again
+    refused_length: int = 0  # tokens of the shortest sequence that was refused since all had room
 
     def unanswered_seconds(self, now: float) -> float:
         """The age of the oldest unanswered update."""
@@ -62,14 +63,21 @@ class DraftNodeState:
         self.closed.clear()
         self.asked.clear()
 
-    # Room. A node that has refused a sequence is given one at a time until it takes all that wait.
+    # Room. A node that has refused a sequence is given one at a time until it takes all that wait. What it has refused
+    # may have been too long for it at any time: that says nothing of a sequence of less than half the length.
 
-    def has_room(self, now: float) -> bool:
-        """Whether one more sequence may be given to it, by what it has said."""
-        return self.retry_seconds == 0.0 or (self.trial is None and now >= self.retry_at)
+    def is_taken_for_full(self, length: int) -> bool:
+        """Whether it has no room for so many tokens, by what it has refused."""
+        return self.retry_seconds > 0.0 and 2 * length >= self.refused_length
 
-    def has_refused(self, stream_id: int, now: float) -> None:
-        if self.retry_seconds == 0.0 or stream_id == self.trial:
+    def has_room(self, now: float, length: int) -> bool:
+        """Whether one more sequence of so many tokens may be given to it, by what it has said."""
+        return not self.is_taken_for_full(length) or (self.trial is None and now >= self.retry_at)
+
+    def has_refused(self, stream_id: int, now: float, length: int) -> None:
+        is_first = self.retry_seconds == 0.0
+        self.refused_length = length if is_first else min(self.refused_length, length)
+        if is_first or stream_id == self.trial:
             self.retry_seconds = min(2.0 * self.retry_seconds or MIN_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self.retry_at = now + self.retry_seconds
 
@@ -125,8 +133,12 @@ class DraftNodes:
     def is_usable(self, node: DraftNodeState, now: float) -> bool:
         return node.is_connected and not self.is_late(node, now)
 
-    def choose(self, now: float, *, refused: AbstractSet[int]) -> DraftNodeState | None:
-        """The connected node with the fewest sequences that has room; a late one gets one at most while others work."""
-        able = [node for node in self if node.is_connected and node.node_id not in refused and node.has_room(now)]
+    def choose(self, now: float, length: int, *, refused: AbstractSet[int]) -> DraftNodeState | None:
+        """For a sequence of so many tokens the connected node with the fewest sequences that has room.
+
+        A late one gets one at most while others work.
+        """
+        able = [each for each in self if each.is_connected and each.node_id not in refused]
+        able = [each for each in able if each.has_room(now, length)]
         preferred = [node for node in able if node.num_sequences == 0 or not self.is_late(node, now)]
         return min(preferred or able, key=lambda node: (node.num_sequences, node.rank, node.node_id), default=None)

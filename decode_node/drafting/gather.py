@@ -71,7 +71,8 @@ class LocalProposer:
         Also tells which of them are still to be read, and how many tokens it has read; None: prompts besides.
 
         With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way.
-        `min_reach`: see ProposalRequest.
+        `min_reach`: see ProposalRequest. Not of drafts that are drawn: what a call took would tell of draws that were
+        not judged, and what comes to their positions later is drawn with the same luck.
         """
         starts, unread = self._starts, self._unread
         requests: list[ProposalRequest] = []
@@ -86,7 +87,7 @@ class LocalProposer:
                     start,
                     features=features,
                     constraint=sample.sampling.constraint,
-                    min_reach=min_reach,
+                    min_reach=0.0 if start is not None and start.wants_distributions else min_reach,
                 )
             )
         requested = {request.sequence_id for request in requests}

@@ -187,17 +187,22 @@ class PathTree:
         path.kv.free()
 
     def answer(self, *, may_be_spare: bool) -> DraftPath:
-        """The path to send: the main one. As long as a head's guess from before the commit agrees, its rest follows."""
+        """The path to send: the main one. As long as a head's guess from before the commit agrees, its rest follows.
+
+        Of drawn drafts only until the main path begins: a guess that stays because the new path has drawn the same
+        token would be judged by another distribution than that draw's.
+        """
         main, spare = self.main, self.spare
         if not may_be_spare or spare is None or len(spare) <= len(main) or not self._is_spare_right(spare):
             return main
         return replace(main, decided=[*main.decided, *spare.decided[len(main) :]])
 
     def drop_wrong_spare(self) -> None:
-        """Once the main path leaves it, what was sent of it is to be sent anew."""
+        """Once it no longer follows the main path, what was sent of it is to be sent anew."""
         main, spare = self.main, self.spare
         if spare is not None and not self._is_spare_right(spare):
-            main.num_sent = min(main.num_sent, _num_common(main.token_ids, spare.token_ids))
+            num_right = 0 if self.start.wants_distributions else _num_common(main.token_ids, spare.token_ids)
+            main.num_sent = min(main.num_sent, num_right)
             self.num_wasted_tokens += spare.num_decided
             self.spare = None
 
@@ -287,14 +292,12 @@ class PathTree:
             token_ids, parents = self.with_siblings(path, start, end)
             return DraftTree(length, token_ids=token_ids, probability=probability, parents=parents, grade=grade)
         decided = path.decided[start:end]
-        distributions: tuple[TokenDistribution, ...] = ()
-        if any(each.distribution is not None for each in decided):
-            distributions = tuple(each.distribution or certain(each.token_ids[0]) for each in decided)
+        drawn = decided if self.start.wants_distributions else ()
         return DraftTree(
             length,
             token_ids=tuple(each.token_ids[0] for each in decided),
             probability=probability,
-            distributions=distributions,
+            distributions=tuple(each.distribution or certain(each.token_ids[0]) for each in drawn),
             grade=grade,
         )
 
@@ -327,6 +330,8 @@ class PathTree:
     # --- inside ---------------------------------------------------------------------------
 
     def _is_spare_right(self, spare: DraftPath) -> bool:
+        if self.start.wants_distributions:
+            return not self.main
         return _num_common(self.main.token_ids, spare.token_ids) == min(len(self.main), len(spare))
 
     @property

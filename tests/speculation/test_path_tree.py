@@ -6,7 +6,7 @@ import pytest
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.request import RequestOptions, SamplingParams
+from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.features import HeadRules
@@ -22,9 +22,17 @@ STOP = 99
 class Sequence:
     """A tree whose tokens the test decides: each token's runners-up are 100 and 200 above it."""
 
-    def __init__(self, *, num_blocks=64, max_tokens=900, head: HeadRules | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks=64,
+        max_tokens=900,
+        head: HeadRules | None = None,
+        method=VerificationMethod.COUPLED,
+    ) -> None:
         self.pool = BlockPool(num_blocks=num_blocks, block_size=4, hash_seed=b"")
-        options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=max_tokens), stop_token_ids=(STOP,))
+        sampling = SamplingParams(seed=1, max_tokens=max_tokens, temperature=1.0)
+        options = RequestOptions(sampling=sampling, stop_token_ids=(STOP,), verification_method=method)
         start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
         self.tree = PathTree(SequenceKV(self.pool), PROMPT, start, max_model_len=1000, head=head)
 
@@ -279,6 +287,22 @@ def test_the_rest_of_the_spare_follows_the_new_path_while_they_agree(head):
     head.tree.drop_wrong_spare()
     assert (head.tree.spare, main.num_sent) == (None, 3), "what follows is to be sent anew"
     head.check()
+
+
+def test_a_drawn_guess_gives_way_to_the_new_path_also_where_they_agree():
+    """Whether a token is judged as one of the guess or of the new path must not depend on what the new path drew."""
+    head = Sequence(head=HeadRules(), method=VerificationMethod.REJECTION)
+    head.draft(head.tree.main, *range(10, 16))
+    head.tree.follow([*PROMPT, 10, 11])
+    main = head.tree.main
+    assert head.tree.answer(may_be_spare=True).token_ids == [12, 13, 14, 15]
+    main.num_sent = 4
+    head.tree.drop_wrong_spare()
+    assert main.num_sent == 4, "the new path has not begun"
+    head.draft(main, 12)
+    assert head.tree.answer(may_be_spare=True) is main
+    head.tree.drop_wrong_spare()
+    assert (head.tree.spare, main.num_sent) == (None, 0), "the same token is sent anew, as a draw of the new path"
 
 
 def test_an_alternative_that_was_right_becomes_the_spare(head):

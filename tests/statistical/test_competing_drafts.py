@@ -2,13 +2,14 @@
 
 The ratio test is exact only if no drawn token decides whether it is judged. So a head and a lookup compete here by the
 decode node's own gatherer and controller, with drafts whose length tells what was drawn: they end where the token
-before made the head unsure, or at a stop token, as those of a draft node may that knows no better. In the negative
+before made the head unsure, or at a stop token, as those of a proposer may that knows no better. In the negative
 control that length counts; the check must notice. Seeds are fixed: a passing test passes always.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,6 +83,13 @@ class ToyHead(DraftForward):
         return self._decide(logits, rows, confidences=(np.asarray(sure),))
 
 
+class EndsWhereUnsure(DraftModelProposer):
+    """Whatever it is asked for."""
+
+    def propose(self, requests):
+        return super().propose([replace(each, min_reach=0.3) for each in requests])
+
+
 def competition_z(*, is_unsure, num_tokens=140, seed=21):
     """How far the numbers of tokens that were due, of stop tokens and of others lie from their distribution."""
     rng, clock = np.random.default_rng(0), SimpleNamespace(now=0.0)
@@ -91,6 +99,7 @@ def competition_z(*, is_unsure, num_tokens=140, seed=21):
     verifier, method = RequestVerifier(sampler), VerificationMethod.REJECTION
     params = SamplingParams(seed=seed, max_tokens=1 << 20, temperature=1.0)
     options = RequestOptions(sampling=params, verification_method=method, stop_token_ids=(STOP,))
+    proposer = EndsWhereUnsure if is_unsure else DraftModelProposer
     head = ToyHead(logits + rng.standard_normal(VOCAB_SIZE) * 0.3, clock, is_unsure=is_unsure)
 
     def now():
@@ -99,7 +108,7 @@ def competition_z(*, is_unsure, num_tokens=140, seed=21):
     gatherer = DraftGatherer(
         client=None,
         controller=DraftController(num_speculative_tokens=5),
-        proposers=[NgramProposer(), DraftModelProposer(head, ProposerInfo(name="head:toy"), clock=now)],
+        proposers=[NgramProposer(), proposer(head, ProposerInfo(name="head:toy"), clock=now)],
         clock=now,
     )
     opened = SimpleNamespace(

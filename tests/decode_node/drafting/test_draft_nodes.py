@@ -208,6 +208,32 @@ def test_a_sequence_for_which_there_is_never_room_takes_no_turn_of_others():
     assert max(waits) <= 4 + 4 * 2.0
 
 
+def test_a_sequence_that_is_too_long_for_a_node_keeps_no_short_one_from_it():
+    """While it is tried again and again, and whatever else is refused meanwhile."""
+    book = Book(1)
+    book.open(0, *range(100))
+    for sequence_id in range(1, 9):
+        book.answer(*map(no_room, book.take()))
+        assert book.num_sequences == [sequence_id - 1]
+        book.open(sequence_id, *range(3))
+        (update,) = book.take()
+        assert update.length == 3, "at once"
+        assert book.book.nodes.choose(book.clock(), 60, refused=set()) is None, "about as long as what was refused"
+        book.answer(answer_to(update, 7))
+        book.clock.advance(MAX_RETRY_SECONDS)
+
+
+def test_a_full_node_that_refuses_short_ones_as_well_is_asked_for_few_of_them():
+    book = Book(1)
+    num_refused = 0
+    for length in range(200, 0, -1):
+        book.open(length, *range(length))
+        updates = book.take()
+        num_refused += len(updates)
+        book.answer(*map(no_room, updates))
+    assert num_refused <= 8, "each of less than half the length"
+
+
 def test_a_full_node_is_tried_ever_more_rarely_and_with_one_sequence():
     book = Book(1)
     for sequence_id in range(5):
