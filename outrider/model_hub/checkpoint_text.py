@@ -51,6 +51,7 @@ class CheckpointText:
 
     tokenizer_json: bytes  # with the added tokens of all files
     vocabulary: Mapping[int, str]  # every id that has an entry there, added tokens included
+    own_vocabulary: Mapping[int, str]  # of tokenizer.json as it came, without what other files add
     special_tokens: Mapping[str, str]  # by name such as "bos_token"
     chat_templates: Mapping[str, str]  # by name such as "default"
     eos_token_ids: tuple[int, ...]  # that end a text, rising
@@ -81,7 +82,7 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
     older = {} if "added_tokens_decoder" in config else _read_object(files, "special_tokens_map.json")
     named, extra = _special_tokens(config, older)
     special_tokens = {name: _content(value) for name, value in named.items()}
-    vocabulary = read_vocabulary(files[TOKENIZER_FILE])
+    vocabulary = own_vocabulary = read_vocabulary(files[TOKENIZER_FILE])
     tokenizer_json = _with_added_tokens(files, config, named, extra)
     if tokenizer_json != files[TOKENIZER_FILE]:
         vocabulary = read_vocabulary(tokenizer_json)
@@ -90,6 +91,7 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
     return CheckpointText(
         tokenizer_json=tokenizer_json,
         vocabulary=vocabulary,
+        own_vocabulary=own_vocabulary,
         special_tokens=special_tokens,
         chat_templates=_chat_templates(files, config),
         eos_token_ids=tuple(sorted(eos_token_ids.union(*map(_eos_token_ids, (model, generation))))),

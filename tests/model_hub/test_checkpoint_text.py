@@ -103,6 +103,7 @@ def test_files_say_what_they_say_to_transformers(files, tmp_path):
     if theirs.chat_template is not None:
         rendered = template.render(CHAT, add_generation_prompt=True)
         assert rendered == theirs.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert ours.own_vocabulary == read_vocabulary(files["tokenizer.json"])
     again = read_text(resolved_files(files, ours))
     assert (again.special_tokens, again.vocabulary) == (ours.special_tokens, ours.vocabulary)
 
