@@ -44,6 +44,14 @@ _JSON_DEFAULTS: JsonCompileOptions = {"whitespace_flexible": False, "item_separa
 _FORMAT_LENGTHS = {"date-time": 35, "time": 24, "duration": 40}
 """Characters of a text of these formats at most, whose digits have no end by themselves."""
 _FORMATS = (*_FORMAT_LENGTHS, "date", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_UNLIMITED: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+}
+"""Of keywords that llguidance does not have: values that limit nothing, as generators of schemas write them."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values have schemas by names that are the user's own."""
 DATA = ("const", "enum", "default", "examples", "example", "x-guidance")
@@ -83,17 +91,20 @@ def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
     found: dict[str, Any] = {}
     for keyword, value in schema.items():
         match keyword:
-            case "format" if isinstance(value, str) and value.lower() not in _FORMATS:
+            case "format" if value not in _FORMATS:
                 continue
             case "$schema" if isinstance(value, str) and "//json-schema.org/" not in value:
                 continue  # a dialect that llguidance would fetch
             case "$dynamicAnchor" | "$recursiveAnchor":
                 continue  # names of places
         is_data = keyword in DATA
-        found[keyword] = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMAS)
-    longest = _FORMAT_LENGTHS.get(str(found.get("format")).lower())
+        part = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMAS)
+        if part not in _UNLIMITED.get(keyword, ()):
+            found[keyword] = part
+    longest = _FORMAT_LENGTHS.get(found.get("format", ""))
     if longest is not None and isinstance(found.get("maxLength", longest), int):
-        found["maxLength"] = min(found.get("maxLength", longest), max(longest, int(found.get("minLength", 0))))
+        longest = max(longest, int(found.get("minLength", 0)))
+        found["maxLength"] = min(found.get("maxLength", longest), longest)
     return found
 
 

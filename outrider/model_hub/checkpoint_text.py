@@ -7,7 +7,7 @@ the one place that knows which counts: nodes, routers, constraints and gateways 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ TEXT_FILES = (
 """All but the first are optional. With them go the templates of TEMPLATE_FOLDER."""
 DEFAULT_TEMPLATE = "default"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MIN_FLOAT32 = 1.2e-38
 _MAX_FLOAT32 = 3.4e38
@@ -50,6 +51,7 @@ class CheckpointText:
 
     tokenizer_json: bytes  # with the added tokens of all files
     vocabulary: Mapping[int, str]  # every id that has an entry there, added tokens included
+    own_vocabulary: Mapping[int, str]  # of tokenizer.json as it came, without what other files add
     special_tokens: Mapping[str, str]  # by name such as "bos_token"
     chat_templates: Mapping[str, str]  # by name such as "default"
     eos_token_ids: tuple[int, ...]  # that end a text, rising
@@ -76,15 +78,12 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
     if TOKENIZER_FILE not in files:
         raise ModelError(f"the node's tokenizer has no {TOKENIZER_FILE}", reason="NO_TOKENIZER")
     config = _read_object(files, "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # where it is, older files do not count
-        older = _read_object(files, "special_tokens_map.json")
-        if config.get("extra_special_tokens") or config.get("additional_special_tokens"):
-            older.pop("additional_special_tokens", None)
-        config |= older
-    named = _named_tokens(config)
+    # Where a checkpoint has the newer key, the older file does not count.
+    older = {} if "added_tokens_decoder" in config else _read_object(files, "special_tokens_map.json")
+    named, extra = _special_tokens(config, older)
     special_tokens = {name: _content(value) for name, value in named.items()}
-    vocabulary = read_vocabulary(files[TOKENIZER_FILE])
-    tokenizer_json = _with_added_tokens(files, config, named)
+    vocabulary = own_vocabulary = read_vocabulary(files[TOKENIZER_FILE])
+    tokenizer_json = _with_added_tokens(files, config, named, extra)
     if tokenizer_json != files[TOKENIZER_FILE]:
         vocabulary = read_vocabulary(tokenizer_json)
     eos_token_ids = {token_id for token_id, token in vocabulary.items() if token == special_tokens.get("eos_token")}
@@ -92,6 +91,7 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
     return CheckpointText(
         tokenizer_json=tokenizer_json,
         vocabulary=vocabulary,
+        own_vocabulary=own_vocabulary,
         special_tokens=special_tokens,
         chat_templates=_chat_templates(files, config),
         eos_token_ids=tuple(sorted(eos_token_ids.union(*map(_eos_token_ids, (model, generation))))),
@@ -126,39 +126,39 @@ def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
     return strings
 
 
-def _with_added_tokens(files: Mapping[str, bytes], config: Mapping[str, Any], named: Mapping[str, Any]) -> bytes:
-    """tokenizer.json, and what it lacks of the tokens that other files declare, of which `named` are special.
+def _with_added_tokens(
+    files: Mapping[str, bytes], config: Mapping[str, Any], named: Mapping[str, Any], extra: Sequence[Any]
+) -> bytes:
+    """tokenizer.json with the tokens that other files declare; those that are `named`, and `extra`, are special.
 
     As in transformers, a token that the tokenizer knows keeps its id, and a new one gets the next free id.
     """
     try:
         entries = json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()
         known = [_token(entry) for entry in entries]
-        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-        extra = () if isinstance(extra, dict) else extra
         if "added_tokens_decoder" in config:
             declared = {int(token_id): _token(entry) for token_id, entry in config["added_tokens_decoder"].items()}
         else:
-            special = {*map(_content, named.values()), *map(_content, extra)}
+            names = {*map(_content, named.values()), *map(_content, extra)}
             added = _read_object(files, "added_tokens.json").items()
-            declared = {
-                int(token_id): _token({"content": name, "special": name in special}) for name, token_id in added
-            }
+            declared = {int(token_id): _token({"content": name, "special": name in names}) for name, token_id in added}
             declared |= {entry["id"]: token for entry, token in zip(entries, known, strict=True)}
-        known_tokens = set(map(repr, known))
-        missing = [token for _, token in sorted(declared.items()) if repr(token) not in known_tokens]
-        contents = {token.content for token in (*known, *missing)}
-        for token in (*map(_token, named.values()), *map(_token, extra)):
-            if token.content not in contents:
-                contents.add(token.content)
-                missing.append(token)
+        by_content = {token.content: token for token in declared.values()}
+        special = [
+            by_content.get(_content(value), _token(value)) if name in SPECIAL_TOKENS else _token(value)
+            for name, value in (*named.items(), *(("", value) for value in extra))
+        ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the added tokens of {TOKENIZER_FILE} or tokenizer_config.json: {error!r}") from error
+    known_tokens = set(map(repr, known))
+    always_special = {*(token.content for token in known if token.special), *map(_content, named.values())}
+    for token in (*declared.values(), *special):
+        token.special |= token.content in always_special
+    missing = [token for _, token in sorted(declared.items()) if repr(token) not in known_tokens]
+    contents = {token.content for token in (*known, *missing)}
+    missing += [token for token in special if token.content not in contents]
     if not missing:
         return files[TOKENIZER_FILE]
-    special = {*map(_content, named.values()), *(token.content for token in known if token.special)}
-    for token in missing:
-        token.special |= token.content in special
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
     except Exception as error:  # the library raises plain Exception
@@ -167,12 +167,25 @@ def _with_added_tokens(files: Mapping[str, bytes], config: Mapping[str, Any], na
     return tokenizer.to_str().encode()
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens by name: transformers' first, then the checkpoint's own."""
-    names = (*SPECIAL_TOKENS, *(name for name in config if name.endswith("_token") and name not in SPECIAL_TOKENS))
+def _special_tokens(config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """(special tokens by name, transformers' first, then the checkpoint's own; those without a name)
+
+    `older`: special_tokens_map.json, which comes before tokenizer_config.json for transformers' names only.
+    """
     extra = config.get("extra_special_tokens")
-    every = {name: config.get(name) for name in names} | (extra if isinstance(extra, dict) else {})
-    return {name: token for name, token in every.items() if isinstance(token, str) or "content" in _mapping(token)}
+    if not extra and "additional_special_tokens" in config:
+        extra = config["additional_special_tokens"]
+    has_list = not isinstance(extra, dict) and not config.keys().isdisjoint(_LISTS)
+    own = [{name: source[name] for name in source if name.endswith("_token")} for source in (older, config)]
+    every = dict.fromkeys(SPECIAL_TOKENS) | own[0] | own[1]
+    every |= {name: older[name] for name in SPECIAL_TOKENS if name in older}
+    every |= _mapping(extra) | _mapping(older.get("extra_special_tokens"))
+    found = [*extra] if has_list and extra else []
+    for name in _LISTS[:1] if has_list else _LISTS:
+        values = older.get(name)
+        found += [value for value in values if value not in found] if isinstance(values, list) else []
+    named = {name: token for name, token in every.items() if isinstance(token, str) or "content" in _mapping(token)}
+    return named, found
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def describe_model(
         eos_token_ids=row_eos_token_ids(text, spec.vocab_size),
         dtype=spec.dtype,
         fingerprint=model_fingerprint(directory, dtype=arithmetic, cache=cache_directory(config)),
-        vocabulary_fingerprint=vocabulary_fingerprint(text.vocabulary),
+        vocabulary_fingerprint=vocabulary_fingerprint(text.own_vocabulary),
         numerics=str(numerics),
     )
     return LoadedModel(

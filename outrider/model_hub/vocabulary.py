@@ -19,8 +19,9 @@ from outrider.model_hub.checkpoint_text import CheckpointText
 def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
     """SHA-256 in hexadecimal over every (id, string) of a vocabulary, ids rising.
 
-    Draft and target models fit together if and only if these are equal; padded ids,
-    which no tokenizer entry names, do not count.
+    Draft and target models fit together if and only if these are equal, of what their tokenizer.json says: a special
+    token that only one of them adds, such as one for padding, is never drafted. Padded ids, which no entry names, do
+    not count either.
     """
     digest = hashlib.sha256()
     for token_id, string in sorted(strings.items()):

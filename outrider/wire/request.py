@@ -157,7 +157,8 @@ def chat_from_proto(proto: router_pb2.Chat) -> tuple[list[dict[str, Any]], dict[
     messages = []
     for index, message in enumerate(proto.messages):
         members = _from_json(message.members, f"chat.messages[{index}].members")
-        messages.append({"content": message.content} | members | {"role": message.role})
+        # In this order, which a template may print.
+        messages.append({"role": message.role, "content": message.content} | members | {"role": message.role})
     is_open = (
         proto.add_generation_prompt if proto.HasField("add_generation_prompt") else not proto.continue_final_message
     )
@@ -171,7 +172,7 @@ def chat_from_proto(proto: router_pb2.Chat) -> tuple[list[dict[str, Any]], dict[
 def _from_json(values: Mapping[str, str], field: str) -> dict[str, Any]:
     """Raises: InvalidRequestError."""
     found: dict[str, Any] = {}
-    for name, text in values.items():
+    for name, text in sorted(values.items()):
         try:
             found[name] = json.loads(text)
         except (ValueError, RecursionError) as error:

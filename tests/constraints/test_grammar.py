@@ -5,6 +5,7 @@ import random
 import re
 from datetime import date
 from ipaddress import IPv4Address
+from itertools import product
 from uuid import UUID
 
 import pytest
@@ -125,11 +126,17 @@ def test_json_is_compact_unless_its_schema_says_otherwise(compiler, options, may
 @pytest.mark.parametrize(
     "annotations",
     [
-        *({"format": name} for name in ("password", "path", "binary", "byte", "uri-reference", "regex", "x", "")),
+        *({"format": name} for name in ("password", "path", "uri-reference", "regex", "DATE", "", None)),
         {"contentEncoding": "base64", "contentMediaType": "image/png", "contentSchema": {"type": "integer"}},
         {"title": "t", "description": "d", "deprecated": True, "readOnly": True, "writeOnly": False, "default": 3},
         {"examples": [{"format": "x"}], "$comment": "c", "x-order": {"format": "y"}, "nullable": True, "example": 1},
         {"$schema": "https://spec.openapis.org/oas/3.1/dialect/base", "$dynamicAnchor": "a", "discriminator": {}},
+        {
+            "propertyNames": {"type": "string", "format": "x"},
+            "uniqueItems": False,
+            "unevaluatedProperties": {},
+            "dependencies": {},
+        },
     ],
 )
 def test_annotations_of_a_schema_constrain_nothing(compiler, annotations):
@@ -158,8 +165,13 @@ def test_annotations_of_a_schema_constrain_nothing(compiler, annotations):
         assert not state.failure, schema
 
 
-@pytest.mark.parametrize("limits", [{}, {"minLength": 3}, {"maxLength": 40}])
-@pytest.mark.parametrize("name", ["date-time", "time", "duration", "date", "ipv4", "uuid"])
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        *product(["date-time", "time", "duration", "date", "ipv4", "uuid"], [{}, {"minLength": 3}, {"maxLength": 40}]),
+        ("time", {"minLength": 30}),
+    ],
+)
 def test_a_known_format_holds_and_ends(compiler, name, limits):
     schema = {"type": "string", "format": name} | limits
     state, nines = compiler.start(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))), letters("9")[0]

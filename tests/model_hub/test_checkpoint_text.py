@@ -17,14 +17,15 @@ def token(content, *, special=True, **flags):
     return {"content": content, "special": special, "lstrip": False, "rstrip": False, "single_word": False} | flags
 
 
-def files_of(config=None, **others):
-    """A byte-level tokenizer of 260 ids, and files by name without their ending."""
+def files_of(config=None, *, added=(), **others):
+    """A byte-level tokenizer of 260 ids with `added` tokens, and files by name without their ending."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<tool>", "<|im_end|>", *alphabet])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_tokens(list(added))
     found = {"tokenizer.json": tokenizer.to_str().encode(), "config.json": b'{"model_type": "llama"}'}
     objects = {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **(config or {})}, **others}
     return found | {f"{name}.json": json.dumps(value).encode() for name, value in objects.items()}
@@ -60,6 +61,15 @@ SHAPES = {
         {"additional_special_tokens": ["<tool>", {"__type": "AddedToken", **token("</tool>", lstrip=True)}]}
     ),
     "extra, by name": files_of({"extra_special_tokens": {"x_token": "<x>"}, "bos_token": None}),
+    "extra, by name, beside those of special_tokens_map": files_of(
+        {"extra_special_tokens": {"x_token": "<x>"}, "y_token": "<tool>"},
+        special_tokens_map={"additional_special_tokens": ["<|new|>"], "y_token": "</s>", "z_token": "<s>"},
+    ),
+    "extra without a name in both": files_of(
+        {"extra_special_tokens": ["<x>"]},
+        special_tokens_map={"extra_special_tokens": ["<|new|>", "<x>"], "additional_special_tokens": ["<|note|>"]},
+    ),
+    "an end that is not special in the tokenizer": files_of({"eos_token": "<|im_end|>"}, added=["<|im_end|>"]),
     "template in tokenizer_config": files_of({"bos_token": "<s>", "chat_template": "{{ bos_token }}config"}),
     "several templates": files_of(
         {"chat_template": [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]}
@@ -93,6 +103,7 @@ def test_files_say_what_they_say_to_transformers(files, tmp_path):
     if theirs.chat_template is not None:
         rendered = template.render(CHAT, add_generation_prompt=True)
         assert rendered == theirs.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert ours.own_vocabulary == read_vocabulary(files["tokenizer.json"])
     again = read_text(resolved_files(files, ours))
     assert (again.special_tokens, again.vocabulary) == (ours.special_tokens, ours.vocabulary)
 

@@ -52,6 +52,14 @@ def test_a_local_directory_is_loaded_and_described(tiny):
     assert stages[-1][1] == stages[-1][2] > 10
 
 
+def test_a_token_for_padding_that_only_one_of_them_names_parts_no_draft_from_its_target(tiny, copy):
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": "<padding>"}))
+    padded, plain = load(copy), load(tiny)
+    assert padded.info.vocabulary_fingerprint == plain.info.vocabulary_fingerprint
+    assert padded.known_token_ids.sum() == plain.known_token_ids.sum() + 1
+
+
 def test_auto_is_the_checkpoints_dtype_but_float32_on_a_cpu_without_native_kernels():
     config = AutoConfig.for_model("llama")
     config.dtype = torch.bfloat16

@@ -3,6 +3,7 @@
 import grpc
 
 from outrider.v1 import router_pb2
+from outrider.wire.request import chat_from_proto
 
 
 async def test_logprobs_say_the_bytes_of_their_tokens_where_they_are_asked_for(cluster):
@@ -17,6 +18,14 @@ async def test_logprobs_say_the_bytes_of_their_tokens_where_they_are_asked_for(c
     assert all(entry.top[0].token_bytes for entry in logprobs)
     complete = await cluster.stub.Complete(cluster.request(max_tokens=20, output=output))
     assert [entry.token_bytes for entry in complete.completions[0].logprobs] == parts
+
+
+def test_members_of_a_message_come_in_one_order():
+    """Templates print messages as JSON."""
+    members = {"name": '"n"', "content": "null", "tool_calls": "[]", "a": "1", "role": '"other"'}
+    message = router_pb2.ChatMessage(role="user", content="x", members=members)
+    (found,), _ = chat_from_proto(router_pb2.Chat(messages=[message]))
+    assert list(found.items()) == [("role", "user"), ("content", None), ("a", 1), ("name", "n"), ("tool_calls", [])]
 
 
 async def test_variables_of_the_template_and_members_of_messages_reach_it(cluster):

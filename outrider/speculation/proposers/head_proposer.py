@@ -83,7 +83,7 @@ class HeadTarget:
             dtype=resolve_dtype(config.dtype, device, read_config(directory), is_native=choice.library is not None),
             known_token_ids=known,
             constraints=grammar_compiler(text, len(known)),
-            vocabulary_fingerprint=vocabulary_fingerprint(text.vocabulary),
+            vocabulary_fingerprint=vocabulary_fingerprint(text.own_vocabulary),
             kernels=None if choice.library is None else start_kernels(choice, config),
             num_threads=config.num_threads,
         )

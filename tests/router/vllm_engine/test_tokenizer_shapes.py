@@ -133,7 +133,7 @@ def test_what_a_client_leaves_out_of_a_message_is_empty(shape):
     call = {"id": "c", "type": "function", "function": {"name": "w", "arguments": "{}"}}
     turn = {"role": "assistant", "tool_calls": [call]}
     prompts = []
-    for content in ({}, {"content": None}, {"content": ""}):
+    for content in ({}, {"content": None}, {"content": []}, {"content": ""}):
         messages = [
             {"role": "user", "content": "x"},
             turn | content,
