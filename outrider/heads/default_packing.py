@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,6 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
     """What `forms.eagle3` packs of this head. `target`: the folder of the default model."""
     about, tensors = read_json(folder / "config.json"), map_tensors(folder / "model.safetensors")
     layer, size = about["transformer_layer_config"], about["draft_vocab_size"]
-    taps, epsilon = tuple(about["eagle_aux_hidden_state_layer_ids"]), layer["rms_norm_eps"]
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in _READ:
         digest.update(name.encode())
@@ -55,7 +55,7 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
         num_kv_heads=layer["num_key_value_heads"],
         head_dim=layer["head_dim"],
         scaling=layer["head_dim"] ** -0.5,
-        epsilon=epsilon,
+        epsilon=layer["rms_norm_eps"],
         element_type=ElementType.BFLOAT16,
         sliding_windows=(0,),
         matrix_sizes=packing.matrix_sizes,
@@ -74,17 +74,13 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
     )
     projection = DecoderPacking(kernels)
     projection.add_matrix("reduction.projection", [PlainLinear(tensors["fc.weight"])])
-    # As `FeatureReduction` makes it.
-    digest = hashlib.sha256(repr((taps, shape.hidden_size, False, epsilon)).encode())
-    digest.update(f"projection{tensors['fc.weight'].shape}".encode())
-    digest.update(to_float32(tensors["fc.weight"]).data)
     reduction = PackedReduction(
-        taps=taps,
+        taps=tuple(about["eagle_aux_hidden_state_layer_ids"]),
         hidden_size=shape.hidden_size,
-        epsilon=epsilon,
+        epsilon=shape.epsilon,
         width=shape.hidden_size,
-        fingerprint=digest.hexdigest(),
         element_type=ElementType.BFLOAT16,
         blobs=projection.blobs,
     )
-    return PackedHead(spec, reduction, DecoderWeights(shape, packing.blobs))
+    fingerprint = reduction.fingerprint_of({"projection": to_float32(tensors["fc.weight"])})
+    return PackedHead(spec, replace(reduction, fingerprint=fingerprint), DecoderWeights(shape, packing.blobs))
