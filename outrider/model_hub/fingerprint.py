@@ -94,14 +94,17 @@ def indexed_files(index: Path) -> list[str]:
     return sorted(set(weights.values()))
 
 
-def check_weight_files(directory: Path) -> None:
+def check_weight_files(directory: Path) -> list[str]:
     """Raises ModelError naming the file that is missing, cut short or no safetensors, and the fix.
 
-    A loader tells of a damaged file without saying which of a model's many it is.
+    A loader tells of a damaged file without saying which of a model's many it is. Returns the state of the files:
+    another one once any of them has changed.
     """
-    for path in weight_files(directory):
+    files = weight_files(directory)
+    for path in files:
         if path.suffix == ".safetensors":
             read_header(path)
+    return [_state(path) for path in files]
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:

@@ -58,9 +58,10 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
             made = (loaded[0].spec, native.weights) if isinstance(native, NativeDecoder) else None
         if PackedKey.of(config, location.directory, kernels) != key:
             raise ModelError(f"{location.directory} changed while it was loaded: start again")
-        return (
-            None if made is None else Packed({"spec": asdict(made[0]), "shape": asdict(made[1].shape)}, made[1].blobs)
-        )
+        if made is None:
+            return None
+        spec, weights = made
+        return Packed({"spec": asdict(spec), "shape": asdict(weights.shape)}, weights.blobs)
 
     packed, problem = open_packed(key, pack, apart=partial(pack_apart, config, progress), progress=progress)
     if packed is None:
