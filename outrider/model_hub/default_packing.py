@@ -44,18 +44,38 @@ def map_tensors(path: Path) -> dict[str, np.ndarray]:
     }
 
 
-def layer_weights(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, Any]:
-    """Of a layer's matrices: arguments of `DecoderPacking.add_layer`."""
+def add_layer(packing: DecoderPacking, index: int, tensors: Mapping[str, np.ndarray], prefix: str) -> None:
+    """One whose tensors have this prefix."""
 
     def linear(name: str) -> PlainLinear:
         return PlainLinear(tensors[f"{prefix}{name}_proj.weight"])
 
-    return {
-        "qkv": [linear(f"self_attn.{name}") for name in "qkv"],
-        "output": linear("self_attn.o"),
-        "gate_up": [linear("mlp.gate"), linear("mlp.up")],
-        "down": linear("mlp.down"),
-    }
+    packing.add_layer(
+        index,
+        [*(tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")), None, None],
+        qkv=[linear(f"self_attn.{name}") for name in "qkv"],
+        output=linear("self_attn.o"),
+        gate_up=[linear("mlp.gate"), linear("mlp.up")],
+        down=linear("mlp.down"),
+    )
+
+
+def decoder_shape(about: Mapping[str, Any], packing: DecoderPacking) -> DecoderShape:
+    """Of what was packed. `about`: names and sizes as in the config.json of a Llama."""
+    num_layers = about["num_hidden_layers"]
+    return DecoderShape(
+        num_layers=num_layers,
+        hidden_size=about["hidden_size"],
+        intermediate_size=about["intermediate_size"],
+        num_heads=about["num_attention_heads"],
+        num_kv_heads=about["num_key_value_heads"],
+        head_dim=about["head_dim"],
+        scaling=about["head_dim"] ** -0.5,
+        epsilon=about["rms_norm_eps"],
+        element_type=ElementType.BFLOAT16,
+        sliding_windows=(0,) * num_layers,
+        matrix_sizes=packing.matrix_sizes,
+    )
 
 
 def pack_default_model(
@@ -80,26 +100,11 @@ def pack_default_model(
     )
     packing = DecoderPacking(kernels, quantise=config.weights == INT8)
     for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        norms = [tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")]
-        packing.add_layer(layer, [*norms, None, None], **layer_weights(tensors, prefix))
+        add_layer(packing, layer, tensors, f"model.layers.{layer}.")
     packing.add_rotation(inverse_frequencies(about["rope_parameters"]["rope_theta"], spec.head_dim), spec.max_model_len)
     packing.add_matrix("head", [PlainLinear(tensors["model.embed_tokens.weight"])])
     packing.add_norm("final_norm", tensors["model.norm.weight"])
-    shape = DecoderShape(
-        num_layers=spec.num_layers,
-        hidden_size=about["hidden_size"],
-        intermediate_size=about["intermediate_size"],
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        scaling=spec.head_dim**-0.5,
-        epsilon=about["rms_norm_eps"],
-        element_type=ElementType.BFLOAT16,
-        sliding_windows=(0,) * spec.num_layers,
-        matrix_sizes=packing.matrix_sizes,
-    )
-    weights = DecoderWeights(shape, packing.blobs)
+    weights = DecoderWeights(decoder_shape(about, packing), packing.blobs)
     _check(RunnableModel(model=None, native=NativeDecoder(kernels, weights), device="cpu", spec=spec), config)
     return spec, weights
 
