@@ -11,7 +11,12 @@ and EAGLE take the last hidden state.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from outrider.engine.kv_cache.planes import FEATURE_PLANE_PREFIX, PlaneSpec
 from outrider.node import FeatureFormat
@@ -27,6 +32,14 @@ class FeatureSpec:
     epsilon: float = 1e-6  # of the norms
     width: int = 0  # of a feature
     fingerprint: str = ""  # SHA-256 in hexadecimal: nodes whose reductions have the same can use each other's features
+
+    def fingerprint_of(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> str:
+        """With these weights, by their names in FeatureReduction and in its order."""
+        digest = hashlib.sha256(repr((self.taps, self.hidden_size, self.takes_final_norm, self.epsilon)).encode())
+        for name, values in tensors.items():
+            digest.update(f"{name}{values.shape}".encode())
+            digest.update(np.ascontiguousarray(values))
+        return digest.hexdigest()
 
     @property
     def plane_name(self) -> str:

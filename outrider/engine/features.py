@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from copy import copy
 from dataclasses import dataclass
 
@@ -28,15 +27,11 @@ class FeatureReduction(FeatureSpec):
     bias: Tensor | None = None  # [width]
 
     def __post_init__(self) -> None:
-        digest = hashlib.sha256(repr((self.taps, self.hidden_size, self.takes_final_norm, self.epsilon)).encode())
-        for name in _TENSORS:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                digest.update(f"{name}{tuple(tensor.shape)}".encode())
-                digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
+        values = {name: tensor.detach().to("cpu", torch.float32).numpy() for name, tensor in tensors.items()}
         width = len(self.taps) * self.hidden_size if self.projection is None else self.projection.shape[0]
         object.__setattr__(self, "width", width)
-        object.__setattr__(self, "fingerprint", digest.hexdigest())
+        object.__setattr__(self, "fingerprint", self.fingerprint_of(values))
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FeatureReduction:
         """The same with tensors there. The fingerprint stays that of the checkpoint's values."""

@@ -22,7 +22,7 @@ MakeNorm = Callable[[Tensor, float], nn.Module]
 """From a weight [width] float32 and what is added to the mean square."""
 
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Of each of a norm's outputs, and of the output with a weight of one: other roundings, not another function."""
+"""Of each of a norm's outputs, and of the one that is added to its weight: other roundings, not another function."""
 
 
 class SharedProjection(nn.Module):
@@ -133,5 +133,5 @@ def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
     differences = [(norm(rows).float() - expected).abs() for norm in candidates]
     best = int(differences[1].sum() < differences[0].sum())
     of_one = make_norm(torch.ones_like(weight, dtype=torch.float32), epsilon)(rows).float()
-    allowed = _ALLOWED_DIFFERENCE[weight.dtype] * (expected.abs() + of_one.abs())
+    allowed = _ALLOWED_DIFFERENCE[weight.dtype] * (expected.abs() + best * of_one.abs())
     return candidates[best] if bool((differences[best] <= allowed).all()) else None

@@ -68,3 +68,11 @@ def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numer
     """
     kernels = f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}"
     return Numerics(promise_of_torch(dtype), kernels if num_ranks == 1 else f"{kernels}, {num_ranks} ranks")
+
+
+def allowed_difference(dtype: str, *, is_lossy: bool) -> float:
+    """How far logits of a probe may be off those of transformers, in units of the largest; `is_lossy`: int8 weights.
+
+    A wrong mask, position or cache is off by far more, rounding by far less.
+    """
+    return 0.3 if is_lossy else {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}[dtype]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
 from outrider.errors import ModelError
+from outrider.model_hub.fingerprint import weight_files
 from outrider.model_hub.vocabulary import read_json
+from outrider.model_hub.window import MAX_WINDOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +26,13 @@ class Checkpoint:
     _files: dict[str, Any] = field(repr=False)  # by tensor name: the open file that has it
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
-        """Raises: ModelError for a folder without them, or with damaged ones."""
+    def open(cls, folder: Path, weights: Iterable[Path] | None = None) -> Checkpoint:
+        """`weights`: the files to read; None: all. Raises: ModelError for a folder without, or with damaged ones."""
         folder = folder.absolute()  # "." has no name; links stay, as they may be turned to another head
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} has no config.json")
         files: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in sorted(folder.glob("*.safetensors")) if weights is None else weights:
             try:
                 file = safe_open(path, framework="pt")
                 files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
@@ -62,7 +64,7 @@ class Target:
     @classmethod
     def open(cls, folder: Path) -> Target:
         """Raises: ModelError."""
-        return cls(Checkpoint.open(folder))
+        return cls(Checkpoint.open(folder, (path for path in weight_files(folder) if path.suffix == ".safetensors")))
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -84,7 +86,7 @@ class Target:
     @property
     def max_model_len(self) -> int:
         """Tokens."""
-        return int(self.config["max_position_embeddings"])
+        return min(int(self.config["max_position_embeddings"]), MAX_WINDOW)
 
     def last_hidden_state(self) -> FeatureReduction:
         """Of heads that are fed with what the target's own output layer reads."""

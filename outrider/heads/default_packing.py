@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights, PackedReduction
+from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.cpu_kernels.matrices import to_float32
@@ -15,7 +16,7 @@ from outrider.engine.cpu_kernels.packing import DecoderPacking, PlainLinear
 from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.packed_head import PackedHead
 from outrider.heads.spec import HeadSpec
-from outrider.model_hub.default_packing import layer_weights, map_tensors
+from outrider.model_hub.default_packing import add_layer, decoder_shape, map_tensors
 from outrider.model_hub.vocabulary import read_json
 
 _LAYER = "layers.0."
@@ -32,34 +33,20 @@ _READ = (
 def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model_len: int) -> PackedHead:
     """What `forms.eagle3` packs of this head. `target`: the folder of the default model."""
     about, tensors = read_json(folder / "config.json"), map_tensors(folder / "model.safetensors")
-    layer, size = about["transformer_layer_config"], about["draft_vocab_size"]
-    taps, epsilon = tuple(about["eagle_aux_hidden_state_layer_ids"]), layer["rms_norm_eps"]
+    layer = about["transformer_layer_config"]
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in _READ:
         digest.update(name.encode())
         digest.update(tensors[name].data)
     packing = DecoderPacking(kernels, quantise=True)
-    norms = [tensors[f"{_LAYER}{name}_layernorm.weight"] for name in ("input", "post_attention")]
-    packing.add_layer(0, [*norms, None, None], **layer_weights(tensors, _LAYER))
+    add_layer(packing, 0, tensors, _LAYER)
     packing.add_rotation(inverse_frequencies(layer["rope_theta"], layer["head_dim"]), max_model_len)
     packing.add("embedding", map_tensors(target / "model.safetensors")["model.embed_tokens.weight"])
     packing.add_norm("feature_norm", tensors[f"{_LAYER}hidden_norm.weight"])
     packing.add_norm("final_norm", tensors["norm.weight"])
     packing.add_matrix("head", [PlainLinear(tensors["lm_head.weight"])])
-    packing.add("target_ids", tensors["d2t"] + np.arange(size))
-    shape = DecoderShape(
-        num_layers=1,
-        hidden_size=layer["hidden_size"],
-        intermediate_size=layer["intermediate_size"],
-        num_heads=layer["num_attention_heads"],
-        num_kv_heads=layer["num_key_value_heads"],
-        head_dim=layer["head_dim"],
-        scaling=layer["head_dim"] ** -0.5,
-        epsilon=epsilon,
-        element_type=ElementType.BFLOAT16,
-        sliding_windows=(0,),
-        matrix_sizes=packing.matrix_sizes,
-    )
+    packing.add("target_ids", tensors["d2t"] + np.arange(about["draft_vocab_size"]))
+    shape = decoder_shape(layer, packing)
     spec = HeadSpec(
         form=about["speculators_model_type"],
         name=folder.name,
@@ -74,17 +61,13 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
     )
     projection = DecoderPacking(kernels)
     projection.add_matrix("reduction.projection", [PlainLinear(tensors["fc.weight"])])
-    # As `FeatureReduction` makes it.
-    digest = hashlib.sha256(repr((taps, shape.hidden_size, False, epsilon)).encode())
-    digest.update(f"projection{tensors['fc.weight'].shape}".encode())
-    digest.update(to_float32(tensors["fc.weight"]).data)
     reduction = PackedReduction(
-        taps=taps,
+        taps=tuple(about["eagle_aux_hidden_state_layer_ids"]),
         hidden_size=shape.hidden_size,
-        epsilon=epsilon,
+        epsilon=shape.epsilon,
         width=shape.hidden_size,
-        fingerprint=digest.hexdigest(),
         element_type=ElementType.BFLOAT16,
         blobs=projection.blobs,
     )
-    return PackedHead(spec, reduction, DecoderWeights(shape, packing.blobs))
+    fingerprint = reduction.fingerprint_of({"projection": to_float32(tensors["fc.weight"])})
+    return PackedHead(spec, replace(reduction, fingerprint=fingerprint), DecoderWeights(shape, packing.blobs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,46 +18,64 @@ from outrider.engine.cpu_kernels.packing import DecoderPacking, PlainLinear
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.numerics import allowed_difference
 from outrider.engine.rotation import inverse_frequencies
 from outrider.engine.runnable_model import RunnableModel
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ModelError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.fingerprint import LENGTH_BYTES
+from outrider.model_hub.fingerprint import read_header
 from outrider.model_hub.loaded_model import INT8
 from outrider.model_hub.vocabulary import read_json
+from outrider.model_hub.window import resolve_window
 
 RECORDED_LOGITS = Path(__file__).with_name("default_logits.json")
 """What transformers computes in float32: `tests/model_hub/test_default_packing.py` makes it again and compares."""
 
 _TYPES = {"BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
-_TOLERANCE = {False: 0.1, True: 0.3}  # of the largest logit, by whether weights are int8
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a safetensors file, mapped. bfloat16 is uint16 here; safetensors itself reads it by torch only."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        header = json.loads(file.read(length))
-    data = np.memmap(path, np.uint8, "r", offset=LENGTH_BYTES + length)
+    start, header = read_header(path)
+    data = np.memmap(path, np.uint8, "r", offset=start)
     return {
         name: data[slice(*entry["data_offsets"])].view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in header.items()
-        if name != "__metadata__"
     }
 
 
-def layer_weights(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, Any]:
-    """Of a layer's matrices: arguments of `DecoderPacking.add_layer`."""
+def add_layer(packing: DecoderPacking, index: int, tensors: Mapping[str, np.ndarray], prefix: str) -> None:
+    """One whose tensors have this prefix."""
 
     def linear(name: str) -> PlainLinear:
         return PlainLinear(tensors[f"{prefix}{name}_proj.weight"])
 
-    return {
-        "qkv": [linear(f"self_attn.{name}") for name in "qkv"],
-        "output": linear("self_attn.o"),
-        "gate_up": [linear("mlp.gate"), linear("mlp.up")],
-        "down": linear("mlp.down"),
-    }
+    packing.add_layer(
+        index,
+        [*(tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")), None, None],
+        qkv=[linear(f"self_attn.{name}") for name in "qkv"],
+        output=linear("self_attn.o"),
+        gate_up=[linear("mlp.gate"), linear("mlp.up")],
+        down=linear("mlp.down"),
+    )
+
+
+def decoder_shape(about: Mapping[str, Any], packing: DecoderPacking) -> DecoderShape:
+    """Of what was packed. `about`: names and sizes as in the config.json of a Llama."""
+    num_layers = about["num_hidden_layers"]
+    return DecoderShape(
+        num_layers=num_layers,
+        hidden_size=about["hidden_size"],
+        intermediate_size=about["intermediate_size"],
+        num_heads=about["num_attention_heads"],
+        num_kv_heads=about["num_key_value_heads"],
+        head_dim=about["head_dim"],
+        scaling=about["head_dim"] ** -0.5,
+        epsilon=about["rms_norm_eps"],
+        element_type=ElementType.BFLOAT16,
+        sliding_windows=(0,) * num_layers,
+        matrix_sizes=packing.matrix_sizes,
+    )
 
 
 def pack_default_model(
@@ -69,11 +88,6 @@ def pack_default_model(
     if config.dtype not in ("auto", "bfloat16"):
         return None
     about, tensors = read_json(directory / "config.json"), map_tensors(directory / "model.safetensors")
-    window = about["max_position_embeddings"]
-    if config.max_model_len > window:
-        raise ConfigError(
-            f"model.max_model_len {config.max_model_len} is beyond the model's window: set at most {window}"
-        )
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         num_layers=about["num_hidden_layers"],
@@ -81,31 +95,16 @@ def pack_default_model(
         num_kv_heads=about["num_key_value_heads"],
         head_dim=about["head_dim"],
         vocab_size=about["vocab_size"],
-        max_model_len=config.max_model_len or window,
+        max_model_len=resolve_window(SimpleNamespace(**about), config.max_model_len).max_model_len,
         dtype="bfloat16",
     )
     packing = DecoderPacking(kernels, quantise=config.weights == INT8)
     for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        norms = [tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")]
-        packing.add_layer(layer, [*norms, None, None], **layer_weights(tensors, prefix))
+        add_layer(packing, layer, tensors, f"model.layers.{layer}.")
     packing.add_rotation(inverse_frequencies(about["rope_parameters"]["rope_theta"], spec.head_dim), spec.max_model_len)
     packing.add_matrix("head", [PlainLinear(tensors["model.embed_tokens.weight"])])
     packing.add_norm("final_norm", tensors["model.norm.weight"])
-    shape = DecoderShape(
-        num_layers=spec.num_layers,
-        hidden_size=about["hidden_size"],
-        intermediate_size=about["intermediate_size"],
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        scaling=spec.head_dim**-0.5,
-        epsilon=about["rms_norm_eps"],
-        element_type=ElementType.BFLOAT16,
-        sliding_windows=(0,) * spec.num_layers,
-        matrix_sizes=packing.matrix_sizes,
-    )
-    weights = DecoderWeights(shape, packing.blobs)
+    weights = DecoderWeights(decoder_shape(about, packing), packing.blobs)
     _check(RunnableModel(model=None, native=NativeDecoder(kernels, weights), device="cpu", spec=spec), config)
     return spec, weights
 
@@ -124,7 +123,7 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
     )
     expected = np.asarray(recorded["logits"])  # [num_tokens, n], of these ids
     difference = np.abs(np.take_along_axis(logits, np.asarray(recorded["ids"]), 1) - expected).max() / expected.max()
-    if not difference <= (allowed := _TOLERANCE[config.weights == INT8]):
+    if not difference <= (allowed := allowed_difference("bfloat16", is_lossy=config.weights == INT8)):
         raise ModelError(
             f"the native kernels' logits differ from the default model's by {difference:.2g} of the largest "
             f"({allowed} allowed): set model.kernels to torch"

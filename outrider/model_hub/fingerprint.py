@@ -65,15 +65,15 @@ def canonical_json(value: dict[str, Any]) -> bytes:
     return json.dumps(strip(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _offsets(header: bytes) -> list[tuple[int, int]]:
-    """[start, end) of all tensors of a safetensors file. Raises what a header that is none makes of it."""
-    tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
-    return [(int(start), int(end)) for start, end in tensors]
+def weight_names(directory: Path) -> tuple[str, ...]:
+    """As FORMATS, of this checkpoint: its config.json may name another file. Raises ModelError."""
+    name = read_json(directory / "config.json").get("transformers_weights")
+    return (name.removesuffix(".index.json"),) if isinstance(name, str) else FORMATS
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The weight files that transformers loads from `directory`. Raises ModelError when there are none, or not all."""
-    for name in FORMATS:
+    for name in (names := weight_names(directory)):
         if (directory / name).is_file():
             return [directory / name]
         index = directory / f"{name}.index.json"
@@ -83,7 +83,7 @@ def weight_files(directory: Path) -> list[Path]:
                 if not path.is_file():
                     raise ModelError(f"{index} names {path.name}, which is missing: copy or download it again")
             return files
-    raise ModelError(f"{directory} has no weights: expected {' or '.join(FORMATS)}, or an index of several files")
+    raise ModelError(f"{directory} has no weights: expected {' or '.join(names)}, or an index of several files")
 
 
 def indexed_files(index: Path) -> list[str]:
@@ -94,32 +94,39 @@ def indexed_files(index: Path) -> list[str]:
     return sorted(set(weights.values()))
 
 
-def check_weight_files(directory: Path) -> None:
+def check_weight_files(directory: Path) -> list[str]:
     """Raises ModelError naming the file that is missing, cut short or no safetensors, and the fix.
 
-    A loader tells of a damaged file without saying which of a model's many it is.
+    A loader tells of a damaged file without saying which of a model's many it is. Returns the state of the files:
+    another one once any of them has changed.
     """
-    for path in weight_files(directory):
+    files = weight_files(directory)
+    for path in files:
         if path.suffix == ".safetensors":
-            why = _what_is_wrong(path)
-            if why:
-                raise ModelError(f"{path} is damaged: {why}; copy or download it again")
+            read_header(path)
+    return [_state(path) for path in files]
 
 
-def _what_is_wrong(path: Path) -> str:
-    """Empty for a file whose header fits its size."""
-    size = path.stat().st_size
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """(where the data begin, what it says of each tensor) of a safetensors file. Raises ModelError, as above."""
+    size, why = path.stat().st_size, ""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if size < LENGTH_BYTES or length > size - LENGTH_BYTES:
-            return f"its header claims {length:,} of {size:,} bytes"
-        header = file.read(length)
+        start = LENGTH_BYTES + length
+        header = file.read(length) if start <= size else b"{}"
     try:
-        num_bytes = max((end for _, end in _offsets(header)), default=0)
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        ends = [int(end) for _, end in (entry["data_offsets"] for entry in tensors.values())]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        return f"its header is no safetensors header ({type(error).__name__})"
-    whole = LENGTH_BYTES + length + num_bytes
-    return "" if size == whole else f"it has {size:,} of {whole:,} bytes"
+        why = f"its header is no safetensors header ({type(error).__name__})"
+    else:
+        if start > size:
+            why = f"its header claims {length:,} of {size:,} bytes"
+        elif size != (whole := start + max(ends, default=0)):
+            why = f"it has {size:,} of {whole:,} bytes"
+    if why:
+        raise ModelError(f"{path} is damaged: {why}; copy or download it again")
+    return start, tensors
 
 
 def file_sha256(path: Path) -> str:

@@ -77,7 +77,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     window = resolve_window(text_config, config.max_model_len)
     if window.is_extended:
         fix_rotations(text_config)
-    check_weight_files(location.directory)
+    state = check_weight_files(location.directory)
     kernels = choose_model_kernels(config, device, progress=progress)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
     model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress, num_ranks=num_ranks)
@@ -112,6 +112,8 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         native=native,
         weights_from="checkpoint",
     )
+    if check_weight_files(location.directory) != state:  # its fingerprint may be that of other weights
+        raise ModelError(f"{location.directory} changed while it was loaded: start again")
 
     def exact() -> Tensor:
         if getattr(hf_config, "quantization_config", None):

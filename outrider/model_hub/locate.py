@@ -10,7 +10,7 @@ from outrider.cache_directory import user_cache_directory
 from outrider.errors import ModelError, NotFoundError
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, default_directory, ensure_default_model
-from outrider.model_hub.fingerprint import FORMATS, indexed_files
+from outrider.model_hub.fingerprint import indexed_files, weight_names
 from outrider.model_hub.progress import Progress, no_progress
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -70,7 +70,7 @@ def _download(config: ModelConfig) -> Path:
 
     try:
         directory = snapshot(DOWNLOADED)
-        for name in FORMATS:
+        for name in weight_names(directory):
             index = directory / f"{name}.index.json"
             names = indexed_files(index) if index.is_file() else [name]
             directory = snapshot((*DOWNLOADED, *names))

@@ -48,17 +48,20 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     started: list[CpuKernels] = []  # by whoever packed here
 
     def pack() -> Packed | None:
+        made: tuple[ModelSpec, DecoderWeights] | None = None
         if config.id == DEFAULT_MODEL_ID:
             started.append(start_kernels(kernels, config))
-            if (made := pack_default_model(location.directory, config, started[0])) is not None:
-                return Packed({"spec": asdict(made[0]), "shape": asdict(made[1].shape)}, made[1].blobs)
-        loaded.append(_load(config, progress))
+            made = pack_default_model(location.directory, config, started[0])
+        if made is None:
+            loaded.append(_load(config, progress))
+            native = loaded[0].native
+            made = (loaded[0].spec, native.weights) if isinstance(native, NativeDecoder) else None
         if PackedKey.of(config, location.directory, kernels) != key:
             raise ModelError(f"{location.directory} changed while it was loaded: start again")
-        native = loaded[0].native
-        if not isinstance(native, NativeDecoder):
+        if made is None:
             return None
-        return Packed({"spec": asdict(loaded[0].spec), "shape": asdict(native.weights.shape)}, native.weights.blobs)
+        spec, weights = made
+        return Packed({"spec": asdict(spec), "shape": asdict(weights.shape)}, weights.blobs)
 
     packed, problem = open_packed(key, pack, apart=partial(pack_apart, config, progress), progress=progress)
     if packed is None:

@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from types import SimpleNamespace
+
     from transformers import PretrainedConfig
 
 MAX_WINDOW = 1 << 20
 """Positions beyond cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
+_ENDLESS = 1 << 62
+"""Tokens: what a factor without measure makes of a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Window:
     is_extended: bool = False  # beyond the original window of rotations that depend on the length
 
 
-def resolve_window(config: PretrainedConfig, wanted: int = 0) -> Window:
+def resolve_window(config: PretrainedConfig | SimpleNamespace, wanted: int = 0) -> Window:
     """Of a decoder with this (text) configuration. `wanted`: model.max_model_len, 0 for the model's own.
 
     As vLLM: the window that a configuration states, times the factor of a "linear" rotation, or the original one times
@@ -37,7 +41,7 @@ def resolve_window(config: PretrainedConfig, wanted: int = 0) -> Window:
     than MAX_WINDOW. Raises ConfigError for a window that the model does not have, ModelError for numbers that are none.
     """
     stated = int(_positive(getattr(config, "max_position_embeddings", None), "max_position_embeddings"))
-    limits = [_limits(rotation, stated, is_only=not by_layer) for by_layer, rotation in _rotations(config)]
+    limits = [_limits(rotation, stated, layers) for layers, rotation in _rotations(config)]
     own = min((own for own, _ in limits if own), default=stated)
     most = min((most for _, most in limits if most), default=stated)
     if not own and not wanted:
@@ -73,32 +77,33 @@ def fix_rotations(config: PretrainedConfig) -> None:
             rotation.pop("factor", None)
 
 
-def _rotations(config: PretrainedConfig) -> list[tuple[bool, dict[str, Any]]]:
-    """(whether it is of some layers only, its parameters): one of all layers, or one for each type of layer."""
+def _rotations(config: PretrainedConfig | SimpleNamespace) -> list[tuple[str, dict[str, Any]]]:
+    """(the type of its layers, its parameters) of each rotation; ("", …) of the only one of a model."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    by_layer = [rotation for rotation in parameters.values() if isinstance(rotation, dict)]
-    return [(True, rotation) for rotation in by_layer] or [(False, parameters)] * bool(parameters)
+    by_layer = [(layers, rotation) for layers, rotation in parameters.items() if isinstance(rotation, dict)]
+    return by_layer or [("", parameters)] * bool(parameters)
 
 
 def _kind(rotation: Mapping[str, Any]) -> str:
     return str(rotation.get("rope_type") or rotation.get("type") or "default")
 
 
-def _limits(rotation: Mapping[str, Any], stated: int, *, is_only: bool) -> tuple[int, int]:
-    """(the window by default, the largest) of one rotation; 0: no other than what the model states."""
+def _limits(rotation: Mapping[str, Any], stated: int, layers: str) -> tuple[int, int]:
+    """(the window by default, the largest) of one rotation; 0: it sets no bound, as where layers see a few tokens."""
     kind = _kind(rotation)
     factor = max(_positive(rotation.get("factor"), "factor", 1.0), 1.0)
     original = _positive(rotation.get("original_max_position_embeddings"), "original_max_position_embeddings", stated)
-    extended = max(stated, int(original * factor))
+    extended = max(stated, int(min(original * factor, _ENDLESS)))
+    extended_stated = int(min(stated * factor, _ENDLESS))
     if kind == "yarn":
         return extended, extended
     if kind == "longrope":
         return int(original), extended
     if kind == "dynamic":
-        return stated, int(stated * factor)
-    if kind == "linear" and is_only:  # where layers differ, as in Gemma 3, the window is stated with it
-        return int(stated * factor), int(stated * factor)
-    return 0, 0
+        return stated, extended_stated
+    if kind == "linear" and not layers:  # where layers differ, as in Gemma 3, the window is stated with it
+        return extended_stated, extended_stated
+    return (0, 0) if "sliding" in layers else (stated, stated)
 
 
 def _positive(value: Any, name: str, default: float = 0.0) -> float:

@@ -158,7 +158,9 @@ def test_a_norm_of_trained_weights_is_known_by_every_output(dtype, largest, offs
 
 @pytest.mark.parametrize("other", [{"subtracts_mean": True}, {"epsilon": 1e-4}, {"offset": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_another_function_is_no_rms_norm(other, dtype):
-    module = nn.Sequential(Norm(torch.full((8192,), 3.0), dtype=dtype, **other))
+@pytest.mark.parametrize("weight", [3.0, 1e-3])
+def test_another_function_is_no_rms_norm(other, dtype, weight):
+    """Small weights make all outputs small, and what is wrong with them."""
+    module = nn.Sequential(Norm(torch.full((8192,), weight), dtype=dtype, **other))
     replace_norms(module, OurNorm)
     assert type(module[0]) is Norm

@@ -163,6 +163,16 @@ def test_a_block_that_cannot_be_drafted_is_refused(target, tmp_path, form, named
     assert named in refusal(head, target, ConfigError)
 
 
+def test_a_target_is_what_transformers_loads_of_it_up_to_the_longest_window(tmp_path):
+    """Repositories keep the same tensors in other files, too, and some of them are older."""
+    target = make_tiny_model(tmp_path)
+    own = Target.open(target).embedding().clone()
+    save_file({"model.embed_tokens.weight": torch.zeros_like(own)}, target / "original.safetensors")
+    change_config(target, lambda config: config.update(max_position_embeddings=4 << 20))
+    assert torch.equal(Target.open(target).embedding(), own)
+    assert Target.open(target).max_model_len == 1 << 20
+
+
 def test_what_is_open_does_not_change_with_its_file(tmp_path):
     """A mapped file that is overwritten would change the weights; one that is cut would end the process."""
     for name, logits in (("eagle3", logits_of), ("dflash", block_logits_of)):

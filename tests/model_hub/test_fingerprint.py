@@ -133,6 +133,22 @@ def test_weight_files_are_those_that_transformers_loads(directory, model_fingerp
         weight_files(directory)
 
 
+def test_weights_that_the_configuration_names_are_those_that_count(directory, model_fingerprint):
+    """transformers_weights of config.json: transformers loads it in place of model.safetensors."""
+    (directory / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
+    with pytest.raises(ModelError, match=r"has no weights: expected other\.safetensors"):
+        weight_files(directory)
+    (directory / "other.safetensors").write_bytes(b"before")
+    before = model_fingerprint(directory, dtype="float32")
+    change(directory / "model.safetensors", offset=-1)
+    assert model_fingerprint(directory, dtype="float32") == before
+    change(directory / "other.safetensors", offset=-1)
+    assert model_fingerprint(directory, dtype="float32") != before
+    (directory / "config.json").write_text('{"transformers_weights": "parts.safetensors.index.json"}')
+    (directory / "parts.safetensors.index.json").write_text('{"weight_map": {"x": "other.safetensors"}}')
+    assert weight_files(directory) == [directory / "other.safetensors"]
+
+
 def test_configuration_and_identity_reach_no_torch():
     modules = "config vocabulary fingerprint default_model locate progress"
     script = "; ".join(f"import outrider.model_hub.{name}" for name in modules.split())

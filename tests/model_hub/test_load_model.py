@@ -16,7 +16,7 @@ from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.load import load_model, resolve_dtype
-from outrider.model_hub.support import describe_decoder
+from outrider.model_hub.support import check_paged_forward, describe_decoder
 from outrider.model_hub.window import resolve_window
 from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model
 
@@ -286,6 +286,14 @@ def test_rounding_of_its_own_hides_no_fault(rounding_chooses, monkeypatch):
         ModelError, match=r"differs from the model's own by .* of the largest logit, the mean of 80 rows"
     ):
         load(rounding_chooses("mixtral"), dtype="bfloat16", kernels="torch")
+
+
+def test_logits_of_nothing_are_refused_however_far_rounding_goes(tiny):
+    """Three times the rounding of a model that amplifies it is more than what two of its logits differ by."""
+    model = load(tiny, dtype="bfloat16", kernels="torch")
+    rounded, exact = torch.randn((2, 2, 40, model.spec.vocab_size), generator=torch.Generator().manual_seed(1))
+    with pytest.raises(ModelError, match="differs from the model's own by"):
+        check_paged_forward(model, rounded, exact=lambda: exact)
 
 
 class QuantizedLinear(torch.nn.Module):

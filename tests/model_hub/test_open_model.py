@@ -136,6 +136,21 @@ def test_weights_that_change_while_they_are_loaded_are_not_kept_as_those_before(
     assert folders(cache) == []
 
 
+def test_weights_that_change_while_they_are_loaded_are_not_named_as_those_after(tmp_path, monkeypatch):
+    """Nor where nothing is packed: the node would have the old weights, and the fingerprint of the new ones."""
+    path = make_tiny_model(tmp_path / "gemma", architecture="gemma")
+    original = load_module._load_weights
+
+    def load(*arguments, **options):
+        loaded = original(*arguments, **options)
+        edit(path)
+        return loaded
+
+    monkeypatch.setattr(load_module, "_load_weights", load)
+    with pytest.raises(ModelError, match="changed while it was loaded"):
+        load_model(ModelConfig(id=str(path), num_threads=1))
+
+
 def test_a_start_from_packed_weights_reaches_no_transformers(opened, tiny, cache):
     opened()
     program = (

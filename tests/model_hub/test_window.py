@@ -53,6 +53,12 @@ PLAIN = rope("default")
         (ORIGINAL, {"full_attention": YARN, "sliding_attention": PLAIN}, 2048, 2048),
         (2048, {"full_attention": rope("linear", factor=8.0), "sliding_attention": PLAIN}, 2048, 2048),  # Gemma 3
         (2048, {"full_attention": PLAIN, "sliding_attention": None}, 2048, 2048),
+        (ORIGINAL, {"full_attention": PLAIN, "sliding_attention": YARN}, ORIGINAL, ORIGINAL),
+        (ORIGINAL, {"full_attention": rope("llama3", factor=8.0), "sliding_attention": LONG}, ORIGINAL, ORIGINAL),
+        (ORIGINAL, {"full_attention": YARN, "sliding_attention": rope("linear", factor=2.0)}, 2048, 2048),
+        (ORIGINAL, rope("yarn", factor=1.0), ORIGINAL, ORIGINAL),
+        (ORIGINAL, rope("yarn", factor=1e308), MAX_WINDOW, MAX_WINDOW),
+        (ORIGINAL, rope("linear", factor=1e308), MAX_WINDOW, MAX_WINDOW),
         (4 << 20, PLAIN, MAX_WINDOW, MAX_WINDOW),
         (MAX_WINDOW, rope("linear", factor=4.0), MAX_WINDOW, MAX_WINDOW),
     ],

@@ -67,14 +67,7 @@ class DecoderWeights:
 
     def matrix(self, name: str) -> MatrixStruct:
         """Points to blobs, which it does not keep alive."""
-        scales = self.address(f"{name}.{SCALES}")
-        return MatrixStruct(
-            self.address(f"{name}.{PACKED}"),
-            self.address(f"{name}.{BIAS}"),
-            scales,
-            *self.shape.matrix_sizes[name],
-            self.shape.element_type if scales is None else ElementType.INT8,
-        )
+        return _matrix(self.blobs, name, self.shape.matrix_sizes[name], self.shape.element_type)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,11 +83,9 @@ class PackedReduction(FeatureSpec):
 
     @property
     def projection(self) -> MatrixStruct:
-        """Points to blobs, which it does not keep alive; empty without one."""
-        packed, bias = (_address(self.blobs, f"reduction.projection.{part}") for part in (PACKED, BIAS))
-        if packed is None:
-            return MatrixStruct()
-        return MatrixStruct(packed, bias, None, self.width, len(self.taps) * self.hidden_size, self.element_type)
+        """Points to blobs, which it does not keep alive; without `packed` where there is none."""
+        sizes = (self.width, len(self.taps) * self.hidden_size)
+        return _matrix(self.blobs, "reduction.projection", sizes, self.element_type)
 
     def struct(self, plane: np.ndarray) -> FeaturesStruct:
         """For decoder steps that write to `plane` [num_blocks, block_size, 1, width]; keeps nothing alive."""
@@ -108,6 +99,13 @@ class PackedReduction(FeatureSpec):
             self.projection,
             plane.ctypes.data,
         )
+
+
+def _matrix(
+    blobs: Mapping[str, np.ndarray], name: str, sizes: tuple[int, int], element_type: ElementType
+) -> MatrixStruct:
+    packed, bias, scales = (_address(blobs, f"{name}.{part}") for part in (PACKED, BIAS, SCALES))
+    return MatrixStruct(packed, bias, scales, *sizes, element_type if scales is None else ElementType.INT8)
 
 
 def _address(blobs: Mapping[str, np.ndarray], name: str) -> int | None:
