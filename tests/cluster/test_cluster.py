@@ -195,13 +195,14 @@ def test_a_node_that_another_refuses_is_told_by_its_name(tmp_path):
 def test_folders_of_clusters_that_are_gone_are_removed_after_a_day(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yesterday = time.time() - 2 * 86_400
-    names = ("outrider-7-left", "outrider-8-new", "outrider-9-running", "outrider-of-somebody")
-    gone, new, running, foreign = folders = [tmp_path / name for name in names]
+    names = ("7-1badcafe", "8-2badcafe", "9-turns-runni_ng", "10-4badcafe", "2026-11-26", "of-somebody")
+    gone, new, running, written, *foreign = folders = [tmp_path / f"outrider-{name}" for name in names]
     for folder in folders:
         folder.mkdir()
-        (folder / "router.log").touch()
-        if folder is not new:
-            os.utime(folder, (yesterday, yesterday))
+        log = folder / "router.log"
+        log.touch()
+        for path in (folder, log) if folder not in (new, written) else (folder,) if folder is written else ():
+            os.utime(path, (yesterday, yesterday))
     descriptor = os.open(running, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     try:
@@ -210,7 +211,7 @@ def test_folders_of_clusters_that_are_gone_are_removed_after_a_day(tmp_path, mon
             assert cluster.log_directory.parent == tmp_path
     finally:
         os.close(descriptor)
-    assert sorted(path for path in tmp_path.glob("outrider-*")) == sorted([new, running, foreign])
+    assert sorted(path for path in tmp_path.glob("outrider-*")) == sorted([new, running, written, *foreign])
     assert not gone.exists()
 
 
