@@ -18,6 +18,8 @@ import pytest
 
 from outrider.client import Client
 from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch, Supervision
+from outrider.cluster.child import Child
+from outrider.cluster.plan import ChildSpec
 from outrider.errors import NotFoundError, PeerLostError
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.waiting import wait_for
@@ -180,6 +182,19 @@ def test_a_log_is_bounded_however_much_a_process_writes(tmp_path):
         assert old.read_bytes().endswith(b"x\n")
     assert 0 < largest <= 2 * most
     assert '"event": "stopped"' in log.read_text()
+
+
+def test_a_log_is_bounded_also_when_its_name_is_gone(tmp_path):
+    child = Child(ChildSpec(name="decode-0", role="decode_node"), tmp_path / "logs" / "decode-0.log")
+    child.spawn(["sh", "-c", "head -c 2000000 /dev/zero; exec sleep 60"], os.environ)
+    written = Path(f"/proc/{child.pid}/fd/1")
+    wait_for(lambda: written.stat().st_size == 2_000_000)
+    shutil.rmtree(child.log_path.parent)
+    with pytest.raises(FileNotFoundError):
+        child.bound_log(1 << 20)
+    assert written.stat().st_size == 0
+    child.send_signal(signal.SIGKILL)
+    wait_for(lambda: child.reap() is not None)
 
 
 def test_a_node_that_another_refuses_is_told_by_its_name(tmp_path):
