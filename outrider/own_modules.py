@@ -37,10 +37,12 @@ def without_working_folder(environ: Mapping[str, str]) -> dict[str, str]:
     `PYTHONPATH` does not name the working folder either, as `PYTHONPATH=.` does, unless our packages lie there.
     """
     others = {name: value for name, value in environ.items() if name != SEARCH_PATH}
+    entries = environ.get(SEARCH_PATH, "").split(os.pathsep)
     try:
         here = Path.cwd()
     except FileNotFoundError:  # it was removed, with all that is in it
-        return others
-    folders = [Path(entry).absolute() for entry in environ.get(SEARCH_PATH, "").split(os.pathsep)]
-    kept = [str(folder) for folder in folders if folder.resolve() != here or here == ROOT]
+        kept = [entry for entry in entries if Path(entry).is_absolute()]
+    else:
+        folders = [Path(entry).absolute() for entry in entries]
+        kept = [str(folder) for folder in folders if folder.resolve() != here or here == ROOT]
     return {**others, **({SEARCH_PATH: os.pathsep.join(kept)} if kept else {})}

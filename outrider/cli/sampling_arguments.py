@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +24,18 @@ def text_or_file(value: str) -> str:
 
 
 def json_object(value: str) -> Any:
-    """Raises: argparse.ArgumentTypeError; ValueError for what is not JSON."""
-    found = json.loads(text_or_file(value))
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError("a JSON object is needed")
+    """Raises: argparse.ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text_or_file(value))
+        if isinstance(found, dict):
+            return found
+    raise argparse.ArgumentTypeError(f"a JSON object is needed, not {value}")
+
+
+def seconds(value: str) -> float:
+    """Raises: argparse.ArgumentTypeError; ValueError for what is no number."""
+    if not 0 < (found := float(value)) < math.inf:
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0 is needed, not {value}")
     return found
 
 
@@ -42,7 +52,7 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "min_tokens": (int, "N", "minimum number of tokens"),
     "num_speculative_tokens": (int, "K", "maximum draft tokens in one step"),
     "priority": (int, "P", "higher goes first"),
-    "timeout_seconds": (float, "S", "give up after this long"),
+    "timeout_seconds": (seconds, "S", "give up after this long"),
     "json_schema": (text_or_file, "SCHEMA", "answer with JSON of this schema; @FILE reads it"),
     "regex": (text_or_file, "PATTERN", "answer with a text that matches all of it; @FILE reads it"),
     "grammar": (text_or_file, "LARK", "answer with a text of this grammar; @FILE reads it"),

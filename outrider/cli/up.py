@@ -17,6 +17,7 @@ from outrider import __version__
 from outrider.cli.cluster_arguments import HEAD, SECTIONS, add_cluster_arguments
 from outrider.cli.config import sections_of
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
+from outrider.cluster.cluster import SIGNAL_SECONDS
 from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_arguments import require_gateway
@@ -38,8 +39,6 @@ from outrider.service.address import loopback
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
 
-SIGNAL_SECONDS = 0.5
-"""A signal that comes just before this thread begins to wait is handled after it has waited."""
 SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
 
 

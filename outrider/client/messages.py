@@ -19,13 +19,19 @@ _RENDER = "render the chat yourself (apply_chat_template) and give its token ids
 
 def is_chat(prompt: Any) -> bool:
     """Whether it is a list of messages, right ones or not."""
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], (ChatMessage, Mapping))
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and (isinstance(prompt[0], (ChatMessage, Mapping)) or hasattr(prompt[0], "model_dump"))
 
 
 def read_message(message: Any) -> ChatMessage:
-    """A ChatMessage, or a dict of OpenAI's with a role and text. Raises: ValueError that says what it is not."""
+    """A ChatMessage, or a message of OpenAI's, a dict or its client's own, with a role and text.
+
+    Raises: ValueError that says what it is not.
+    """
     if isinstance(message, ChatMessage):
         return message
+    if hasattr(message, "model_dump"):
+        message = message.model_dump()
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a dict with role and content, not {reprlib.repr(message)}")
     role, content = message.get("role"), message.get("content")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
+import reprlib
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, TypedDict, Unpack
 from uuid import uuid4
@@ -122,9 +122,9 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
         _assign(request, "sampling.json_schema", schema if isinstance(schema, str) else _schema_text(schema))
     if "choice" in options:
         _assign(request.sampling.choice, "options", options["choice"], name="sampling.choice")
-    if "logprobs_mode" in options:
+    if options.get("logprobs_mode") is not None:
         request.output.logprobs_mode = _choose(LOGPROBS_MODES, options["logprobs_mode"], "output.logprobs_mode")
-    if "verification_method" in options:
+    if options.get("verification_method") is not None:
         request.speculation.method = _choose(VERIFICATION_METHODS, options["verification_method"], "speculation.method")
     resume_window_seconds = options.get("resume_window_seconds")
     if resume_window_seconds is not None:
@@ -186,7 +186,10 @@ def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> Non
             _assign(added, "content", read.content, name=f"{name}.content")
         _assign(request, "chat.add_generation_prompt", options.get("add_generation_prompt"))
         _assign(request, "chat.continue_final_message", options.get("continue_final_message"))
-        variables = _to_json(options.get("chat_template_kwargs") or {}, "chat.template_kwargs")
+        variables = options.get("chat_template_kwargs") or {}
+        if not isinstance(variables, Mapping):
+            raise InvalidRequestError("chat.template_kwargs: a dict is needed", field="chat.template_kwargs")
+        variables = _to_json(variables, "chat.template_kwargs")
         _assign(request, "chat.template_kwargs", variables)
     elif isinstance(request, router_pb2.TokenizeRequest):
         raise InvalidRequestError("only text and chats are tokenized", field="input")
@@ -208,11 +211,14 @@ def _to_json(values: Mapping[str, Any], field: str) -> dict[str, str]:
 
 
 def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
-    """Raises: InvalidRequestError when it is no finite number."""
-    if not math.isfinite(seconds):
-        raise InvalidRequestError(f"{field} must be finite, not {seconds}", field=field)
+    """Raises: InvalidRequestError when it is no finite number, or of more than 10,000 years."""
     duration = duration_pb2.Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
+    try:
+        duration.FromNanoseconds(round(seconds * 1e9))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(
+            f"{field} must be a finite number of seconds, not {seconds!r}", field=field
+        ) from error
     return duration
 
 
@@ -239,7 +245,9 @@ def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
         else:
             setattr(message, field, value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise InvalidRequestError(f"{name or path}: {error}", field=name or path) from error
+        is_no_text = str(error).startswith("bad argument")  # so protobuf calls what is neither text nor bytes
+        problem = f"text is needed, not {reprlib.repr(value)}" if is_no_text else error
+        raise InvalidRequestError(f"{name or path}: {problem}", field=name or path) from error
 
 
 def _choose(table: EnumTable[Any], value: str, field: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -65,7 +66,7 @@ class Attempts:
     ) -> None:
         self._policy = policy
         self._clock = clock
-        self._deadline = None if timeout_seconds is None else clock() + timeout_seconds
+        self._deadline = None if timeout_seconds in (None, math.inf) else clock() + timeout_seconds
         self.num_attempts = 1
 
     def remaining_seconds(self) -> float | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 from collections.abc import Sequence
 
 DEFAULT_PORT = 50051
+MAX_PORT = 65_535
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 _LISTS_OF_THEIR_OWN = ("ipv4:", "ipv6:")  # gRPC targets that may contain commas
 
@@ -17,10 +19,12 @@ class Targets:
     def __init__(self, targets: str | Sequence[str]) -> None:
         """`targets` is one target, several with commas between them, or a sequence.
 
-        Raises: ValueError for none, and for an https:// URL.
+        Raises: ValueError for none, for what is no target, and for an https:// URL.
         """
         if isinstance(targets, str):
             targets = [targets] if targets.startswith(_LISTS_OF_THEIR_OWN) else targets.split(",")
+        if not isinstance(targets, Sequence) or not all(isinstance(target, str) for target in targets):
+            raise ValueError(f"a target is HOST:PORT, not {targets!r}")
         self.all = tuple(dict.fromkeys(dialled(target.strip()) for target in targets if target.strip()))
         if not self.all:
             raise ValueError("a client needs at least one target")
@@ -40,13 +44,17 @@ class Targets:
 
 def dialled(target: str) -> str:
     """The target as gRPC takes it: a host without a port gets a router's, and http:// goes. Raises: ValueError."""
-    if target.startswith("https://"):
+    scheme, is_url, rest = target.partition("://")
+    if is_url and scheme.lower() in ("https", "grpcs"):
         raise ValueError(f"{target}: a target is HOST:PORT; TLS is asked for by tls (of commands: --tls, --authority)")
-    if target.startswith("http://"):
-        target = target.removeprefix("http://").partition("/")[0]
-    try:
-        host = ipaddress.ip_address(target.strip("[]"))
-    except ValueError:
-        has_port_or_scheme = re.search(r":(//|\d+$)|^(unix|unix-abstract|dns|ipv4|ipv6|xds|vsock):", target)
-        return target if has_port_or_scheme else f"{target}:{DEFAULT_PORT}"
-    return f"[{host}]:{DEFAULT_PORT}" if host.version == 6 else f"{host}:{DEFAULT_PORT}"
+    if is_url and scheme.lower() in ("http", "grpc"):
+        target = rest.partition("/")[0]
+    if re.match(r"(unix|unix-abstract|dns|ipv4|ipv6|xds|vsock):(?!\d+$)|\w+://", target):
+        return target
+    with contextlib.suppress(ValueError):
+        host = ipaddress.ip_address(re.sub(r"^\[(.*)\]$", r"\1", target))
+        return f"[{host}]:{DEFAULT_PORT}" if host.version == 6 else f"{host}:{DEFAULT_PORT}"
+    found = re.fullmatch(r"(\[[^\[\]]+\]|[^:/\[\]]+)(?::(\d+))?", target)
+    if found is None or int(found[2] or DEFAULT_PORT) > MAX_PORT:
+        raise ValueError(f"{target}: a target is HOST:PORT, for example {DEFAULT_TARGET} or [::1]:{DEFAULT_PORT}")
+    return target if found[2] else f"{target}:{DEFAULT_PORT}"

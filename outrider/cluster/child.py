@@ -9,8 +9,9 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from outrider.cluster.plan import ChildSpec
 from outrider.errors import MAX_DESCRIPTION
@@ -89,6 +90,7 @@ class Child:
         self._buffer = b""
         self._unheard: list[dict[str, Any]] = []  # announcements of a process that has ended
         self._failure = ""  # as it announced
+        self._log: FileIO | None = None  # while the process runs
         self._log_start = 0  # where this life's part of the log begins
 
     @property
@@ -107,17 +109,17 @@ class Child:
         """
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
-            with self._open_log() as log:
-                self._log_start = log.tell()
-                self._process = subprocess.Popen(  # noqa: S603 the cluster's own command
-                    tied(command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(writer,),
-                    env={**without_working_folder(environ), ANNOUNCE_VARIABLE: str(writer)},
-                    start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
-                )
+            log = self._open_log()
+            self._log_start = log.seek(0, os.SEEK_END)
+            self._process = subprocess.Popen(  # noqa: S603 the cluster's own command
+                tied(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writer,),
+                env={**without_working_folder(environ), ANNOUNCE_VARIABLE: str(writer)},
+                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
+            )
         except OSError:
             os.close(reader)
             raise
@@ -145,28 +147,32 @@ class Child:
     def bound_log(self, max_bytes: int) -> None:
         """A log that has grown beyond this goes to `LOG.1`, whose content is lost. Raises: OSError.
 
-        It is copied and emptied: the process, and libraries in it, go on writing to the same file, at its end.
+        It is copied and emptied: the process, and libraries in it, go on writing to the same file, at its end; also
+        when somebody has removed its name.
         """
-        if self.log_path.stat().st_size <= max_bytes or not self.log_path.is_file():
+        if self._log is None or os.fstat(self._log.fileno()).st_size <= max_bytes:
             return
         try:
-            with self.log_path.open("rb") as log:
-                log.seek(-max_bytes, os.SEEK_END)
-                self._old_log_path.write_bytes(log.read(max_bytes))  # no more, however fast it grows
+            self._log.seek(-max_bytes, os.SEEK_END)
+            recent = self._log.read(max_bytes)  # no more, however fast it grows
+            self.log_path.with_name(f"{self.log_path.name}.1").write_bytes(recent)
         finally:  # also on a full disk: this makes room
-            os.truncate(self.log_path, 0)
+            self._log.truncate(0)
             self._log_start = 0
 
-    def _open_log(self) -> BinaryIO:
+    def _open_log(self) -> FileIO:
+        self._close_log()
         try:
             self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return self.log_path.open("ab")
+            self._log = FileIO(self.log_path, "a+")
         except OSError:
-            return Path(os.devnull).open("ab")
+            self._log = FileIO(os.devnull, "a+")
+        return self._log
 
-    @property
-    def _old_log_path(self) -> Path:
-        return self.log_path.with_name(f"{self.log_path.name}.1")
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def reap(self) -> int | None:
         """The exit status once the process has ended (negative: the signal's number), else None."""
@@ -176,6 +182,7 @@ class Child:
         if status is None:
             return None
         self._process = None
+        self._close_log()
         self._unheard = self.announcements()
         if self._descriptor is not None:
             os.close(self._descriptor)

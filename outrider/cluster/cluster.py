@@ -34,6 +34,7 @@ TICK_SECONDS = 0.05
 START_SECONDS = 600.0
 """Default patience of `wait_serving`: a first start may download the model."""
 SIGNAL_SECONDS = 0.5
+"""A signal that comes just before the main thread begins to wait is handled after it has waited."""
 NODE_TERM_SHARE = 0.4
 """Nodes get their SIGTERM when the routers have ended, or after this share of the time of routers and gateway."""
 
@@ -144,7 +145,7 @@ class Cluster:
         """Stops everything within about 4.5 s; returns the exit statuses by name. Idempotent."""
         self._stopping.set()
         while self._thread is not None and self._thread.is_alive():
-            self._thread.join(SIGNAL_SECONDS)  # a signal that comes just before it would wait for its end
+            self._thread.join(SIGNAL_SECONDS)
         return self.exit_statuses
 
     def kill_all(self) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
 PREFIX = "outrider-"
-"""Of temporary folders; a number follows."""
+OURS = re.compile(PREFIX + r"\d+-([0-9a-f]{8}|turns-\w{8})")
+"""A temporary folder's name; a folder that a user names for logs, outrider-2026-11-26 for instance, has another."""
 KEPT_SECONDS = 86_400.0
 """How long the logs of a cluster that could not start, or was killed, are kept in a temporary folder."""
 
@@ -36,9 +38,11 @@ def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
 def remove_leftovers() -> None:
     """Folders of this user's clusters whose supervisor is gone, a day after: it was killed, or they could not start."""
     for folder in {Path(tempfile.gettempdir()), memory_directory()}:
-        for path in folder.glob(f"{PREFIX}[0-9]*-*"):
+        for path in folder.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
-                found = path.lstat()
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > KEPT_SECONDS:
+                if not OURS.fullmatch(path.name) or path.lstat().st_uid != os.getuid():
+                    continue
+                last_write = max(each.lstat().st_mtime for each in (path, *path.iterdir()))
+                if time.time() - last_write > KEPT_SECONDS:
                     os.close(hold(path, fcntl.LOCK_EX))
                     shutil.rmtree(path)

@@ -43,6 +43,8 @@ OTHER_VARIABLES = frozenset(
     )
 )
 """What is no setting."""
+OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
+"""What Kubernetes sets in every pod for a service of a name such as outrider-router."""
 DRAFTS = ("cluster.draft", "model.head", "draft_node.proposer")
 """They say who drafts: where one of these is set, a speculative_config that it overrides does not count at all."""
 
@@ -174,7 +176,8 @@ class _Known:
         """A warning for each that looks like ours. Raises: ConfigError for one that begins with a section's name."""
         names = {environment_name(key).replace("__", "_"): environment_name(key) for key in self.settings}
         for name in sorted(environ):
-            if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name and name not in OTHER_VARIABLES:
+            is_other = name in OTHER_VARIABLES or OF_SERVICES.fullmatch(f"{name}={environ[name]}")
+            if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name and not is_other:
                 known = [*names, *OTHER_VARIABLES]
                 same_end = [each for each in names if each.endswith(name.removeprefix(ENVIRONMENT_PREFIX[:-1]))]
                 nearest = difflib.get_close_matches(name, same_end or known, n=1, cutoff=0.0)[0]
@@ -238,7 +241,7 @@ def _take_file(known: _Known, file: Path | None) -> Layer:
     try:
         return known.take(entries)
     except ConfigError as error:
-        if other := kind_of_file(entry for entry in entries if not entry.key.startswith(SECTIONS)):
+        if other := kind_of_file(entry for entry in entries if entry.key.partition(".")[0] not in SECTIONS):
             raise ConfigError(other) from error
         if entries and has_rule(entries[0].key):
             raise ConfigError(f"{error}; give a file of another server to --extra-engine-args") from error

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads
     import yaml
 
 NULL, MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
+BLANK = re.compile(r"\$\{\w+(:?[-+?][^}]*)?\}|\$\(\w+\)|^\$\w+(?=[/:]|$)|\{\{[^}]*(?<![\w)\]])\.[a-zA-Z }]")
+"""What a shell, Kubernetes or Helm would fill in: ${NAME:-x}, $(NAME), $NAME and {{ .Values.name }}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,10 @@ def read_entries(path: Path) -> list[Entry]:
 
 def _advice(line: str) -> str:
     """What makes YAML of a line that is none, where the reason is a common one."""
-    if re.match(r" *\t", line):
-        return "; indent by spaces, not by tabs"
+    if "{{" in line or "{%" in line:
+        return "; render a template first, by helm template for example"
+    if "\t" in line:
+        return "; use spaces, not tabs"
     if re.search(r"\[[0-9a-fA-F:.%]+\]:", line):
         return '; put an IPv6 address in quotes: "[::1]:50051"'
     return ""
@@ -84,10 +88,13 @@ def _entries(
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path}:{node.start_mark.line + 1}: the file is a group of settings")
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: settings are needed, each as NAME: VALUE")
     _merge(loader, node)
     for key_node, value_node in node.value:
-        key, line = prefix + str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):  # as of {{ .Values.name }}
+            raise ConfigError(f"{path}:{line}: a group or list is no name; render a template first")
+        key = prefix + key_node.value
         if not prefix and key.startswith(("x-", ".")):  # where Compose and others keep what is only referred to
             continue
         source, same = f"{path}:{line}", key.replace("-", "_")  # in files of other servers
@@ -99,8 +106,9 @@ def _entries(
                 value = loader.construct_object(value_node, deep=True)
             except ValueError as error:  # of a 32nd of March
                 raise ConfigError(f"{source}: {key} is not a value: {error}") from error
-            if isinstance(value, str) and re.search(r"\$\{\w+(:?[-+?][^}]*)?\}", value):
-                raise ConfigError(f"{source}: {key} = {value} is to be filled in first, by envsubst for example")
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, str) and BLANK.search(part):
+                    raise ConfigError(f"{source}: {key} = {part} is to be filled in first, by envsubst for example")
             text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
             yield Entry(key=key, value=value, source=source, text=text)
             continue

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.errors import ConfigError
+from outrider.extras import install_command
 
 DRIVER_LIBRARY = "libcuda.so.1"
 AMD_DRIVER = Path("/dev/kfd")
@@ -33,4 +34,4 @@ def needs_torch(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{what} needs torch and transformers ({error}): install outrider's extra [torch]") from error
+        raise ConfigError(f"{what} needs {error.name}, which is not installed: {install_command('torch')}") from error

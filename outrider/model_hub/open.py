@@ -14,6 +14,7 @@ from functools import partial
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import needs_torch
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ModelError
@@ -39,11 +40,11 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     kernels = choose_model_kernels(config, device, progress=progress)
     is_decoder = read_json(location.directory / "config.json").get("model_type") in MODEL_TYPES
     if kernels.library is None or not is_decoder or not config.keep_packed:
-        return _load(config, progress)
+        return _load(config, kernels, progress)
     try:
         key = PackedKey.of(config, location.directory, kernels)
     except (ModelError, OSError):
-        return _load(config, progress)  # which says what is wrong with the checkpoint
+        return _load(config, kernels, progress)  # which says what is wrong with the checkpoint
     loaded: list[LoadedModel] = []  # by torch; none where there were packed weights
     started: list[CpuKernels] = []  # by whoever packed here
 
@@ -53,7 +54,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
             started.append(start_kernels(kernels, config))
             made = pack_default_model(location.directory, config, started[0])
         if made is None:
-            loaded.append(_load(config, progress))
+            loaded.append(_load(config, kernels, progress))
             native = loaded[0].native
             made = (loaded[0].spec, native.weights) if isinstance(native, NativeDecoder) else None
         if PackedKey.of(config, location.directory, kernels) != key:
@@ -82,9 +83,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     )
 
 
-def _load(config: ModelConfig, progress: Progress) -> LoadedModel:
-    with needs_torch(
-        f"model.id {config.id!r}, which is not a plain Llama of a size and dtype that native kernels take,"
-    ):
+def _load(config: ModelConfig, kernels: KernelChoice, progress: Progress) -> LoadedModel:
+    """By torch, which only the default model in bfloat16 on native kernels does without."""
+    with needs_torch(f"model.id {config.id!r} (dtype {config.dtype}; {kernels})"):
         from outrider.model_hub.load import load_model
     return load_model(config, progress=progress)

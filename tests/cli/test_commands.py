@@ -323,3 +323,10 @@ def test_what_lies_in_the_working_folder_is_not_taken_for_a_service(tmp_path, en
     )  # fmt: skip
     assert started.returncode == 0, started.stderr
     assert "--set" in started.stdout
+
+
+def test_a_search_path_outlives_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert without_working_folder({"PYTHONPATH": f".:{tmp_path}:", "A": "b"}) == {"PYTHONPATH": str(tmp_path), "A": "b"}

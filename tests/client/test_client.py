@@ -258,6 +258,8 @@ def test_what_is_not_given_stays_unset():
         ({"choice": 5}, "sampling.choice"),
         ({"logprobs_mode": "x"}, "output.logprobs_mode"),
         ({"resume_window_seconds": float("nan")}, "resume_window"),
+        ({"resume_window_seconds": 1e30}, "resume_window"),
+        ({"resume_window_seconds": "5"}, "resume_window"),
     ],
 )
 def test_what_the_wire_cannot_carry_names_its_field(options, field):
@@ -274,6 +276,8 @@ def test_what_is_not_json_names_its_field():
         with pytest.raises(InvalidRequestError, match="JSON serializable") as refused:
             make_request([message], options)
         assert refused.value.field == field
+    with pytest.raises(InvalidRequestError, match=r"^chat.template_kwargs: a dict is needed"):
+        make_request([ChatMessage("user", "a")], {"chat_template_kwargs": "x"})
 
 
 @pytest.mark.parametrize(
@@ -289,6 +293,14 @@ def test_what_is_not_json_names_its_field():
 def test_an_option_that_does_not_exist_is_a_type_error_that_names_the_nearest(option, nearest):
     with pytest.raises(TypeError, match=f"unknown option {option}; the {nearest}"):
         make_request("x", {option: 1.0})
+
+
+class Message:
+    """As a message of an answer in OpenAI's client."""
+
+    @staticmethod
+    def model_dump():
+        return {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
 
 
 class Schema:
@@ -307,6 +319,9 @@ def test_options_are_taken_as_callers_have_them():
     assert make_request("x", {"json_schema": Schema}).sampling.json_schema == '{"type": "object"}'
     assert make_request(np.array([1, 2]), {"generated_token_ids": np.array([3])}).token_ids.ids == [1, 2]
     assert make_request(range(3), {}).token_ids.ids == [0, 1, 2]
+    unset = {"verification_method": None, "logprobs_mode": None}
+    messages = make_request([Message(), {"role": "user", "content": "b"}], unset).chat.messages
+    assert [(each.role, each.content) for each in messages] == [("assistant", "a"), ("user", "b")]
 
 
 def test_messages_may_be_dicts_of_openai():

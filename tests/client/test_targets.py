@@ -66,6 +66,7 @@ def test_targets():
         ("http://127.0.0.1:7/v1", ("127.0.0.1:7",)),
         ("http://[::1]:7,http://h", ("[::1]:7", "h:50051")),
         ("[::1]:7, [::2]:7", ("[::1]:7", "[::2]:7")),
+        ("HTTP://h:7/,grpc://[::1]", ("h:7", "[::1]:50051")),
         ("::1", ("[::1]:50051",)),
         ("[::1]", ("[::1]:50051",)),
         (["fe80::1%lo"], ("[fe80::1%lo]:50051",)),
@@ -81,3 +82,9 @@ def test_a_target_is_dialled_as_people_write_it(given, dialled):
 def test_a_target_of_https_names_the_way_to_tls():
     with pytest.raises(ValueError, match="TLS is asked for by tls"):
         Targets("https://router:443")
+
+
+@pytest.mark.parametrize("given", ["::1:50777", "[::1", "[::1]:abc", "h:70000", "h:", "a b:c", 5, None, b"h:1", [5]])
+def test_what_is_no_target_is_an_error_at_once(given):
+    with pytest.raises(ValueError, match="a target is HOST:PORT"):
+        Targets(given)

@@ -18,6 +18,8 @@ import pytest
 
 from outrider.client import Client
 from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch, Supervision
+from outrider.cluster.child import Child
+from outrider.cluster.plan import ChildSpec
 from outrider.errors import NotFoundError, PeerLostError
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.waiting import wait_for
@@ -182,6 +184,19 @@ def test_a_log_is_bounded_however_much_a_process_writes(tmp_path):
     assert '"event": "stopped"' in log.read_text()
 
 
+def test_a_log_is_bounded_also_when_its_name_is_gone(tmp_path):
+    child = Child(ChildSpec(name="decode-0", role="decode_node"), tmp_path / "logs" / "decode-0.log")
+    child.spawn(["sh", "-c", "head -c 2000000 /dev/zero; exec sleep 60"], os.environ)
+    written = Path(f"/proc/{child.pid}/fd/1")
+    wait_for(lambda: written.stat().st_size == 2_000_000)
+    shutil.rmtree(child.log_path.parent)
+    with pytest.raises(FileNotFoundError):
+        child.bound_log(1 << 20)
+    assert written.stat().st_size == 0
+    child.send_signal(signal.SIGKILL)
+    wait_for(lambda: child.reap() is not None)
+
+
 def test_a_node_that_another_refuses_is_told_by_its_name(tmp_path):
     cluster = make_cluster(tmp_path, draft_nodes=0, environ={"ROLE_REFUSES": "router"})
     events = []
@@ -195,13 +210,14 @@ def test_a_node_that_another_refuses_is_told_by_its_name(tmp_path):
 def test_folders_of_clusters_that_are_gone_are_removed_after_a_day(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yesterday = time.time() - 2 * 86_400
-    names = ("outrider-7-left", "outrider-8-new", "outrider-9-running", "outrider-of-somebody")
-    gone, new, running, foreign = folders = [tmp_path / name for name in names]
+    names = ("7-1badcafe", "8-2badcafe", "9-turns-runni_ng", "10-4badcafe", "2026-11-26", "of-somebody")
+    gone, new, running, written, *foreign = folders = [tmp_path / f"outrider-{name}" for name in names]
     for folder in folders:
         folder.mkdir()
-        (folder / "router.log").touch()
-        if folder is not new:
-            os.utime(folder, (yesterday, yesterday))
+        log = folder / "router.log"
+        log.touch()
+        for path in (folder, log) if folder not in (new, written) else (folder,) if folder is written else ():
+            os.utime(path, (yesterday, yesterday))
     descriptor = os.open(running, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     try:
@@ -210,7 +226,7 @@ def test_folders_of_clusters_that_are_gone_are_removed_after_a_day(tmp_path, mon
             assert cluster.log_directory.parent == tmp_path
     finally:
         os.close(descriptor)
-    assert sorted(path for path in tmp_path.glob("outrider-*")) == sorted([new, running, foreign])
+    assert sorted(path for path in tmp_path.glob("outrider-*")) == sorted([new, running, written, *foreign])
     assert not gone.exists()
 
 

@@ -202,7 +202,7 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
         ),
         ("decode_node:\n\n  share: 2\n", ":3: decode_node.share = 2 is out of range"),
         ("decode_node: 3\n", ":1: decode_node is a group of settings, not 3"),
-        ("- 1\n", ":1: the file is a group of settings"),
+        ("- 1\n", ":1: settings are needed, each as NAME: VALUE"),
         ("a: [\n", "not YAML"),
         ("\x01", "not YAML"),
         ("decode_node:\n  share: 0.5\n  share: 0.6\n", ":3: decode_node.share stands in line 2 already"),
@@ -211,11 +211,28 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
         ("decode_node.share: 0.5\ndecode_node:\n  share: 0.6\n", ":3: decode_node.share stands in line 1 already"),
         ("nonsense:\n  a: 1\n", ":1: unknown key nonsense"),
         ("decode_node: {}\n---\ntelemetry: {}\n", ":3: a second document begins: keep one"),
-        ("decode_node:\n\tshare: 0.5\n", ":2: not YAML: found character '\\t' that cannot start any token; indent by"),
+        ("decode_node:\n\tshare: 0.5\n", ":2: not YAML: found character '\\t' that cannot start any token; use spaces"),
         ("decode_node:\n  targets: [::1]:7002\n", '; put an IPv6 address in quotes: "[::1]:50051"'),
         ("decode_node:\n  targets: [[::1]:7002]\n", '; put an IPv6 address in quotes: "[::1]:50051"'),
+        ("decode_node:\n  name:\ta\n", "; use spaces, not tabs"),
+        ("yes: 1\n", ":1: unknown key yes"),
+        ("? [a]\n: 1\n", ":1: a group or list is no name"),
+        ("decode_node:\n  name: {{ .Values.name }}\n", ":2: a group or list is no name; render a template first"),
+        ("{{- if .Values.name }}\ndecode_node: {}\n", "; render a template first"),
+        ("decode_node: {name: {{ tpl .Values.x . }}}\n", "; render a template first"),
         ("max-num-seqs: 3\n", "; give a file of another server to --extra-engine-args"),
         ("decode_node:\n  name: a-${NAME:-b}\n", ":2: decode_node.name = a-${NAME:-b} is to be filled in first"),
+        (
+            "decode_node:\n  name: '{{ .Values.name }}'\n",
+            ":2: decode_node.name = {{ .Values.name }} is to be filled in",
+        ),
+        ("decode_node:\n  name: $(NAME)\n", ":2: decode_node.name = $(NAME) is to be filled in first"),
+        ("decode_node:\n  name: $NAME/x\n", ":2: decode_node.name = $NAME/x is to be filled in first"),
+        (
+            "decode_node:\n  targets: [a:1, '${HOST}:1']\n",
+            ":2: decode_node.targets = ${HOST}:1 is to be filled in first",
+        ),
+        ("modelArtifacts: {uri: x}\n", "this is a file of values of a Helm chart"),
         ("services:\n  router: {}\n", ":2: services: this is a Compose file: give the server's own file"),
         ("settings: {decode_node: {}}\n", "this is a file of values of a Helm chart"),
     ],
@@ -241,6 +258,13 @@ def test_a_mistake_in_the_environment_names_the_variable():
         ConfigError, match=r"OUTRIDER_DECODE_NODE_SHARE is no .* nearest is OUTRIDER_DECODE_NODE__SHARE"
     ):
         load(OUTRIDER_DECODE_NODE_SHARE="7")
+
+
+def test_what_kubernetes_sets_for_services_is_no_setting():
+    ports = {"DECODE_NODE_PORT": "tcp://10.0.0.1:1", "DECODE_NODE_PORT_50051_TCP_ADDR": "10.0.0.1"}
+    services = {"DECODE_NODE_SERVICE_HOST": "10.0.0.1", "DECODE_NODE_SERVICE_PORT_GRPC": "1", **ports}
+    environ = {f"OUTRIDER_{name}": value for name, value in services.items()}
+    assert load_config(SECTIONS, file=None, environ=environ).warnings == []
 
 
 @pytest.mark.parametrize(

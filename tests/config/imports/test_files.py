@@ -271,7 +271,7 @@ def test_the_table_shows_no_secret(write, capsys):
         ("host: 0.0.0.0\n", "services bind loopback"),
         ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
         ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len stands in line 1 already"),
-        ("- 1\n", ":1: the file is a group of settings"),
+        ("- 1\n", ":1: settings are needed, each as NAME: VALUE"),
         (
             "hostname: h\ncontext_servers: {num_instances: 2}\n",
             ":2: context_servers: this is the file of trtllm-serve disaggregated",
