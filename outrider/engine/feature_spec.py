@@ -38,7 +38,7 @@ class FeatureSpec:
         digest = hashlib.sha256(repr((self.taps, self.hidden_size, self.takes_final_norm, self.epsilon)).encode())
         for name, values in tensors.items():
             digest.update(f"{name}{values.shape}".encode())
-            digest.update(np.ascontiguousarray(values))
+            digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()
 
     @property
