@@ -191,7 +191,7 @@ def _special_tokens(config: Mapping[str, Any], older: Mapping[str, Any]) -> tupl
     every = dict.fromkeys(SPECIAL_TOKENS) | own[0] | own[1]
     every |= {name: older[name] for name in SPECIAL_TOKENS if name in older}
     every |= _mapping(extra) | _mapping(older.get("extra_special_tokens"))
-    found = [*extra] if has_list and extra else []
+    found = list(extra) if isinstance(extra, list) else []
     for name in _LISTS[:1] if has_list else _LISTS:
         values = older.get(name)
         found += [value for value in values if value not in found] if isinstance(values, list) else []
