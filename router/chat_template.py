@@ -18,10 +18,8 @@ import jinja2.sandbox
 import jinja2.utils
 
 from outrider.errors import InvalidRequestError, ModelError
-from outrider.model_hub.checkpoint_text import DEFAULT_TEMPLATE
+from outrider.model_hub.checkpoint_text import DEFAULT_TEMPLATE, TOOL_TEMPLATE
 
-TOOL_TEMPLATE = "tool_use"
-"""The template for chats with tools, where a checkpoint has one of its own for them."""
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks in a rendering where the last message ends, as in transformers."""
 _TEMPLATE_ERRORS = (

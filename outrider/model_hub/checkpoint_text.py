@@ -30,6 +30,8 @@ TEXT_FILES = (
 )
 """All but the first are optional. With them go the templates of TEMPLATE_FOLDER."""
 DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"
+"""The template for chats with tools, where a checkpoint has one of its own for them."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -107,8 +109,17 @@ def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str
     if "special_tokens_map.json" in files:
         resolved["special_tokens_map.json"] = json.dumps(dict(text.special_tokens)).encode()
     if DEFAULT_TEMPLATE in text.chat_templates:
-        resolved["chat_template.jinja"] = text.chat_templates[DEFAULT_TEMPLATE].encode()
+        resolved["chat_template.jinja"] = _one_template(text.chat_templates).encode()
     return resolved
+
+
+def _one_template(templates: Mapping[str, str]) -> str:
+    """The default one, which writes what TOOL_TEMPLATE would where there are tools."""
+    if TOOL_TEMPLATE not in templates:
+        return templates[DEFAULT_TEMPLATE]
+    for_tools, for_others = (templates[name].removesuffix("\n") for name in (TOOL_TEMPLATE, DEFAULT_TEMPLATE))
+    # A newline behind a block is trimmed, so that each template begins a line; nothing trims what is before an output.
+    return f"{{% if tools %}}\n{for_tools}{{{{ '' }}}}{{% else %}}\n{for_others}{{{{ '' }}}}{{% endif %}}"
 
 
 def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
@@ -180,7 +191,7 @@ def _special_tokens(config: Mapping[str, Any], older: Mapping[str, Any]) -> tupl
     every = dict.fromkeys(SPECIAL_TOKENS) | own[0] | own[1]
     every |= {name: older[name] for name in SPECIAL_TOKENS if name in older}
     every |= _mapping(extra) | _mapping(older.get("extra_special_tokens"))
-    found = [*extra] if has_list and extra else []
+    found = list(extra) if isinstance(extra, list) else []
     for name in _LISTS[:1] if has_list else _LISTS:
         values = older.get(name)
         found += [value for value in values if value not in found] if isinstance(values, list) else []

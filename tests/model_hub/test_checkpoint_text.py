@@ -108,6 +108,19 @@ def test_files_say_what_they_say_to_transformers(files, tmp_path):
     assert (again.special_tokens, again.vocabulary) == (ours.special_tokens, ours.vocabulary)
 
 
+def test_a_reader_of_one_template_has_the_one_for_tools_too():
+    named = {"default": "\n a{% set x = 1 %}{{ x }} \n", "tool_use": "  {% if true %}\n b{% endif %}\n  \n"}
+    files = files_of({"chat_template": [{"name": name, "template": source} for name, source in named.items()]})
+    text = read_text(files)
+    theirs = {"default": resolved_files(files, text)["chat_template.jinja"].decode()}
+    for tools in (None, [], [{"type": "function"}]):
+        ours, found = (
+            ChatTemplate(sources, {}).render(CHAT, add_generation_prompt=True, tools=tools)
+            for sources in (text.chat_templates, theirs)
+        )
+        assert found == ours, tools
+
+
 def test_the_oldest_place_of_a_template_counts_where_there_is_no_other():
     old = {"chat_template.json": b'{"chat_template": "old"}'}
     assert read_text(files_of() | old).chat_templates == {"default": "old"}
