@@ -51,11 +51,16 @@ def assert_same_tokens(real, prompt, found, expected):
 
 def test_greedy_answers_are_the_same_with_and_without_drafts(real, prompts):
     accepted = 0
-    for prompt in prompts:
-        drafted, summary = real.generate(prompt, temperature=0.0, max_tokens=24)
-        plain, _ = real.generate(prompt, temperature=0.0, max_tokens=24, speculation=False)
-        assert_same_tokens(real, prompt, drafted, plain)
-        accepted += summary.metrics.speculation.num_accepted_draft_tokens
+    for _ in range(
+        10
+    ):  # on a busy machine the node may have learnt that rows cost much, and draft nothing in one answer
+        for prompt in prompts:
+            drafted, summary = real.generate(prompt, temperature=0.0, max_tokens=24)
+            plain, _ = real.generate(prompt, temperature=0.0, max_tokens=24, speculation=False)
+            assert_same_tokens(real, prompt, drafted, plain)
+            accepted += summary.metrics.speculation.num_accepted_draft_tokens
+        if accepted > 0:
+            break
     assert accepted > 0
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from ctypes import addressof, byref, create_string_buffer
 from pathlib import Path
+from time import thread_time
 from timeit import timeit
 
 from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary, MatrixStruct, Team, Workspace
@@ -39,12 +40,12 @@ def multiply_adds_are_faster(file: Path, processor: str) -> bool:
 
 
 def _dot_product_ratio(library: KernelLibrary) -> float:
-    """The time of a product in bfloat16 over that in float32: the shortest of each, in turns, as other work adds time.
+    """The time of a product in bfloat16 over that in float32, in the thread's own time: the shortest of each, in turns.
 
     Another program on a core that shares its multipliers slows the type that keeps them busier, multiply-adds.
     """
     products = [_product(library, dtype) for dtype in (ElementType.BFLOAT16, ElementType.FLOAT32)]
-    turns = [[timeit(product, number=1) for product in products] for _ in range(TURNS)]
+    turns = [[timeit(product, timer=thread_time, number=1) for product in products] for _ in range(TURNS)]
     dot_products, multiply_adds = map(min, zip(*turns, strict=True))
     return dot_products / multiply_adds
 
