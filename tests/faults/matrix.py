@@ -92,18 +92,18 @@ class Matrix:
     """Runs cases on one cluster."""
 
     def __init__(self, cluster: FaultyCluster) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._undisturbed: dict[tuple[str, int], dict[str, Any]] = {}
 
     def prepare(self, cases: Sequence[Case]) -> None:
         """Gets every answer once without a fault, then has the nodes forget the prompts: each case has a hand-off."""
-        self._cluster.wait_until_whole()
+        self.cluster.wait_until_whole()
         asked = [request for case in cases for request in _asked(case)]
         with ThreadPoolExecutor(4) as pool:
             answers = pool.map(lambda request: self._answer(*request), asked)
             self._undisturbed = dict(zip(asked, answers, strict=True))
         for number in range(NUM_TO_FORGET):
-            self._cluster.client.complete([3 + number] * PROMPT_TO_FORGET_TOKENS, max_tokens=1)
+            self.cluster.client.complete([3 + number] * PROMPT_TO_FORGET_TOKENS, max_tokens=1)
 
     def run(self, case: Case) -> Result:
         """AssertionError: something was different, missing, twice, left behind or late."""
@@ -113,7 +113,7 @@ class Matrix:
         return self._run(case)
 
     def _run(self, case: Case) -> Result:
-        cluster = self._cluster
+        cluster = self.cluster
         cluster.wait_until_whole()
         restarts = cluster.restarts()
         killed: list[str] = []
@@ -149,16 +149,16 @@ class Matrix:
     def _send(self, case: Case) -> list[Request]:
         if case.point == "decode.preempted":  # short answers make nodes expect little of long ones
             with ThreadPoolExecutor(4) as pool:
-                list(pool.map(lambda _: self._cluster.client.complete("short", max_tokens=1), range(NUM_SHORT)))
+                list(pool.map(lambda _: self.cluster.client.complete("short", max_tokens=1), range(NUM_SHORT)))
         more = {"resume_window_seconds": RESUME_SECONDS} if case.point.startswith("router.") else {}
-        return [Request(self._cluster.client, kind, number, **more) for kind, number in _asked(case)]
+        return [Request(self.cluster.client, kind, number, **more) for kind, number in _asked(case)]
 
     def _answer(self, kind: str, number: int) -> dict[str, Any]:
-        return Request(self._cluster.client, kind, number).join(timeout_seconds=ANSWER_SECONDS)
+        return Request(self.cluster.client, kind, number).join(timeout_seconds=ANSWER_SECONDS)
 
     def _strike(self, point: str, action: str, requests: Sequence[Request], killed: list[str]) -> None:
         """Does it to the process that comes to the point; whoever was held there goes on, unless it hangs."""
-        cluster = self._cluster
+        cluster = self.cluster
         name = cluster.wait_reached(
             point,
             until=lambda: bool(requests) and all(request.is_done for request in requests),

@@ -1,8 +1,14 @@
-"""Every kind of fault at every point of the protocol (`--full`), or a handful: the client is told the same."""
+"""Every kind of fault at every point of the protocol (`--full`), or a handful: the client is told the same.
+
+The handful is run while no process can write its log.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import urllib.request
 
 import pytest
 
@@ -21,38 +27,78 @@ pytestmark = pytest.mark.timeout(300)  # the first case starts six processes
 
 
 def pytest_generate_tests(metafunc):
+    """`cluster_of` is (whether there is a store, whether logs are lost)."""
     if "case" not in metafunc.fixturenames:
         return
-    is_full = metafunc.config.getoption("--full")
-    cases = CASES if is_full else [case for case in CASES if str(case) in HANDFUL]
-    metafunc.parametrize("case", cases, ids=str)
+    lost = [(case, (False, True)) for case in CASES if str(case) in HANDFUL]
+    kept = [(case, (case.needs_store, False)) for case in CASES] if metafunc.config.getoption("--full") else []
+    ids = [f"{case}{', logs lost' if loses_logs else ''}" for case, (_, loses_logs) in kept + lost]
+    metafunc.parametrize(("case", "cluster_of"), kept + lost, ids=ids)
 
 
 @pytest.fixture(scope="module")
 def matrix_of(request, tiny_model, tmp_path_factory):
-    """matrix_of(case): on a cluster that is started for the first case of its kind."""
+    """matrix_of(cluster_of): on a cluster that is started for its first case."""
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    cases = [item.callspec.params["case"] for item in items]
+    params = [item.callspec.params for item in items]
     found = {}
     with contextlib.ExitStack() as stack:
 
-        def find(case):
-            if case.needs_store not in found:
+        def find(cluster_of):
+            if cluster_of not in found:
                 stack.close()  # one cluster at a time
                 found.clear()
                 folder = tmp_path_factory.mktemp("faults")
-                store = stack.enter_context(StoreServer(folder)).url if case.needs_store else ""
-                matrix = Matrix(stack.enter_context(FaultyCluster(tiny_model, folder, store=store)))
-                matrix.prepare([other for other in cases if other.needs_store == case.needs_store])
-                found[case.needs_store] = matrix
-            return found[case.needs_store]
+                has_store, loses_logs = cluster_of
+                store = stack.enter_context(StoreServer(folder)).url if has_store else ""
+                launch = {"command": stack.enter_context(lost_logs(folder / "pipe"))} if loses_logs else {}
+                matrix = Matrix(stack.enter_context(FaultyCluster(tiny_model, folder, store=store, **launch)))
+                matrix.prepare([each["case"] for each in params if each["cluster_of"] == cluster_of])
+                found[cluster_of] = matrix
+            return found[cluster_of]
 
         yield find
 
 
-def test_the_client_is_told_the_same_and_nothing_is_left_behind(matrix_of, case):
-    matrix_of(case).run(case)
+@contextlib.contextmanager
+def lost_logs(pipe):
+    """A `Launch.command` of processes none of which can write its log; `pipe` is made and its reader never reads."""
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(reader, b"x" * 4096)
+    ways = {
+        "router": "2>/dev/full",  # a full disk
+        "decode_node": "2>&- >&-",  # closed
+        "prefill_node": f"2>{pipe} >&2",  # a reader that is stopped
+        "draft_node": f"2>{pipe}",
+    }
+
+    def command(role):  # of a node, or of the process that finds the model
+        return ["sh", "-c", 'exec "$@" ' + ways.get(role, ""), "sh", sys.executable, "-P", "-m", role]
+
+    try:
+        yield command
+    finally:
+        os.close(reader)
+
+
+def num_lost_lines(metrics_address):
+    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    (found,) = (line for line in lines if line.startswith("outrider:log_lines_lost_total"))
+    return float(found.split()[-1])
+
+
+def test_the_client_is_told_the_same_and_nothing_is_left_behind(matrix_of, case, cluster_of):
+    matrix = matrix_of(cluster_of)
+    matrix.run(case)
+    _, loses_logs = cluster_of
+    for router in matrix.cluster.cluster.nodes:
+        if router.role == "router":
+            assert (num_lost_lines(router.metrics_address) > 0) == loses_logs
 
 
 def test_the_handful_are_cases():
-    assert set(HANDFUL) <= {str(case) for case in CASES}
+    assert set(HANDFUL) <= {str(case) for case in CASES if not case.needs_store}
