@@ -11,6 +11,8 @@ import pytest
 
 from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE, libraries_directory
 from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.model_hub import pack_apart
+from outrider.model_hub.config import ModelConfig
 from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.tiny_model import make_tiny_model
 
@@ -121,7 +123,6 @@ def open_alone(tmp_path):
         command = [sys.executable, "-c", OPEN.replace("{before}", before), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
-        run.told = done.stderr
         return done.stdout.splitlines()[-1]
 
     run.cache = tmp_path / "cache" / "packed"
@@ -139,15 +140,21 @@ def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(op
     assert open_alone() == WITHOUT_TORCH
 
 
+def test_a_node_packs_by_itself_what_no_other_process_has_packed(open_alone):
+    """The packer prints and ends with status 0."""
+    assert open_alone("pack_apart.PACKER = 'this'") == "packed weights, mapped | True True"
+
+
 @pytest.mark.parametrize(
-    "before",
+    ("name", "value", "problem"),
     [
-        "sys.executable = '/nowhere/python'",
-        "pack_apart.PACKER = 'antigravity_that_is_not_there'",
-        "pack_apart.PACKER = 'this'",
+        ("PACKER", "antigravity_that_is_not_there", "status 1"),
+        ("executable", "/nowhere/python", "No such file or directory: '/nowhere/python'"),
     ],
-    ids=["no interpreter", "no packer", "one that prints"],
 )
-def test_a_node_packs_by_itself_what_no_other_process_can(open_alone, before):
-    assert open_alone(before) == "packed weights, mapped | True True"
-    assert ("this process packs by itself" in open_alone.told) == ("'this'" not in before)
+def test_a_packer_that_fails_is_told(monkeypatch, capfd, name, value, problem):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(pack_apart if name == "PACKER" else sys, name, value)
+    pack_apart.pack_apart(ModelConfig(), pytest.fail)
+    told = capfd.readouterr().err
+    assert f"{problem}): this process packs by itself" in told
