@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.arrays import from_bfloat16
+from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import ElementType, MatrixStruct
+from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.kv_cache.array_plane import Words
 
 Floats = npt.NDArray[np.float32]
@@ -109,13 +110,8 @@ class PackedMatrix:
         has_bias = any(own is not None for own in biases)
         self.bias = np.ascontiguousarray(bias[order]) if has_bias else None
         self.scales = np.ascontiguousarray(scales[order]) if quantise else None
-        self.struct = MatrixStruct(
-            self.packed.ctypes.data,
-            None if self.bias is None else self.bias.ctypes.data,
-            None if self.scales is None else self.scales.ctypes.data,
-            self.out_features,
-            self.in_features,
-            self.type,
+        self.struct = structures.OutriderMatrix(
+            *map(address_of, (self.packed, self.bias, self.scales)), self.out_features, self.in_features, self.type
         )
 
     def row(self, index: int) -> Floats:

@@ -5,6 +5,7 @@ Each writes to an output that its caller has made: contiguous, as all other tens
 
 from __future__ import annotations
 
+from ctypes import Structure
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,15 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import (
-    AttentionStruct,
-    BatchStruct,
-    ElementType,
-    MatrixStruct,
-    PanelsStruct,
-    Workspace,
-)
+from outrider.engine.cpu_kernels.library import ElementType, Workspace
 from outrider.errors import InternalError
 
 ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType.BFLOAT16}
 
 
-def linear(kernels: CpuKernels, workspace: Workspace, matrix: MatrixStruct, x: Tensor, y: Tensor) -> None:
+def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tensor, y: Tensor) -> None:
     """X [..., in_features] float32 or bfloat16 → y [..., out_features] of its dtype."""
     _check(x.shape[-1] == matrix.in_features, f"{x.shape[-1]} columns for {matrix.in_features}")
     if not y.numel():
@@ -51,8 +46,8 @@ def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: 
 def paged_attention(
     kernels: CpuKernels,
     workspace: Workspace,
-    batch: BatchStruct,
-    options: AttentionStruct,
+    batch: Structure,
+    options: Structure,
     query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of HEAD_DIM_STEP
     key_cache: npt.NDArray[np.uint8],  # of a layer, in panels (see PanelPlane)
     value_cache: npt.NDArray[np.uint8],  # same
@@ -81,7 +76,9 @@ def write_rows(
     num_rows, num_heads, head_dim = rows.shape
     _check_panels(cache, num_heads, head_dim, rows.dtype)
     _check(slots.shape == (num_rows,) and slots.is_contiguous(), f"slots {slots.shape} for {num_rows} rows")
-    struct = PanelsStruct(cache.ctypes.data, 1, 0, num_heads, head_dim, ELEMENT_TYPES[rows.dtype], are_values)
+    struct = structures.OutriderPanels(
+        cache.ctypes.data, 1, 0, num_heads, head_dim, ELEMENT_TYPES[rows.dtype], are_values
+    )
     _call(
         kernels.library.functions.outrider_write_rows,
         struct, 0, num_heads, slots.data_ptr(), num_rows, rows.data_ptr(),

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.constraints.compiler import Masks
+from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import SampleRowsStruct, SamplingStruct, free_with
+from outrider.engine.cpu_kernels.library import free_with
 from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
@@ -35,7 +36,7 @@ class _Prepared:
         self._counted_ids: npt.NDArray[np.int64] | None = None
         self.has_penalties = penalties.counts is not None
         self.weight = _FILTERED_WEIGHT if has_filters(params) and not params.is_greedy else 1  # of a logit
-        self._sampling = SamplingStruct(
+        self._sampling = structures.OutriderSampling(
             seed=params.seed,
             sample=sample,
             temperature=params.temperature,
@@ -84,7 +85,7 @@ class NativeDecider:
         if not self._sampler:
             raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
         free_with(self, functions.outrider_sampler_free, self._sampler)
-        self._rows = (SampleRowsStruct * 1)()  # grown to the largest step so far
+        self._rows = (structures.OutriderSampleRows * 1)()  # grown to the largest step so far
 
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> _Prepared:
         """What is kept for one sample; it comes back as `state.prepared` of its rows."""
@@ -94,7 +95,7 @@ class NativeDecider:
         logits = np.ascontiguousarray(logits, dtype=np.float32)
         num_rows, vocab_size = logits.shape
         if len(rows) > len(self._rows):
-            self._rows = (SampleRowsStruct * len(rows))()
+            self._rows = (structures.OutriderSampleRows * len(rows))()
         token_ids = np.empty(num_rows, dtype=np.int64)
         assumed = array("q")
         all_masks: list[Masks] = []  # kept until the call is over
@@ -122,7 +123,7 @@ class NativeDecider:
             self._sampler,
             logits.ctypes.data,
             vocab_size,
-            ctypes.addressof(self._rows),
+            self._rows,
             len(rows),
             assumed.buffer_info()[0],
             token_ids.ctypes.data,
