@@ -16,7 +16,7 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.cpu_kernels.packing import DecoderPacking, PlainLinear
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import allowed_difference
 from outrider.engine.rotation import inverse_frequencies
@@ -114,7 +114,7 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
     recorded = json.loads(RECORDED_LOGITS.read_bytes())
     token_ids, half = recorded["token_ids"], len(recorded["token_ids"]) // 2
     cache = model.make_cache(8, 16)
-    runner, table = ModelRunner(model, cache), (6, 1, 4, 2)
+    runner, table = make_runner(model, cache), (6, 1, 4, 2)
     logits = np.concatenate(
         [
             runner.forward(build_input_batch([SequenceRows(token_ids[start : start + half], start, table, half)], 16))

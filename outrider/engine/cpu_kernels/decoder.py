@@ -21,6 +21,7 @@ from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.step_clock import ForwardPhases
 from outrider.errors import InternalError
 
 Logits = npt.NDArray[np.float32]
@@ -62,6 +63,7 @@ class NativeStep:
 
     attention_name = "native"
     padded_rows: tuple[int, ...] = ()
+    can_be_traced = is_asynchronous = False
 
     def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
         """`kv_cache` was made for these kernels. `features`: made of each row, and kept in their plane of the cache."""
@@ -70,7 +72,8 @@ class NativeStep:
         self._kv_cache = kv_cache
         self._functions = decoder.kernels.library.functions
         self._team = decoder.kernels.team
-        self.phases = self._workspace = Workspace(decoder.kernels.library)
+        self._workspace = Workspace(decoder.kernels.library)
+        self.phases: ForwardPhases = self._workspace
         pointers = ctypes.c_void_p * struct.num_layers
         if isinstance(kv_cache.keys, tuple):  # of tensors, for torch
             raise InternalError("a native decoder needs a KV cache that was made for its kernels")
@@ -97,6 +100,9 @@ class NativeStep:
         logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._write_logits(batch, logits)
         return logits
+
+    def capture_graphs(self) -> None:
+        """None: see ModelRunner.capture_graphs."""
 
     def draft(
         self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int
