@@ -17,9 +17,16 @@ from torch.profiler import record_function
 from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType, Workspace
+from outrider.engine.cpu_kernels.matrices import PlainLinear
+from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.errors import InternalError
 
 ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType.BFLOAT16}
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
+    """On the CPU, in the same memory where that is contiguous."""
+    return PlainLinear(words_of(weight), None if bias is None else words_of(bias))
 
 
 def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tensor, y: Tensor) -> None:
