@@ -195,7 +195,7 @@ def test_a_model_with_our_attention_can_be_captured(model):
         runners.append(make_runner(loaded, cache, interpreted_attention(), features=reduction))
         features.append(cache.layers(reduction.plane_name)[0][:SCRATCH])
     captured = runners[1]
-    captured._steps._graphs = graphs_of(captured._steps._modules, shapes=GraphShapes(4, has_trees=True))
+    captured._graphs = graphs_of(captured._compute, shapes=GraphShapes(4, has_trees=True))
     for tokens, start, *parents in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7)):
         batch = [batch_of((tokens, start, *parents), ([6], 3 * (start > 0))) for _ in runners]
         logits = [runner.forward(each).clone() for runner, each in zip(runners, batch, strict=True)]
