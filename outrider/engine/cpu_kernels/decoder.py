@@ -129,7 +129,7 @@ class NativeStep:
         states: Words | None = None,
     ) -> None:
         self._functions.outrider_decoder_logits(
-            self._team.handle,
+            self._team,
             self._workspace.handle,
             self._struct,
             _address(batch.arrays.logits_rows),
@@ -142,7 +142,7 @@ class NativeStep:
 
     def _run_layers(self, batch: ctypes.Structure, first: int, last: int) -> None:
         self._functions.outrider_decoder_layers(
-            self._team.handle,
+            self._team,
             self._workspace.handle,
             self._struct,
             batch,

@@ -1,4 +1,4 @@
-"""A loaded library of kernels, and what it has in memory for its callers: threads, scratch memory. Torch-free.
+"""A loaded library of kernels, and the scratch memory of its callers. Torch-free.
 
 One library for each instruction path has been built; a process loads one of them (paths.py
 chooses). Calls release Python's lock unless they are told to hold it.
@@ -46,21 +46,6 @@ class KernelLibrary:
 def free_with(owner: object, free: Callable[[int], object], handle: int) -> None:
     """Frees what the handle stands for when its owner is gone. Not when the process ends: a thread may use it still."""
     weakref.finalize(owner, free, handle).atexit = False
-
-
-class Team:
-    """Threads that compute together: the caller and `num_threads` - 1 others, which sleep between jobs.
-
-    One job at a time: it belongs to the thread that runs the engine.
-    """
-
-    def __init__(self, library: KernelLibrary, num_threads: int) -> None:
-        """Raises MemoryError when the system gives the process no more threads."""
-        self.num_threads = num_threads
-        self.handle: int = library.functions.outrider_team_create(num_threads)
-        if not self.handle:
-            raise MemoryError(f"{num_threads} threads for native kernels cannot be had")
-        free_with(self, library.functions.outrider_team_free, self.handle)
 
 
 STEP_PHASES = ("linear", "attention", "norm", "rope", "head")

@@ -100,7 +100,7 @@ class PackedMatrix:
                 plain, scale = quantise_rows(plain)
                 scales[first : first + size] = scale
             self._functions.outrider_pack(
-                kernels.team.handle,
+                kernels.team,
                 self.type,
                 plain.ctypes.data,
                 first,

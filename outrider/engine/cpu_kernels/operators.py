@@ -35,7 +35,7 @@ def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tens
     if not y.numel():
         return
     _call(
-        kernels.library.functions.outrider_linear, kernels.team.handle, workspace.handle, ELEMENT_TYPES[x.dtype],
+        kernels.library.functions.outrider_linear, kernels.team, workspace.handle, ELEMENT_TYPES[x.dtype],
         x.data_ptr(), x.numel() // x.shape[-1], matrix, y.data_ptr(),
     )  # fmt: skip
 
@@ -45,7 +45,7 @@ def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: 
     width = weight.numel()
     _check(x.shape[-1] == width and weight.dtype == torch.float32, f"{x.shape[-1]} columns for {width} of float32")
     _call(
-        kernels.library.functions.outrider_rms_norm, kernels.team.handle, ELEMENT_TYPES[x.dtype],
+        kernels.library.functions.outrider_rms_norm, kernels.team, ELEMENT_TYPES[x.dtype],
         x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(),
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ def paged_attention(
     for cache in (key_cache, value_cache):
         _check_panels(cache, options.num_kv_heads, options.head_dim, query.dtype)
     _call(
-        kernels.library.functions.outrider_paged_attention, kernels.team.handle, workspace.handle,
+        kernels.library.functions.outrider_paged_attention, kernels.team, workspace.handle,
         ELEMENT_TYPES[query.dtype], options, batch, query.data_ptr(), query.shape[1] * query.shape[2],
         key_cache.ctypes.data, value_cache.ctypes.data, output.data_ptr(),
     )  # fmt: skip

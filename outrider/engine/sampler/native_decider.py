@@ -79,7 +79,7 @@ class NativeDecider:
         functions = kernels.library.functions
         holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
         self._sampler: int = functions.outrider_sampler_create(
-            kernels.team.handle, vocabulary.size, vocabulary.num_ids, holes.ctypes.data, len(holes)
+            kernels.team, vocabulary.size, vocabulary.num_ids, holes.ctypes.data, len(holes)
         )
         if not self._sampler:
             raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
