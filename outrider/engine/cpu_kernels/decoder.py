@@ -102,7 +102,7 @@ class NativeStep:
         return logits
 
     def capture_graphs(self) -> None:
-        """None: see ModelRunner.capture_graphs."""
+        """There are none: see ModelRunner.capture_graphs."""
 
     def draft(
         self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int
