@@ -31,7 +31,7 @@ from outrider.engine.cpu_kernels.decoder_weights import PACKED
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.loaded_model import LoadedModel
@@ -93,7 +93,7 @@ class Variant:
             block_size=BLOCK_SIZE,
             kernels=self.loaded.cpu_kernels,
         )
-        self.runner = ModelRunner(self.loaded, cache, make_attention_backend(), features=features)
+        self.runner = make_runner(self.loaded, cache, make_attention_backend(), features=features)
         self.block_ids = [list(range(seq * blocks, (seq + 1) * blocks)) for seq in range(num_seqs)]
         self.token_ids = torch.randint(0, self.loaded.spec.vocab_size, (most,)).tolist()
         for seq in range(num_seqs):

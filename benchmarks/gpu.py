@@ -34,7 +34,7 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner, warm_up
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of
@@ -74,10 +74,10 @@ class Node:
             device=self.device,
             num_scratch_blocks=1,
         )
-        self.runner = ModelRunner(
+        self.runner = make_runner(
             self.loaded, self.cache, attention, graphs=GraphShapes() if config.cuda_graphs else None
         )
-        self.runner.warm_up()
+        warm_up(self.runner, self.cache, self.spec.max_model_len)
         self.sampler = Sampler(
             vocab_size=self.spec.vocab_size,
             known_token_ids=self.loaded.known_token_ids,

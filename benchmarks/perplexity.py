@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.locate import locate_model
@@ -69,7 +69,7 @@ def forwards(variant: str, pieces: Sequence[list[int]]) -> Iterator[Tensor]:
     loaded = load_model(ModelConfig(**VARIANTS[variant]))
     blocks = range(PIECE // BLOCK_SIZE)
     cache = PagedKVCache(loaded.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
-    runner = ModelRunner(loaded, cache, make_attention_backend())
+    runner = make_runner(loaded, cache, make_attention_backend())
     for ids in pieces:
         batch = build_input_batch([SequenceRows(ids, 0, list(blocks), len(ids))], BLOCK_SIZE)
         yield torch.as_tensor(runner.forward(batch))

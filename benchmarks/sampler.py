@@ -23,7 +23,7 @@ import torch
 from outrider.bench.machine import describe_machine
 from outrider.engine.arrays import Array
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.request import SamplingParams
@@ -97,8 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(choice)
         return 1
     torch.set_num_threads(arguments.threads)
-    library = KernelLibrary(choice.library)
-    team = CpuKernels(library, Team(library, arguments.threads))
+    team = CpuKernels(KernelLibrary(choice.library), arguments.threads)
     known = np.ones(arguments.vocab_size, dtype=np.bool_)
     samplers = {
         name: Sampler(vocab_size=arguments.vocab_size, known_token_ids=known, kernels=kernels)

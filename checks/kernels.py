@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 from outrider.engine.cpu_kernels.compiler import CompileError, path_flags
-from outrider.engine.cpu_kernels.library_cache import compiled_libraries
+from outrider.engine.cpu_kernels.library_cache import CACHED_ENTRY, compiled_libraries
 
 
 def main() -> int:
@@ -14,7 +15,8 @@ def main() -> int:
     except CompileError as error:
         print(error)
         return 1
-    if warnings := "".join(library.warnings for library in libraries.values()):
+    entries = [json.loads(library.with_name(CACHED_ENTRY).read_text()) for library in libraries.values()]
+    if warnings := "".join(entry["warnings"] for entry in entries):
         print(warnings)
         return 1
     print(f"kernels: no warning from {', '.join(libraries)}", *(f"; without {path}" for path in left_out.items()))

@@ -174,9 +174,8 @@ class DecodeLoop:
         if not is_taken:
             self._report()
         while not is_taken and self._engine.scheduler.has_work and not self._stopping.is_set():
-            self.progress.pause()
-            is_taken = self._cpu_turns.take(TURN_WAIT_SECONDS)
-            self.progress.resume()
+            with self.progress.paused():
+                is_taken = self._cpu_turns.take(TURN_WAIT_SECONDS)
             self._time.mark(Part.CPU_TURN)
             self._process_commands()  # with the turn, too: what has come meanwhile is in the step
         return is_taken and self._engine.scheduler.has_work

@@ -151,9 +151,8 @@ class PrefillLoop:
         self._time.mark(Part.EMIT)
 
     def _wait_for_command(self) -> None:
-        self.progress.pause()
-        command = self._inbox.get()
-        self.progress.resume()
+        with self.progress.paused():
+            command = self._inbox.get()
         self._time.mark(Part.IDLE)
         self._handle(command)
 

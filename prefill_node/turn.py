@@ -36,11 +36,10 @@ class PrefillTurn:
         """Waits for a turn, unless one goes on."""
         if self._is_held:
             return
-        self._progress.pause()
-        while not self.is_stopping and not self._turns.take(WAIT_SECONDS):
-            pass
+        with self._progress.paused():
+            while not self.is_stopping and not self._turns.take(WAIT_SECONDS):
+                pass
         self._is_held = True
-        self._progress.resume()
         self._clock.mark(Part.CPU_TURN)
 
     def keep(self) -> bool:

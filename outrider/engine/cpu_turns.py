@@ -129,7 +129,7 @@ def open_turns(
         return CpuTurns()
     if kernels is None:
         return CpuTurns("none: they need native kernels")
-    if kernels.team.num_threads < len(cpus):
+    if kernels.num_threads < len(cpus):
         return CpuTurns("none: fewer threads than processors")
     file = Path(f"{path}-{_ranges(cpus)}")
     return SharedTurns(kernels.library, file, on_taken_from_another=on_taken_from_another)

@@ -13,25 +13,25 @@ from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.modules import NativeLayers
+from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.feature_writer import FeatureWriter
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_spec import ModelSpec
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from outrider.engine.arrays import Array
 
 
 class ModuleSteps:
     """Forwards of one runner. A model whose layers are native brings its own attention."""
+
+    can_be_traced = True
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ModuleSteps:
         graphs: GraphShapes | None = None,
         features: FeatureSpec | None = None,
     ) -> None:
-        """As ModelRunner."""
+        """As make_runner."""
         assert model.model is not None
         if isinstance(model.native, NativeLayers):
             attention = NativeAttention(model.native.kernels)
@@ -50,15 +50,18 @@ class ModuleSteps:
         self.attention_name = attention.name
         self.phases = ForwardPhases()
         self.padded_rows: tuple[int, ...] = ()
+        self.is_asynchronous = device_type(kv_cache.device) != "cpu"
+        self._model = model.model
+        self._vocab_size = model.spec.vocab_size
         self._is_native = model.native is not None
-        writer = None if features is None else FeatureWriter(model.model, features, kv_cache, model.native)
-        self._modules = _ModuleForward(model.model, model.spec, kv_cache, attention, writer)
+        self._kv_cache = kv_cache
+        self._attention = attention
+        self._features = None if features is None else FeatureWriter(model.model, features, kv_cache, model.native)
         self._graphs: StepGraphs | None = None
         if graphs is not None and attention.can_be_captured:
             device = torch.device(kv_cache.device)
             self.padded_rows = graphs.row_counts
             self._graphs = StepGraphs(
-                self._modules,
                 Buckets(graphs, max_model_len=model.spec.max_model_len, block_size=kv_cache.block_size),
                 device=device,
                 scratch_block=kv_cache.scratch_blocks[0],
@@ -72,45 +75,17 @@ class ModuleSteps:
             logits = self._graphs.run(batch)
             if logits is not None:
                 return logits
-        logits = self._modules(batch, on_layer_done)
+        logits = self._compute(batch, on_layer_done)
         return logits.numpy() if self._is_native else logits
 
     def capture_graphs(self) -> None:
-        """All of them, after the first forwards."""
+        """As ModelRunner.capture_graphs."""
         if self._graphs is not None:
-            self._graphs.capture_all()
-
-
-def store_in_torch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """As `gpu_kernels.cache.store`."""
-    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
-    value_cache.flatten(0, 1).index_copy_(0, slots, values)
-
-
-class _ModuleForward:
-    """The forward pass of a model made of torch modules.
-
-    An object of its own, which StepGraphs and ModelRunner both hold: graphs that held their runner would be a reference
-    cycle, and device memory would wait for a garbage collection.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        spec: ModelSpec,
-        kv_cache: PagedKVCache,
-        attention: AttentionBackend,
-        features: FeatureWriter | None = None,
-    ) -> None:
-        self._model = model
-        self._features = features
-        self._vocab_size = spec.vocab_size
-        self._kv_cache = kv_cache
-        self._attention = attention
+            self._graphs.capture_all(self._compute)
 
     @torch.inference_mode()
-    def __call__(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
-        """As ModelRunner.forward."""
+    def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+        """As `forward`, by the model's own modules."""
         device = self._kv_cache.device
         step = PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         on_device = batch.on(device)
@@ -128,6 +103,12 @@ class _ModuleForward:
                 arguments["logits_to_keep"] = on_device.logits_rows
             logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
             return logits.float()
+
+
+def store_in_torch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """As `gpu_kernels.cache.store`."""
+    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
+    value_cache.flatten(0, 1).index_copy_(0, slots, values)
 
 
 class PagedStep:

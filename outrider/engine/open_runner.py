@@ -11,7 +11,7 @@ from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import ModelRunner, make_runner, warm_up
 from outrider.engine.runnable_model import RunnableModel
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def open_runner(
         reserved_bytes=reserved_bytes,
         kernels=model.cpu_kernels,
     )
-    runner = ModelRunner(model, cache, backend, graphs=graphs, features=features)
-    runner.warm_up()
+    runner = make_runner(model, cache, backend, graphs=graphs, features=features)
+    warm_up(runner, cache, model.spec.max_model_len)
     return cache, runner
 
 
@@ -97,13 +97,13 @@ def rehearse(
         blocks = range(sequence * window_blocks, (sequence + 1) * window_blocks)
         rows.append(SequenceRows([0] * size, 0, blocks, num_logits=min(size, max(num_logits, 0))))
         num_logits -= rows[-1].num_logits
-    runner = ModelRunner(model, cache, attention, graphs=graphs, features=features)
+    runner = make_runner(model, cache, attention, graphs=graphs, features=features)
     runner.forward(build_input_batch(rows, block_size))
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free = free_memory_bytes(device)  # graphs take memory of the driver too
-    runner.warm_up()
+    warm_up(runner, cache, spec.max_model_len)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     taken += free - free_memory_bytes(device)

@@ -33,7 +33,6 @@ class StepGraphs:
 
     def __init__(
         self,
-        forward: Callable[[InputBatch], Tensor],
         buckets: Buckets,
         *,
         device: torch.device,
@@ -41,8 +40,6 @@ class StepGraphs:
         block_size: int,
         capture: GraphCapture,
     ) -> None:
-        """`forward`: of a batch whose tensors are on `device`; all that differs within a bucket it reads there."""
-        self._forward = forward
         self._buckets = buckets
         self._device = device
         self._scratch_block = scratch_block
@@ -52,19 +49,20 @@ class StepGraphs:
         self._logits: Tensor | None = None  # [most rows, vocab_size] float32, which every graph writes
 
     @torch.inference_mode()
-    def capture_all(self) -> None:
-        """A graph for each bucket, of steps that write to the scratch block only."""
+    def capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
+        """A graph for each bucket, of steps that write to the scratch block only.
+
+        `forward`: of a batch whose tensors are on `device`; all that differs within a bucket it reads there. It is not
+        kept: graphs that held their runner would be a reference cycle, and device memory would wait for a collection.
+        """
         nothing = build_input_batch([SequenceRows([0], 0, (self._scratch_block,), 1)], self._block_size)
         for bucket in self._buckets:
             padded = pad(nothing, bucket, self._scratch_block)
             buffer = padded.copy_to(self._device)
             if self._logits is None:
-                self._logits = torch.empty_like(self._forward(padded))
+                self._logits = torch.empty_like(forward(padded))
             logits = self._logits.narrow(0, 0, bucket.num_rows)
-            self._graphs[bucket] = buffer, self._capture(partial(self._compute, padded, logits))
-
-    def _compute(self, padded: InputBatch, logits: Tensor) -> None:
-        logits.copy_(self._forward(padded))
+            self._graphs[bucket] = buffer, self._capture(partial(_write_logits, forward, padded, logits))
 
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
@@ -78,6 +76,10 @@ class StepGraphs:
         buffer.copy_(page_locked(packed, self._device), non_blocking=True)
         replay()
         return self._logits.narrow(0, 0, batch.num_logits)
+
+
+def _write_logits(forward: Callable[[InputBatch], Tensor], padded: InputBatch, logits: Tensor) -> None:
+    logits.copy_(forward(padded))
 
 
 def cuda_graphs(device: torch.device) -> GraphCapture:

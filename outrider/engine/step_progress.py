@@ -37,7 +37,6 @@ class StepProgress:
         self._seconds_by_bucket: dict[int, float] = {}
         self._bucket = 0
         self._has_rows = False
-        self._age_at_pause = 0.0
         self.at_hand = StepAtHand()
         self.num_steps = 0  # with a forward pass, since the start
 
@@ -53,24 +52,15 @@ class StepProgress:
         self._bucket = num_rows.bit_length()
         self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.at_hand.started)
 
-    def pause(self) -> None:
-        """The current step waits for another node: this one counts as idle until `resume`."""
-        self._age_at_pause = self.age_seconds()
-        self.at_hand = StepAtHand(self.at_hand.mark)
-
-    def resume(self) -> None:
-        """The step goes on, under a new mark. The pause is not part of its age."""
-        started = self._clock() - self._age_at_pause
-        self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), started)
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside is not part of the step."""
-        self.pause()
+        """The current step waits: inside, the thread counts as idle. It goes on under a new mark, without that time."""
+        age = self.age_seconds()
+        self.at_hand = StepAtHand(self.at_hand.mark)
         try:
             yield
         finally:
-            self.resume()
+            self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self._clock() - age)
 
     def end(self) -> None:
         """Idle until the next step begins. The duration of a step with rows is averaged into its bucket."""

@@ -11,12 +11,12 @@ import numpy as np
 from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
-from outrider.engine.cpu_kernels.matrices import to_float32
-from outrider.engine.cpu_kernels.packing import DecoderPacking, PlainLinear
+from outrider.engine.cpu_kernels.matrices import PlainLinear, to_float32
+from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.packed_head import PackedHead
 from outrider.heads.spec import HeadSpec
-from outrider.model_hub.default_packing import add_layer, decoder_shape, map_tensors
+from outrider.model_hub.default_packing import decoder_shape, map_tensors
 from outrider.model_hub.vocabulary import read_json
 
 _LAYER = "layers.0."
@@ -39,7 +39,7 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
         digest.update(name.encode())
         digest.update(tensors[name].data)
     packing = DecoderPacking(kernels, quantise=True)
-    add_layer(packing, 0, tensors, _LAYER)
+    packing.add_named_layer(0, tensors, _LAYER)
     packing.add_rotation(inverse_frequencies(layer["rope_theta"], layer["head_dim"]), max_model_len)
     packing.add("embedding", map_tensors(target / "model.safetensors")["model.embed_tokens.weight"])
     packing.add_norm("feature_norm", tensors[f"{_LAYER}hidden_norm.weight"])

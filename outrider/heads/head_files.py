@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.cpu_kernels.packing import PlainLinear
-from outrider.engine.kv_cache.tensor_planes import words_of
+from outrider.engine.cpu_kernels.matrices import PlainLinear
+from outrider.engine.cpu_kernels.operators import plain_linear
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.spec import HeadSpec
@@ -185,7 +185,7 @@ class Linear:
 
     def plain(self) -> PlainLinear:
         """For the kernels, in the same memory."""
-        return PlainLinear(words_of(self.weight), None if self.bias is None else words_of(self.bias))
+        return plain_linear(self.weight, self.bias)
 
     def halves(self) -> tuple[Linear, Linear]:
         """Of the outputs."""

@@ -14,9 +14,10 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
-from outrider.engine.cpu_kernels.packing import DecoderPacking, PlainLinear
+from outrider.engine.cpu_kernels.matrices import PlainLinear
+from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import allowed_difference
 from outrider.engine.rotation import inverse_frequencies
@@ -42,22 +43,6 @@ def map_tensors(path: Path) -> dict[str, np.ndarray]:
         name: data[slice(*entry["data_offsets"])].view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in header.items()
     }
-
-
-def add_layer(packing: DecoderPacking, index: int, tensors: Mapping[str, np.ndarray], prefix: str) -> None:
-    """One whose tensors have this prefix."""
-
-    def linear(name: str) -> PlainLinear:
-        return PlainLinear(tensors[f"{prefix}{name}_proj.weight"])
-
-    packing.add_layer(
-        index,
-        [*(tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")), None, None],
-        qkv=[linear(f"self_attn.{name}") for name in "qkv"],
-        output=linear("self_attn.o"),
-        gate_up=[linear("mlp.gate"), linear("mlp.up")],
-        down=linear("mlp.down"),
-    )
 
 
 def decoder_shape(about: Mapping[str, Any], packing: DecoderPacking) -> DecoderShape:
@@ -100,7 +85,7 @@ def pack_default_model(
     )
     packing = DecoderPacking(kernels, quantise=config.weights == INT8)
     for layer in range(spec.num_layers):
-        add_layer(packing, layer, tensors, f"model.layers.{layer}.")
+        packing.add_named_layer(layer, tensors, f"model.layers.{layer}.")
     packing.add_rotation(inverse_frequencies(about["rope_parameters"]["rope_theta"], spec.head_dim), spec.max_model_len)
     packing.add_matrix("head", [PlainLinear(tensors["model.embed_tokens.weight"])])
     packing.add_norm("final_norm", tensors["model.norm.weight"])
@@ -114,7 +99,7 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
     recorded = json.loads(RECORDED_LOGITS.read_bytes())
     token_ids, half = recorded["token_ids"], len(recorded["token_ids"]) // 2
     cache = model.make_cache(8, 16)
-    runner, table = ModelRunner(model, cache), (6, 1, 4, 2)
+    runner, table = make_runner(model, cache), (6, 1, 4, 2)
     logits = np.concatenate(
         [
             runner.forward(build_input_batch([SequenceRows(token_ids[start : start + half], start, table, half)], 16))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
 from outrider.engine.device import device_type, has_gpu_driver, needs_torch
 from outrider.engine.gpu_kernels import why_no_triton
@@ -59,8 +59,7 @@ def torch_instead(config: ModelConfig, reason: str) -> KernelChoice:
 def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
     """The chosen library, with a thread for each processor that this process may use, or as the configuration says."""
     assert choice.library is not None, "torch's kernels need no start"
-    library = KernelLibrary(choice.library)
-    return CpuKernels(library, Team(library, config.num_threads or len(within_quota(usable_cpus()))))
+    return CpuKernels(KernelLibrary(choice.library), config.num_threads or len(within_quota(usable_cpus())))
 
 
 def resolve_device(name: str) -> str:

@@ -80,7 +80,7 @@ class LoadedModel(RunnableModel):
     def num_threads(self) -> int:
         """Of one forward pass."""
         if self.native is not None:
-            return self.native.kernels.team.num_threads
+            return self.native.kernels.num_threads
         import torch
 
         return torch.get_num_threads()

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _work(commands: socket.socket, kv: socket.socket) -> None:
-    from outrider.engine.model_runner import ModelRunner
+    from outrider.engine.model_runner import make_runner
     from outrider.engine.ranks.commands import Stop
     from outrider.engine.ranks.worker import RankWorker
 
@@ -51,7 +51,7 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
         return
     cache = shard.model.make_cache(num_blocks, start.block_size)
     RankWorker(
-        runner=ModelRunner(shard.model, cache, shard.attention),
+        runner=make_runner(shard.model, cache, shard.attention),
         kv_cache=cache,
         commands=Channel(commands, peer="rank 0", timeout_seconds=start.timeout_seconds),
         kv=Channel(kv, peer="rank 0", timeout_seconds=start.timeout_seconds),

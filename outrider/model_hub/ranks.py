@@ -19,7 +19,8 @@ from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS, PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import warm_up
+from outrider.engine.module_steps import ModuleSteps
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
@@ -37,7 +38,7 @@ TIMEOUT_SECONDS = 60.0
 """For a collective, or a message: ranks do the same at the same time, so they wait for each other's lag only."""
 
 
-class LeadingRunner(ModelRunner):
+class LeadingRunner(ModuleSteps):
     """Of rank 0's shard: sends the same batch to the other ranks. Steps are not captured as graphs."""
 
     def __init__(
@@ -108,7 +109,7 @@ def open_ranks(
             member.commands.send(num_blocks)
         cache = ShardedKVCache(shard.model.make_cache(num_blocks, kv_cache.block_size), ranks)
         runner = LeadingRunner(shard, cache, ranks, features=reduction)
-        runner.warm_up()
+        warm_up(runner, cache.local, shard.model.spec.max_model_len)
     except Exception as error:
         try:
             if _may_be_a_loss(error):

@@ -19,7 +19,7 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import allowed_difference
 from outrider.engine.runnable_model import RunnableModel
@@ -150,7 +150,7 @@ def check_paged_forward(
     allowed = allowed_difference(spec.dtype, is_lossy=is_lossy)
     token_ids = _probe_token_ids(spec.vocab_size)
     cache = model.make_cache(24, 4)
-    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
+    runner = make_runner(model, cache, make_attention_backend("torch_sdpa", cache.device))
     tables = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
     half = _PROBE_TOKENS // 2
     halves = [
@@ -211,7 +211,7 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     num_blocks = -(-num_tokens // _COMPARED_BLOCK)
     cache = model.make_cache(3 * num_blocks, _COMPARED_BLOCK)
     in_one_pass, in_chunks, of_others = (range(first * num_blocks, (first + 1) * num_blocks) for first in range(3))
-    runner = ModelRunner(model, cache, make_attention_backend(attention, cache.device, spec.dtype))
+    runner = make_runner(model, cache, make_attention_backend(attention, cache.device, spec.dtype))
 
     def logits(first: SequenceRows, *company: SequenceRows) -> Tensor:
         """Of the first sequence: [num_logits, vocab_size] float32."""

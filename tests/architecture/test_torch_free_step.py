@@ -13,7 +13,7 @@ PROGRAM = """
 import sys
 import numpy as np
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.pending import read
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
@@ -24,7 +24,7 @@ from outrider.speculation.verify.by_request import RequestVerifier
 
 library = KernelLibrary(sys.argv[1])
 known = np.arange(300) != 7
-sampler = Sampler(vocab_size=300, known_token_ids=known, kernels=CpuKernels(library, Team(library, 1)))
+sampler = Sampler(vocab_size=300, known_token_ids=known, kernels=CpuKernels(library, 1))
 sampler.warm_up()
 settings = {"top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1, "min_tokens": 9, "logit_bias": ((3, 1.0),)}
 drafts = []

@@ -9,7 +9,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.heads.of_target import HeadOfTarget
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -37,7 +37,7 @@ def features_of_one_pass(config, token_ids):
         pytest.skip("rows have other bits in other batches")
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
     cache = PagedKVCache(model.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
-    runner = ModelRunner(model, cache, make_attention_backend("auto", model.device), features=reduction)
+    runner = make_runner(model, cache, make_attention_backend("auto", model.device), features=reduction)
     runner.forward(build_input_batch([SequenceRows(token_ids, 0, blocks, 0)], BLOCK_SIZE))
     return bytes(cache.read(reduction.plane_name, range(1), slots_of(blocks, len(token_ids), BLOCK_SIZE)))
 

@@ -57,7 +57,7 @@ async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node, cl
     assert node.info().model.proposer == "draft_model:model"
     described = node.describe()
     assert {"dtype", "numerics", "kernels", "threads"} <= set(described)
-    kv_bytes = 300 * 16 * node._proposer._forward.runner._spec.bytes_per_token
+    kv_bytes = 300 * 16 * sum(plane.bytes_per_token for plane in node._proposer._forward.kv_cache.planes)
     assert described["memory_bytes"] == max_held_bytes(has_head=False) + kv_bytes
     first, again, other = [
         (await draft_for(client, sequence_id, seed=seed)).token_ids[:4] for sequence_id, seed in enumerate((7, 7, 8))

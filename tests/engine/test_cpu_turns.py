@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import struct
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -234,7 +233,7 @@ def test_a_file_that_another_user_may_have_placed_is_refused(library_file, tmp_p
 
 def test_a_node_that_shares_no_processors_takes_no_turns(library_file, turns_file):
     def opened(path, *, num_threads=2, cpus=(0, 1), is_native=True):
-        kernels = CpuKernels(KernelLibrary(library_file), SimpleNamespace(num_threads=num_threads))
+        kernels = CpuKernels(KernelLibrary(library_file), num_threads)
         return open_turns(path, kernels if is_native else None, cpus=cpus)
 
     path = str(turns_file)

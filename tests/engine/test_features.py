@@ -20,7 +20,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.open_runner import open_runner
 from outrider.engine.step_graphs import StepGraphs
 from outrider.model_hub.compute import open_compute
@@ -84,7 +84,7 @@ class Node:
             num_scratch_blocks=1,
             kernels=self.model.cpu_kernels,
         )
-        self.runner = ModelRunner(self.model, self.cache, make_attention_backend(), features=reduction)
+        self.runner = make_runner(self.model, self.cache, make_attention_backend(), features=reduction)
         self._free = list(range(NUM_BLOCKS))
         random.Random(0).shuffle(self._free)
 
@@ -234,15 +234,14 @@ def test_captured_steps_write_features_too(loaded):
         run()
         return lambda: (replayed.append(1), run())
 
-    node.runner._steps._graphs = graphs = StepGraphs(
-        node.runner._steps._modules,
+    node.runner._graphs = StepGraphs(
         Buckets(GraphShapes(8), max_model_len=512, block_size=BLOCK_SIZE),
         device=torch.device(node.cache.device),
         scratch_block=node.cache.scratch_blocks[0],
         block_size=BLOCK_SIZE,
         capture=capture,
     )
-    graphs.capture_all()
+    node.runner.capture_graphs()
     slots = tensor_of(node.cache.layers(reduction.plane_name)[0]).flatten(0, 2)
     assert not slots[: NUM_BLOCKS * BLOCK_SIZE].any()
     features, _ = node.prefill(PROMPT, 5, num_logits=5)

@@ -29,7 +29,7 @@ from outrider.engine.kv_cache import tensor_planes
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.step_graphs import StepGraphs
@@ -154,7 +154,7 @@ def node(backend, sampler, gpu, monkeypatch):
     cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=str(GPU))
     return SimpleNamespace(
         cache=cache,
-        runner=ModelRunner(loaded, cache, attention),
+        runner=make_runner(loaded, cache, attention),
         sampler=sampler,
         verifier=RequestVerifier(sampler),
         loaded=loaded,
@@ -331,14 +331,13 @@ class Operations(TorchDispatchMode):
 
 def test_a_captured_step_copies_its_batch_and_allocates_nothing(gpu):
     graphs = StepGraphs(
-        lambda batch: batch.on(GPU).positions.float().unsqueeze(1),
         Buckets(GraphShapes(8, has_trees=True), max_model_len=512, block_size=16),
         device=GPU,
         scratch_block=24,
         block_size=16,
         capture=lambda run: run() or (lambda: None),
     )
-    graphs.capture_all()
+    graphs.capture_all(lambda batch: batch.on(GPU).positions.float().unsqueeze(1))
     with OneDevice(), Operations() as operations:
         for rows in (BATCH[:2], [TREE, BATCH[1]], BATCH[:1]):
             batch = build_input_batch(rows, 16)

@@ -16,7 +16,7 @@ from outrider.engine.cpu_kernels.library import STEP_PHASES
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner, warm_up
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
@@ -38,7 +38,7 @@ def loaded(request, tmp_path_factory):
 def node(loaded):
     """forward(rows…) → logits, over a cache whose blocks are handed out in no order."""
     cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
-    return Node(ModelRunner(loaded, cache, make_attention_backend()), cache)
+    return Node(make_runner(loaded, cache, make_attention_backend()), cache)
 
 
 class Node:
@@ -161,7 +161,7 @@ def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
             placed = np.array([table[t // 3] * 3 + t % 3 for t in tokens])
             for layers in (range(2), range(2, 3)):
                 other.write(plane, layers, placed, node.cache.read(plane, layers, taken).data)
-    runner = ModelRunner(loaded, other, make_attention_backend())
+    runner = make_runner(loaded, other, make_attention_backend())
     logits = runner.forward(build_input_batch([SequenceRows(PROMPT[-1:], 60, table, 1)], 3))
     assert_same(torch.as_tensor(logits), own_logits(loaded, PROMPT)[-1:])
 
@@ -181,13 +181,13 @@ def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
 
 
 def test_warming_up_changes_no_answer(loaded, node):
-    node.runner.warm_up()
+    warm_up(node.runner, node.cache, loaded.spec.max_model_len)
     assert_same(node.prefill(PROMPT, node.blocks(len(PROMPT))), own_logits(loaded, PROMPT))
 
 
 def test_two_runners_share_a_model(loaded, node):
     other_cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
-    other = Node(ModelRunner(loaded, other_cache, make_attention_backend()), other_cache)
+    other = Node(make_runner(loaded, other_cache, make_attention_backend()), other_cache)
     blocks, other_blocks = node.blocks(61), other.blocks(30)
     node.prefill(PROMPT[:-1], blocks)
     other.prefill(OTHER[:-1], other_blocks)
@@ -198,7 +198,7 @@ def test_two_runners_share_a_model(loaded, node):
 @pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 def test_a_native_forward_tells_its_phases_while_it_is_asked(tmp_path):
     model = load_model(ModelConfig(id=str(make_tiny_model(tmp_path / "model"))))
-    runner = ModelRunner(
+    runner = make_runner(
         model,
         PagedKVCache(model.spec.planes, num_blocks=4, block_size=16, kernels=model.cpu_kernels),
         make_attention_backend("torch_sdpa"),

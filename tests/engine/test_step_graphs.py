@@ -16,7 +16,7 @@ from outrider.engine.features import FeatureReduction
 from outrider.engine.graph_shapes import MOST_DEPTH, MOST_ROWS, Bucket, Buckets, GraphShapes, pad
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -122,7 +122,7 @@ def test_padding_changes_no_other_row(model):
         kernels=model.cpu_kernels,
     )
     assert cache.scratch_blocks == range(SCRATCH, SCRATCH + 1)
-    runner = ModelRunner(model, cache, make_attention_backend())
+    runner = make_runner(model, cache, make_attention_backend())
     batch = batch_of(([5, 6, 7], 0), ([9], 0), ([2], 0))
     plain = torch.tensor(runner.forward(batch))
     before = [cache.read(plane.name, range(plane.num_layers), REAL_SLOTS).copy() for plane in model.spec.planes]
@@ -144,14 +144,13 @@ def capture_on_a_cpu(run):
 
 def graphs_of(forward, *, shapes=TREES, max_model_len=512):
     graphs = StepGraphs(
-        forward,
         buckets_of(shapes, max_model_len),
         device=CPU,
         scratch_block=SCRATCH,
         block_size=BLOCK_SIZE,
         capture=capture_on_a_cpu,
     )
-    graphs.capture_all()
+    graphs.capture_all(forward)
     return graphs
 
 
@@ -193,10 +192,10 @@ def test_a_model_with_our_attention_can_be_captured(model):
     for _ in range(2):
         planes = loaded.with_features(reduction).spec.planes
         cache = PagedKVCache(planes, num_blocks=SCRATCH, block_size=BLOCK_SIZE, num_scratch_blocks=1)
-        runners.append(ModelRunner(loaded, cache, interpreted_attention(), features=reduction))
+        runners.append(make_runner(loaded, cache, interpreted_attention(), features=reduction))
         features.append(cache.layers(reduction.plane_name)[0][:SCRATCH])
     captured = runners[1]
-    captured._steps._graphs = graphs_of(captured._steps._modules, shapes=GraphShapes(4, has_trees=True))
+    captured._graphs = graphs_of(captured._compute, shapes=GraphShapes(4, has_trees=True))
     for tokens, start, *parents in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7)):
         batch = [batch_of((tokens, start, *parents), ([6], 3 * (start > 0))) for _ in runners]
         logits = [runner.forward(each).clone() for runner, each in zip(runners, batch, strict=True)]

@@ -97,11 +97,10 @@ def test_a_step_that_others_hold_up_for_long_is_no_death(node):
         node.run_step(num_rows=4, seconds=0.1)
     node.begin(4)
     for _ in range(10):
-        node.progress.pause()
-        for _ in range(4):
-            node.clock.advance(0.5)
-            node.report()
-        node.progress.resume()
+        with node.progress.paused():
+            for _ in range(4):
+                node.clock.advance(0.5)
+                node.report()
         node.report()
         node.clock.advance(0.05)
         assert not node.watcher.is_lost()

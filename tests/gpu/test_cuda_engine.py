@@ -10,7 +10,7 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner, warm_up
 from outrider.engine.open_runner import rehearse
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
@@ -26,7 +26,7 @@ def sampled_tokens(path, device, *, num_tokens=20):
     model = load_model(ModelConfig(id=str(path), device=device, dtype="float32"))
     attention = make_attention_backend("auto", model.device, model.spec.dtype)
     cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
-    runner = ModelRunner(model, cache, attention)
+    runner = make_runner(model, cache, attention)
     sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=model.device)
     state = sampler.start(
         SamplingParams(seed=3, max_tokens=num_tokens, temperature=0.8), sample=0, prompt_token_ids=PROMPT
@@ -61,8 +61,8 @@ def test_steps_as_graphs_have_the_same_logits(tiny_model):
     runners = []
     for graphs in (None, shapes):
         cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
-        runners.append(ModelRunner(model, cache, attention, graphs=graphs))
-        runners[-1].warm_up()
+        runners.append(make_runner(model, cache, attention, graphs=graphs))
+        warm_up(runners[-1], cache, model.spec.max_model_len)
     assert runners[1].padded_rows == (1, 2, 4, 8, 16)
     parts = [([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7), ([5, 6, 7, 8, 9], 8)]
     for tokens, start, *parents in parts:

@@ -20,7 +20,7 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.errors import ModelError
 from outrider.model_hub import load as load_module
 from outrider.model_hub import packed_weights
@@ -73,7 +73,7 @@ def folders(cache):
 
 def logits(loaded):
     kv_cache = PagedKVCache(loaded.spec.planes, num_blocks=4, block_size=16, kernels=loaded.cpu_kernels)
-    runner = ModelRunner(loaded, kv_cache, make_attention_backend())
+    runner = make_runner(loaded, kv_cache, make_attention_backend())
     return runner.forward(build_input_batch([SequenceRows(list(range(40)), 0, range(3), 40)], 16))
 
 

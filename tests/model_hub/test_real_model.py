@@ -14,7 +14,7 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.numerics import KERNELS_REVISION
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -45,7 +45,7 @@ def decode(loaded, prompt, *, num_rows, num_tokens):
     """Greedy tokens after `prompt`, `num_rows` at a time: one known token and, as drafts, what really follows."""
     block_size = 16
     cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=block_size, kernels=loaded.cpu_kernels)
-    runner = ModelRunner(loaded, cache, make_attention_backend())
+    runner = make_runner(loaded, cache, make_attention_backend())
     blocks = list(range(63, -1, -1))
     runner.forward(build_input_batch([SequenceRows(prompt[:-1], 0, blocks, 0)], block_size))
     token_ids, logits_of_steps = list(prompt), []

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.numerics import Promise
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub import load as load_module
@@ -86,7 +86,7 @@ def test_a_model_that_states_no_window_needs_the_setting():
 
 def forward_of(model):
     cache = model.make_cache(200, 16)
-    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
+    runner = make_runner(model, cache, make_attention_backend("torch_sdpa", cache.device))
     return lambda *rows: torch.as_tensor(runner.forward(build_input_batch(list(rows), 16))).clone()
 
 

@@ -18,7 +18,7 @@ from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import TransferSpec
@@ -53,7 +53,7 @@ def model(tmp_path_factory):
 
 def fresh_runner(model, *, block_size):
     cache = PagedKVCache(model.spec.planes, num_blocks=64, block_size=block_size, kernels=model.cpu_kernels)
-    return cache, ModelRunner(model, cache, make_attention_backend("auto", model.device), features=REDUCTION)
+    return cache, make_runner(model, cache, make_attention_backend("auto", model.device), features=REDUCTION)
 
 
 def compute(runner, tokens, blocks, *, block_size):

@@ -17,7 +17,7 @@ from outrider.engine.engine import PromptEngine
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import Scheduler
@@ -86,7 +86,7 @@ class Node:
         self.cache = PagedKVCache(
             model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=model.cpu_kernels
         )
-        self.runner = ModelRunner(model, self.cache, make_attention_backend("auto", model.device))
+        self.runner = make_runner(model, self.cache, make_attention_backend("auto", model.device))
         self.decode_cache = PagedKVCache(
             model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=model.cpu_kernels
         )
@@ -152,7 +152,7 @@ def node(model):
 def one_pass(model, token_ids, scored_token_ids):
     """The same from a single forward over the whole prompt."""
     cache = PagedKVCache(model.spec.planes, num_blocks=16, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
-    runner = ModelRunner(model, cache, make_attention_backend("auto", model.device))
+    runner = make_runner(model, cache, make_attention_backend("auto", model.device))
     num_rows = len(scored_token_ids)
     rows = SequenceRows(token_ids[:num_rows], 0, range(16), num_rows)
     logits = runner.forward(build_input_batch([rows], BLOCK_SIZE))

@@ -15,7 +15,7 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -102,7 +102,7 @@ class Reference:
     def logits(self, token_ids) -> Array:
         """After all of them.  # [1, vocab_size]"""
         cache = PagedKVCache(self._model.spec.planes, num_blocks=20, block_size=16, kernels=self._model.cpu_kernels)
-        runner = ModelRunner(self._model, cache, make_attention_backend())
+        runner = make_runner(self._model, cache, make_attention_backend())
         rows = SequenceRows(token_ids, 0, list(range(20)), num_logits=1)
         return torch.as_tensor(runner.forward(build_input_batch([rows], 16)))
 

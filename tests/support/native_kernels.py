@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import choose_kernels
 
 
@@ -15,5 +15,4 @@ def native_kernels() -> CpuKernels | None:
     path = choose_kernels().library
     if path is None:
         return None
-    library = KernelLibrary(path)
-    return CpuKernels(library, Team(library, 2))
+    return CpuKernels(KernelLibrary(path), 2)

@@ -23,27 +23,24 @@ def make_attention_backend(name: str = "auto", device: str = "cpu", dtype: str =
         device: of the model.
         dtype: of queries, keys and values.
     """
+    reasons = {"flash_attn": _why_no_flash_attn(device, dtype), "triton": why_no_triton(device), "torch_sdpa": ""}
     if name == "auto":
-        name = (
-            "torch_sdpa" if why_no_triton(device) else "triton" if _why_no_flash_attn(device, dtype) else "flash_attn"
-        )
-    reason = {"triton": why_no_triton(device), "flash_attn": _why_no_flash_attn(device, dtype)}.get(name)
-    if reason:
-        raise ConfigError(f"model.attention {name} {reason}: use auto or torch_sdpa")
+        name = next(each for each, reason in reasons.items() if not reason)
+    if name not in reasons:
+        raise ConfigError(f"model.attention {name!r} is not one of auto, torch_sdpa, triton, flash_attn")
+    if reasons[name]:
+        raise ConfigError(f"model.attention {name} {reasons[name]}: use auto or torch_sdpa")
     if name == "torch_sdpa":
         from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
 
         return TorchSdpaAttention(device)
+    from outrider.engine.attention.triton_paged import TritonAttention
+
     if name == "triton":
-        from outrider.engine.attention.triton_paged import TritonAttention
-
         return TritonAttention(device)
-    if name == "flash_attn":
-        from outrider.engine.attention.flash_attn import FlashAttention
-        from outrider.engine.attention.triton_paged import TritonAttention
+    from outrider.engine.attention.flash_attn import FlashAttention
 
-        return FlashAttention(device, TritonAttention(device))
-    raise ConfigError(f"model.attention {name!r} is not one of auto, torch_sdpa, triton, flash_attn")
+    return FlashAttention(device, TritonAttention(device))
 
 
 def _why_no_flash_attn(device: str, dtype: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import Structure
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels.decoder import batch_struct
+from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import AttentionStruct, BatchStruct, Workspace
+from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.operators import paged_attention, write_rows
 from outrider.engine.input_batch import InputBatch
 
@@ -18,10 +21,12 @@ Panels = npt.NDArray[np.uint8]
 """Keys or values of a layer, [panels, num_kv_heads, 16 * head_dim * itemsize] (see PanelPlane)."""
 
 
-def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions) -> AttentionStruct:
-    """What the kernel reads of `options`, and of the shapes of its inputs (see `NativeAttention.attend`)."""
+def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions) -> Structure:
+    """An OutriderAttention: of `options`, and of the shapes of the inputs of `NativeAttention.attend`."""
     window, softcap = options.sliding_window or 0, options.softcap or 0.0
-    return AttentionStruct(query.shape[1], key_cache.shape[1], query.shape[2], window, options.scaling, softcap)
+    return structures.OutriderAttention(
+        query.shape[1], key_cache.shape[1], query.shape[2], window, options.scaling, softcap
+    )
 
 
 class NativeAttention:
@@ -34,7 +39,7 @@ class NativeAttention:
         self.kernels = kernels
         self._workspace = Workspace(kernels.library)
 
-    def prepare(self, batch: InputBatch) -> tuple[BatchStruct, InputBatch]:
+    def prepare(self, batch: InputBatch) -> tuple[Structure, InputBatch]:
         """In the form that the kernel reads, with the batch, which owns the memory."""
         return batch_struct(batch), batch
 
@@ -45,7 +50,7 @@ class NativeAttention:
 
     def attend(
         self,
-        plan: tuple[BatchStruct, InputBatch],
+        plan: tuple[Structure, InputBatch],
         query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of 16
         key_cache: Panels,
         value_cache: Panels,

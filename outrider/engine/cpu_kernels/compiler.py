@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 SOURCE = Path(__file__).resolve().parent / "source"
 SOURCE_SUFFIXES = (".cpp", ".h", ".map")
@@ -107,31 +106,19 @@ def source_units() -> list[str]:
     return ["".join(f'#include "{name}"\n' for name in unit) for unit in units if unit]
 
 
-def source_hash() -> str:
-    """SHA-256 in hexadecimal over everything that the libraries are made of: sources and flags."""
-    flags = (
-        COMPILE_FLAGS,
-        LINK_FLAGS,
-        LINUX_LINK_FLAGS,
-        WARNING_FLAGS,
-        GCC_WARNING_FLAGS,
-        source_units(),
-        sorted(path_flags().items()),
-    )
-    digest = hashlib.sha256(repr(flags).encode())
-    add_files(digest, [path for path in SOURCE.iterdir() if path.suffix in SOURCE_SUFFIXES])
+def source_hash(inputs: Sequence[Path] = ()) -> str:
+    """SHA-256 in hexadecimal over everything that libraries are made of: sources, this module, and further `inputs`."""
+    sources = [path for path in SOURCE.iterdir() if path.suffix in SOURCE_SUFFIXES]
+    digest = hashlib.sha256()
+    for path in (Path(__file__), *sorted(sources), *sorted(inputs)):
+        content = path.read_bytes()
+        digest.update(f"{path.name}:{len(content)}:".encode() + content)
     return digest.hexdigest()
 
 
 def no_compiler() -> str:
     """The reason, for people."""
     return f"{NO_COMPILER} (CXX={chosen})" if (chosen := os.environ.get("CXX", "")) else NO_COMPILER
-
-
-def add_files(digest: Any, files: Sequence[Path]) -> None:
-    for path in sorted(files):
-        content = path.read_bytes()
-        digest.update(f"{path.name}:{len(content)}:".encode() + content)
 
 
 def first_error(output: str) -> str:

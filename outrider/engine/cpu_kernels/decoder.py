@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.decoder_weights import LAYER_MATRICES, LAYER_NORMS, DecoderWeights, PackedReduction
+from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import BatchStruct, DecoderStruct, LayerStruct, Workspace
+from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.step_clock import ForwardPhases
 from outrider.errors import InternalError
 
 Logits = npt.NDArray[np.float32]
@@ -33,25 +35,27 @@ class NativeDecoder:
         self.kernels = kernels
         self.weights = weights  # keeps what the structures point to
         shape = weights.shape
-        self._layers = (LayerStruct * shape.num_layers)(*(_layer(weights, index) for index in range(shape.num_layers)))
+        self._layers = (structures.OutriderLayer * shape.num_layers)(
+            *(_layer(weights, index) for index in range(shape.num_layers))
+        )
         head = weights.matrix("head")
         blobs = {
             name: weights.address(name) for name in ("cosines", "sines", "embedding", "final_norm", "feature_norm")
         }
-        self.struct = DecoderStruct(
+        self.struct = structures.OutriderDecoder(
             vocab_size=head.out_features,
             type=shape.element_type,
             head=head,
-            layers=self._layers,
+            layers=ctypes.addressof(self._layers),
             **blobs,
-            **{name: getattr(shape, name) for name, _ in DecoderStruct._fields_ if hasattr(shape, name)},
+            **{name: getattr(shape, name) for name, _ in structures.OutriderDecoder._fields_ if hasattr(shape, name)},
         )
 
 
-def _layer(weights: DecoderWeights, index: int) -> LayerStruct:
+def _layer(weights: DecoderWeights, index: int) -> ctypes.Structure:
     norms = {name: weights.address(f"{index}.{name}") for name in LAYER_NORMS}
     matrices = {name: weights.matrix(f"{index}.{name}") for name in LAYER_MATRICES}
-    return LayerStruct(**norms, **matrices, sliding_window=weights.shape.sliding_windows[index])
+    return structures.OutriderLayer(**norms, **matrices, sliding_window=weights.shape.sliding_windows[index])
 
 
 class NativeStep:
@@ -59,6 +63,7 @@ class NativeStep:
 
     attention_name = "native"
     padded_rows: tuple[int, ...] = ()
+    can_be_traced = is_asynchronous = False
 
     def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
         """`kv_cache` was made for these kernels. `features`: made of each row, and kept in their plane of the cache."""
@@ -67,7 +72,8 @@ class NativeStep:
         self._kv_cache = kv_cache
         self._functions = decoder.kernels.library.functions
         self._team = decoder.kernels.team
-        self.phases = self._workspace = Workspace(decoder.kernels.library)
+        self._workspace = Workspace(decoder.kernels.library)
+        self.phases: ForwardPhases = self._workspace
         pointers = ctypes.c_void_p * struct.num_layers
         if isinstance(kv_cache.keys, tuple):  # of tensors, for torch
             raise InternalError("a native decoder needs a KV cache that was made for its kernels")
@@ -95,6 +101,9 @@ class NativeStep:
         self._write_logits(batch, logits)
         return logits
 
+    def capture_graphs(self) -> None:
+        """There are none: see ModelRunner.capture_graphs."""
+
     def draft(
         self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int
     ) -> tuple[Words, Logits]:
@@ -120,20 +129,20 @@ class NativeStep:
         states: Words | None = None,
     ) -> None:
         self._functions.outrider_decoder_logits(
-            self._team.handle,
+            self._team,
             self._workspace.handle,
             self._struct,
             _address(batch.arrays.logits_rows),
             batch.num_logits,
             logits.ctypes.data,
-            None if columns is None else columns.ctypes.data,
+            address_of(columns),
             logits.shape[1],
-            None if states is None else states.ctypes.data,
+            address_of(states),
         )
 
-    def _run_layers(self, batch: BatchStruct, first: int, last: int) -> None:
+    def _run_layers(self, batch: ctypes.Structure, first: int, last: int) -> None:
         self._functions.outrider_decoder_layers(
-            self._team.handle,
+            self._team,
             self._workspace.handle,
             self._struct,
             batch,
@@ -145,10 +154,10 @@ class NativeStep:
         )
 
 
-def batch_struct(batch: InputBatch) -> BatchStruct:
-    """Points to the batch's memory, which must outlive it; nothing keeps it alive but the batch."""
+def batch_struct(batch: InputBatch) -> ctypes.Structure:
+    """An OutriderBatch. Points to the batch's memory, which must outlive it; nothing keeps it alive but the batch."""
     arrays = batch.arrays
-    return BatchStruct(
+    return structures.OutriderBatch(
         batch.num_rows,
         batch.num_logits,
         batch.num_seqs,

@@ -15,8 +15,8 @@ from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShap
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.cpu_kernels.matrices import Floats
-from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES
-from outrider.engine.cpu_kernels.packing import WIDTH_STEP, DecoderPacking, PlainLinear
+from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, plain_linear
+from outrider.engine.cpu_kernels.packing import WIDTH_STEP, DecoderPacking
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.features import FeatureReduction
 from outrider.engine.kv_cache.tensor_planes import words_of
@@ -85,22 +85,12 @@ def pack_decoder(
     is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
     dtype = head.weight.dtype
     for index, layer in enumerate(base.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        by_head = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        norms = (layer.input_layernorm, layer.post_attention_layernorm, *by_head)
-        packing.add_layer(
-            index,
-            [None if norm is None else words_of(norm.weight) for norm in norms],
-            qkv=[_plain(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)],
-            output=_plain(attention.o_proj),
-            gate_up=[_plain(mlp.gate_proj), _plain(mlp.up_proj)],
-            down=_plain(mlp.down_proj),
-        )
+        packing.add_named_layer(index, {name: words_of(each) for name, each in layer.named_parameters()})
         _drop_weights(layer)
     rotary = base.rotary_emb
     tables = packing.add_rotation(_frequencies(rotary), spec.max_model_len, rotary.attention_scaling)
     _compare_with_own(rotary, *tables)
-    packing.add_matrix("head", [_plain(head)])
+    packing.add_matrix("head", [plain_linear(head.weight, head.bias)])
     if not is_tied:
         packing.add("embedding", words_of(base.embed_tokens.weight).copy())
     packing.add_norm("final_norm", words_of(base.norm.weight))
@@ -131,8 +121,7 @@ def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: El
             packing.add_norm(f"reduction.{name}", words_of(norm.float()))
     if reduction.projection is not None:
         (dtype,) = (dtype for dtype, element in ELEMENT_TYPES.items() if element is element_type)
-        bias = None if reduction.bias is None else words_of(reduction.bias)
-        packing.add_matrix("reduction.projection", [PlainLinear(words_of(reduction.projection.to(dtype)), bias)])
+        packing.add_matrix("reduction.projection", [plain_linear(reduction.projection.to(dtype), reduction.bias)])
     spec = {field.name: getattr(reduction, field.name) for field in fields(FeatureSpec)}
     return PackedReduction(**spec, element_type=element_type, blobs=packing.blobs)
 
@@ -156,11 +145,6 @@ def _compare_with_own(rotary: Any, cosines: Floats, sines: Floats) -> None:
         allowed = _ALLOWED_ANGLE * max(num_positions, 1)  # angles are rounded to float32
         if not difference <= max(allowed, 1e-5):
             raise ModelError(f"the model rotates otherwise than its frequencies say, by {difference:.2g}")
-
-
-def _plain(linear: Any) -> PlainLinear:
-    """Of a module with a weight and a bias."""
-    return PlainLinear(words_of(linear.weight), None if linear.bias is None else words_of(linear.bias))
 
 
 def _drop_weights(module: nn.Module) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
+from ctypes import Structure
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from outrider.engine.cpu_kernels.library import ElementType, FeaturesStruct, MatrixStruct
+from outrider.engine.cpu_kernels.interface import address_of, structures
+from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.feature_spec import FeatureSpec
 
 PACKED, BIAS, SCALES = "packed", "bias", "scales"
@@ -63,10 +65,10 @@ class DecoderWeights:
 
     def address(self, name: str) -> int | None:
         """Of a blob; None where the model has none of that name."""
-        return _address(self.blobs, name)
+        return address_of(self.blobs.get(name))
 
-    def matrix(self, name: str) -> MatrixStruct:
-        """Points to blobs, which it does not keep alive."""
+    def matrix(self, name: str) -> Structure:
+        """An OutriderMatrix. Points to blobs, which it does not keep alive."""
         return _matrix(self.blobs, name, self.shape.matrix_sizes[name], self.shape.element_type)
 
 
@@ -82,32 +84,32 @@ class PackedReduction(FeatureSpec):
     blobs: Mapping[str, np.ndarray]  # as DecoderWeights'
 
     @property
-    def projection(self) -> MatrixStruct:
-        """Points to blobs, which it does not keep alive; without `packed` where there is none."""
+    def projection(self) -> Structure:
+        """An OutriderMatrix. Points to blobs, which it does not keep alive; without `packed` where there is none."""
         sizes = (self.width, len(self.taps) * self.hidden_size)
         return _matrix(self.blobs, "reduction.projection", sizes, self.element_type)
 
-    def struct(self, plane: np.ndarray) -> FeaturesStruct:
-        """For decoder steps that write to `plane` [num_blocks, block_size, 1, width]; keeps nothing alive."""
-        return FeaturesStruct(
+    def struct(self, plane: np.ndarray) -> Structure:
+        """An OutriderFeatures, for decoder steps that write to `plane` [num_blocks, block_size, 1, width].
+
+        Points to the plane, and to memory of this reduction; keeps neither alive.
+        """
+        return structures.OutriderFeatures(
             len(self.taps),
-            (ctypes.c_int64 * len(self.taps))(*self.taps),
+            address_of(self._tap_numbers),
             self.takes_final_norm,
             self.epsilon,
-            _address(self.blobs, "reduction.tap_norms"),
-            _address(self.blobs, "reduction.norm"),
+            *(address_of(self.blobs.get(f"reduction.{name}")) for name in ("tap_norms", "norm")),
             self.projection,
-            plane.ctypes.data,
+            address_of(plane),
         )
 
-
-def _matrix(
-    blobs: Mapping[str, np.ndarray], name: str, sizes: tuple[int, int], element_type: ElementType
-) -> MatrixStruct:
-    packed, bias, scales = (_address(blobs, f"{name}.{part}") for part in (PACKED, BIAS, SCALES))
-    return MatrixStruct(packed, bias, scales, *sizes, element_type if scales is None else ElementType.INT8)
+    @cached_property
+    def _tap_numbers(self) -> np.ndarray:
+        return np.asarray(self.taps, dtype=np.int64)
 
 
-def _address(blobs: Mapping[str, np.ndarray], name: str) -> int | None:
-    blob = blobs.get(name)
-    return None if blob is None else int(blob.ctypes.data)
+def _matrix(blobs: Mapping[str, np.ndarray], name: str, sizes: tuple[int, int], element_type: ElementType) -> Structure:
+    packed, bias, scales = (address_of(blobs.get(f"{name}.{part}")) for part in (PACKED, BIAS, SCALES))
+    kind = element_type if scales is None else ElementType.INT8
+    return structures.OutriderMatrix(packed, bias, scales, *sizes, kind)

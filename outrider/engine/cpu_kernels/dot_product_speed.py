@@ -10,7 +10,9 @@ from pathlib import Path
 from time import thread_time
 from timeit import timeit
 
-from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary, MatrixStruct, Team, Workspace
+from outrider.engine.cpu_kernels.interface import structures
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary, Workspace
 
 NUM_ROWS, NUM_FEATURES = 48, 256  # all in the cache of one core: what memory does is no matter
 TURNS = 51
@@ -52,12 +54,12 @@ def _dot_product_ratio(library: KernelLibrary) -> float:
 
 def _product(library: KernelLibrary, dtype: ElementType) -> Callable[[], object]:
     """A function that computes one product of zeros, in one thread."""
-    team, workspace = Team(library, 1), Workspace(library)
+    kernels, workspace = CpuKernels(library, 1), Workspace(library)
     packed = create_string_buffer(library.functions.outrider_packed_size(dtype, NUM_FEATURES, NUM_FEATURES))
-    matrix = MatrixStruct(addressof(packed), None, None, NUM_FEATURES, NUM_FEATURES, dtype)
+    matrix = structures.OutriderMatrix(addressof(packed), None, None, NUM_FEATURES, NUM_FEATURES, dtype)
     x, y = (create_string_buffer(NUM_ROWS * NUM_FEATURES * 4) for _ in range(2))
 
     def multiply(_held: object = packed) -> None:  # `matrix` has its address only
-        library.functions.outrider_linear(team.handle, workspace.handle, dtype, x, NUM_ROWS, byref(matrix), y)
+        library.functions.outrider_linear(kernels.team, workspace.handle, dtype, x, NUM_ROWS, byref(matrix), y)
 
     return multiply

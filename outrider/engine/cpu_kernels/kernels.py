@@ -1,22 +1,28 @@
-"""What computes in a process: one library and one team of threads. Torch-free."""
+"""What computes in a process: one library, by one team of threads. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.library import KernelLibrary, free_with
 from outrider.engine.cpu_kernels.panels import PanelPlane
 from outrider.engine.kv_cache.array_plane import ArrayPlane
 from outrider.engine.kv_cache.base import CachePlane
 from outrider.engine.kv_cache.planes import PlaneSpec
 
 
-@dataclass(frozen=True, slots=True)
 class CpuKernels:
-    """A loaded library and the threads that compute with it."""
+    """A loaded library and a team that computes with it: the caller, and other threads, which sleep between jobs.
 
-    library: KernelLibrary
-    team: Team
+    One job at a time: it belongs to the thread that runs the engine.
+    """
+
+    def __init__(self, library: KernelLibrary, num_threads: int) -> None:
+        """`num_threads`: with the caller. Raises MemoryError when the system gives the process no more threads."""
+        self.library = library
+        self.num_threads = num_threads
+        self.team: int = library.functions.outrider_team_create(num_threads)
+        if not self.team:
+            raise MemoryError(f"{num_threads} threads for native kernels cannot be had")
+        free_with(self, library.functions.outrider_team_free, self.team)
 
     def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> CachePlane:
         """See `PlaneMaker`: keys and values in panels."""

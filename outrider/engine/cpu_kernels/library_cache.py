@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cache_directory import locked, user_cache_directory
@@ -26,7 +25,6 @@ from outrider.engine.cpu_kernels.compiler import (
     LINUX_LINK_FLAGS,
     CompileError,
     Compiler,
-    add_files,
     find_compiler,
     no_compiler,
     path_flags,
@@ -50,12 +48,6 @@ def no_progress(_num_done: int, _num_units: int) -> None:
     """Tells nobody."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachedLibrary:
-    file: Path
-    warnings: str
-
-
 def libraries_directory() -> Path:
     """Where compiled libraries are kept."""
     chosen = os.environ.get(LIBRARIES_VARIABLE)
@@ -67,12 +59,12 @@ def compiled_library(path: str, progress: Progress = no_progress) -> Path:
     libraries, left_out = compiled_libraries({path: path_flags()[path]}, progress=progress)
     if path in left_out:
         raise CompileError(left_out[path])
-    return libraries[path].file
+    return libraries[path]
 
 
 def compiled_libraries(
     paths: Mapping[str, tuple[str, ...]], *, inputs: Sequence[Path] = (), progress: Progress = no_progress
-) -> tuple[dict[str, CachedLibrary], dict[str, str]]:
+) -> tuple[dict[str, Path], dict[str, str]]:
     """The libraries of `paths`, and by path why others are left out. Compiles what the cache lacks.
 
     The first process that needs a library compiles it; the others wait. What is in the cache needs neither a compiler
@@ -89,32 +81,23 @@ def compiled_libraries(
     """
     folder = libraries_directory()
     entries = {path: folder / f"{path}-{_key(flags, inputs)}" for path, flags in paths.items()}
-    found = {path: library for path, entry in entries.items() if (library := _read_entry(entry)) is not None}
     left_out: dict[str, str] = {}
-    if len(found) < len(paths):
+    if missing := [path for path in paths if not _is_intact(entries[path])]:
         compiler = find_compiler()
         if compiler is None:
             raise CompileError(no_compiler())
         with locked(folder / "lock", while_waiting=lambda: progress(0, 0), seconds=LOCK_SECONDS):
-            missing = [path for path in paths if path not in found and _read_entry(entries[path]) is None]
+            missing = [path for path in missing if not _is_intact(entries[path])]
             left_out = {path: reason for path in missing if (reason := compiler.knows(paths[path]))}
             _remove_unused(folder)
             _compile(compiler, {path: paths[path] for path in missing if path not in left_out}, entries, progress)
-    for path in paths:
-        if path not in found and path not in left_out:
-            library = _read_entry(entries[path])
-            if library is None:
-                raise CompileError(f"{entries[path]} was compiled and cannot be read")
-            found[path] = library
-    return {path: found[path] for path in paths if path in found}, left_out
+    return {path: entry / CACHED_LIBRARY for path, entry in entries.items() if path not in left_out}, left_out
 
 
 def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:
     """A hash of sources, flags and kind of machine. Another compiler makes the same library of them."""
-    parts = (source_hash(), flags, platform.machine(), platform.libc_ver())
-    digest = hashlib.sha256(repr(parts).encode())
-    add_files(digest, inputs)
-    return digest.hexdigest()[:32]
+    parts = (source_hash(inputs), flags, platform.machine(), platform.libc_ver())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _compile(
@@ -162,18 +145,17 @@ def _compile(
             unfinished.rename(entries[path])
 
 
-def _read_entry(folder: Path) -> CachedLibrary | None:
-    """None where there is no library, or one that is damaged."""
+def _is_intact(folder: Path) -> bool:
+    """Whether there is a library that is not damaged; then it counts as used."""
     try:
-        entry: dict[str, str] = json.loads((folder / CACHED_ENTRY).read_text(encoding="utf-8"))
-        if hashlib.sha256((folder / CACHED_LIBRARY).read_bytes()).hexdigest() != entry["sha256"]:
-            return None
-        library = CachedLibrary(folder / CACHED_LIBRARY, entry["warnings"])
+        sha256 = json.loads((folder / CACHED_ENTRY).read_text(encoding="utf-8"))["sha256"]
+        if hashlib.sha256((folder / CACHED_LIBRARY).read_bytes()).hexdigest() != sha256:
+            return False
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return False
     with contextlib.suppress(OSError):
-        folder.touch()  # somebody wants it
-    return library
+        folder.touch()
+    return True
 
 
 def _remove_unused(cache: Path) -> None:

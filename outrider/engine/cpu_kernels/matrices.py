@@ -9,13 +9,15 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.arrays import from_bfloat16
+from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import ElementType, MatrixStruct
+from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.kv_cache.array_plane import Words
 
 Floats = npt.NDArray[np.float32]
@@ -26,6 +28,14 @@ PANEL = 16
 
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """W and b of y = x Wᵀ + b."""
+
+    weight: Words  # [out_features, in_features]
+    bias: Words | None = None  # [out_features]
 
 
 class WeightArena:
@@ -60,39 +70,37 @@ class PackedMatrix:
         self,
         kernels: CpuKernels,
         arena: WeightArena,
-        weights: Sequence[Words],
-        biases: Sequence[Words | None] = (),
+        linears: Sequence[PlainLinear],
         *,
         interleave: bool = False,
         quantise: bool = False,
     ) -> None:
-        """Several weights become one matrix, computed at once.
+        """Several linear layers become one matrix, computed at once.
 
         Args:
             kernels: pack and later multiply.
             arena: where the packed weights lie.
-            weights: each [out_features_i, in_features], all of one type.
-            biases: as many, each [out_features_i] or None.
-            interleave: two weights, gate and up, whose panels alternate.
+            linears: of the same input and one type.
+            interleave: two of them, gate and up, whose panels alternate.
             quantise: keep weights as int8 with one scale for each output feature, and multiply with int8 rows (lossy).
         """
         self._functions = kernels.library.functions
-        self.in_features = weights[0].shape[1]
-        sizes = [weight.shape[0] for weight in weights]
+        self.in_features = linears[0].weight.shape[1]
+        sizes = [linear.weight.shape[0] for linear in linears]
         padded = [-(-size // PANEL) * PANEL for size in sizes] if interleave else sizes
         self.out_features = sum(padded)
-        self.type = ElementType.INT8 if quantise else WORD_TYPES[weights[0].dtype]
+        self.type = ElementType.INT8 if quantise else WORD_TYPES[linears[0].weight.dtype]
         self.packed = arena.take(self._functions.outrider_packed_size(self.type, self.out_features, self.in_features))
         scales = np.ones(self.out_features, np.float32)
         bias = np.zeros(self.out_features, np.float32)
         first = 0
-        for index, (weight, size, room) in enumerate(zip(weights, sizes, padded, strict=True)):
-            plain = np.ascontiguousarray(weight)
+        for linear, size, room in zip(linears, sizes, padded, strict=True):
+            plain = np.ascontiguousarray(linear.weight)
             if quantise:
                 plain, scale = quantise_rows(plain)
                 scales[first : first + size] = scale
             self._functions.outrider_pack(
-                kernels.team.handle,
+                kernels.team,
                 self.type,
                 plain.ctypes.data,
                 first,
@@ -102,20 +110,15 @@ class PackedMatrix:
                 int(interleave),
                 self.packed.ctypes.data,
             )
-            if biases and (own := biases[index]) is not None:
-                bias[first : first + size] = to_float32(own)
+            if linear.bias is not None:
+                bias[first : first + size] = to_float32(linear.bias)
             first += room
         order = _interleaved(self.out_features) if interleave else slice(None)
-        has_bias = any(own is not None for own in biases)
+        has_bias = any(linear.bias is not None for linear in linears)
         self.bias = np.ascontiguousarray(bias[order]) if has_bias else None
         self.scales = np.ascontiguousarray(scales[order]) if quantise else None
-        self.struct = MatrixStruct(
-            self.packed.ctypes.data,
-            None if self.bias is None else self.bias.ctypes.data,
-            None if self.scales is None else self.scales.ctypes.data,
-            self.out_features,
-            self.in_features,
-            self.type,
+        self.struct = structures.OutriderMatrix(
+            *map(address_of, (self.packed, self.bias, self.scales)), self.out_features, self.in_features, self.type
         )
 
     def row(self, index: int) -> Floats:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
-from outrider.engine.cpu_kernels.operators import linear, rms_norm
-from outrider.engine.kv_cache.tensor_planes import words_of
+from outrider.engine.cpu_kernels.operators import linear, plain_linear, rms_norm
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
 _LARGEST_VECTOR = 64
@@ -31,13 +30,8 @@ class NativeLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._owner = owner
-        self._matrix = PackedMatrix(
-            owner.kernels,
-            owner.arena,
-            [words_of(weight)],
-            [None if bias is None else words_of(bias)],
-            quantise=owner.quantise,
-        )
+        plain = plain_linear(weight, bias)
+        self._matrix = PackedMatrix(owner.kernels, owner.arena, [plain], quantise=owner.quantise)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[…, in_features] → […, out_features], of the input's dtype."""

@@ -5,6 +5,7 @@ Each writes to an output that its caller has made: contiguous, as all other tens
 
 from __future__ import annotations
 
+from ctypes import Structure
 from typing import Any
 
 import numpy as np
@@ -13,27 +14,28 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import (
-    AttentionStruct,
-    BatchStruct,
-    ElementType,
-    MatrixStruct,
-    PanelsStruct,
-    Workspace,
-)
+from outrider.engine.cpu_kernels.library import ElementType, Workspace
+from outrider.engine.cpu_kernels.matrices import PlainLinear
+from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.errors import InternalError
 
 ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType.BFLOAT16}
 
 
-def linear(kernels: CpuKernels, workspace: Workspace, matrix: MatrixStruct, x: Tensor, y: Tensor) -> None:
+def plain_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
+    """On the CPU, in the same memory where that is contiguous."""
+    return PlainLinear(words_of(weight), None if bias is None else words_of(bias))
+
+
+def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tensor, y: Tensor) -> None:
     """X [..., in_features] float32 or bfloat16 → y [..., out_features] of its dtype."""
     _check(x.shape[-1] == matrix.in_features, f"{x.shape[-1]} columns for {matrix.in_features}")
     if not y.numel():
         return
     _call(
-        kernels.library.functions.outrider_linear, kernels.team.handle, workspace.handle, ELEMENT_TYPES[x.dtype],
+        kernels.library.functions.outrider_linear, kernels.team, workspace.handle, ELEMENT_TYPES[x.dtype],
         x.data_ptr(), x.numel() // x.shape[-1], matrix, y.data_ptr(),
     )  # fmt: skip
 
@@ -43,7 +45,7 @@ def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: 
     width = weight.numel()
     _check(x.shape[-1] == width and weight.dtype == torch.float32, f"{x.shape[-1]} columns for {width} of float32")
     _call(
-        kernels.library.functions.outrider_rms_norm, kernels.team.handle, ELEMENT_TYPES[x.dtype],
+        kernels.library.functions.outrider_rms_norm, kernels.team, ELEMENT_TYPES[x.dtype],
         x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(),
     )  # fmt: skip
 
@@ -51,8 +53,8 @@ def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: 
 def paged_attention(
     kernels: CpuKernels,
     workspace: Workspace,
-    batch: BatchStruct,
-    options: AttentionStruct,
+    batch: Structure,
+    options: Structure,
     query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of HEAD_DIM_STEP
     key_cache: npt.NDArray[np.uint8],  # of a layer, in panels (see PanelPlane)
     value_cache: npt.NDArray[np.uint8],  # same
@@ -62,7 +64,7 @@ def paged_attention(
     for cache in (key_cache, value_cache):
         _check_panels(cache, options.num_kv_heads, options.head_dim, query.dtype)
     _call(
-        kernels.library.functions.outrider_paged_attention, kernels.team.handle, workspace.handle,
+        kernels.library.functions.outrider_paged_attention, kernels.team, workspace.handle,
         ELEMENT_TYPES[query.dtype], options, batch, query.data_ptr(), query.shape[1] * query.shape[2],
         key_cache.ctypes.data, value_cache.ctypes.data, output.data_ptr(),
     )  # fmt: skip
@@ -81,7 +83,9 @@ def write_rows(
     num_rows, num_heads, head_dim = rows.shape
     _check_panels(cache, num_heads, head_dim, rows.dtype)
     _check(slots.shape == (num_rows,) and slots.is_contiguous(), f"slots {slots.shape} for {num_rows} rows")
-    struct = PanelsStruct(cache.ctypes.data, 1, 0, num_heads, head_dim, ELEMENT_TYPES[rows.dtype], are_values)
+    struct = structures.OutriderPanels(
+        cache.ctypes.data, 1, 0, num_heads, head_dim, ELEMENT_TYPES[rows.dtype], are_values
+    )
     _call(
         kernels.library.functions.outrider_write_rows,
         struct, 0, num_heads, slots.data_ptr(), num_rows, rows.data_ptr(),

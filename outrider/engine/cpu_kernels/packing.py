@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from outrider.engine.cpu_kernels.decoder_weights import BIAS, LAYER_NORMS, PACKED, SCALES
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.matrices import Floats, PackedMatrix, WeightArena, to_float32
+from outrider.engine.cpu_kernels.matrices import Floats, PackedMatrix, PlainLinear, WeightArena, to_float32
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.rotation import cosines_and_sines
 from outrider.errors import ModelError
@@ -20,14 +19,6 @@ HEAD_DIM_STEP = 16
 """What attention wants the dimensions of a head to be a multiple of."""
 
 _POSITIONS_AT_ONCE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class PlainLinear:
-    """W and b of y = x Wᵀ + b."""
-
-    weight: Words  # [out_features, in_features]
-    bias: Words | None = None  # [out_features]
 
 
 class DecoderPacking:
@@ -51,14 +42,7 @@ class DecoderPacking:
 
     def add_matrix(self, name: str, linears: Sequence[PlainLinear], *, interleave: bool = False) -> None:
         """Several of the same input become one matrix; see PackedMatrix."""
-        matrix = PackedMatrix(
-            self._kernels,
-            self._arena,
-            [linear.weight for linear in linears],
-            [linear.bias for linear in linears],
-            interleave=interleave,
-            quantise=self._quantise,
-        )
+        matrix = PackedMatrix(self._kernels, self._arena, linears, interleave=interleave, quantise=self._quantise)
         self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
         for part, values in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
             self.add(f"{name}.{part}", values)
@@ -80,6 +64,24 @@ class DecoderPacking:
         self.add_matrix(f"{index}.output", [output])
         self.add_matrix(f"{index}.gate_up", gate_up, interleave=True)
         self.add_matrix(f"{index}.down", [down])
+
+    def add_named_layer(self, index: int, tensors: Mapping[str, Words], prefix: str = "") -> None:
+        """One of a model in the shape of Llama: its tensors have transformers' names, behind the prefix."""
+
+        def linear(name: str) -> PlainLinear:
+            name = f"{prefix}{name}_proj"
+            return PlainLinear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+        norms = [tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")]
+        by_head = [tensors.get(f"{prefix}self_attn.{name}_norm.weight") for name in "qk"]
+        self.add_layer(
+            index,
+            [*norms, *by_head],
+            qkv=[linear(f"self_attn.{name}") for name in "qkv"],
+            output=linear("self_attn.o"),
+            gate_up=[linear("mlp.gate"), linear("mlp.up")],
+            down=linear("mlp.down"),
+        )
 
     def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0) -> tuple[Floats, Floats]:
         """Cosines and sines of all positions times these frequencies [head_dim / 2], multiplied by `scaling`.

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary, PanelsStruct
+from outrider.engine.cpu_kernels.interface import structures
+from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary
 from outrider.engine.kv_cache.base import Bytes, Slots
 from outrider.engine.kv_cache.planes import PlaneSpec
 
@@ -70,7 +71,7 @@ class PanelPlane:
 
     def _move_rows(self, function: Any, layers: range, slots: Slots, heads: range, rows: Bytes) -> None:
         slots = np.ascontiguousarray(slots)
-        struct = PanelsStruct(
+        struct = structures.OutriderPanels(
             self.layers.ctypes.data + layers.start * self.layers[0].nbytes,
             len(layers),
             self.layers[0].nbytes * self._plane.head_dim // self._plane.bytes_per_head,

@@ -25,20 +25,18 @@ class KVCacheConfig:
     block_size: int = fixed(16)  # tokens; little is wasted at a sequence's end, and short prefixes are shared
 
     def __post_init__(self) -> None:
-        _parse(self.memory)
+        _ = self.size
 
     @property
     def size(self) -> tuple[int | None, float | None]:
-        """`memory` in bytes, or as a fraction of free memory; both None where it is not set."""
-        return _parse(self.memory)
-
-
-def _parse(memory: str) -> tuple[int | None, float | None]:
-    """Bytes or a fraction. Raises: ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMG]iB|B|)", memory.strip())
-    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
-    if not memory.strip():
-        return None, None
-    if number <= 0 or (unit == "%" and number > MAX_PERCENT):
-        raise ValueError(f"memory {memory!r} is neither a size such as 4GiB nor a share from 1% to {MAX_PERCENT}%")
-    return (None, number / 100) if unit == "%" else (int(number * UNITS[unit]), None)
+        """`memory` in bytes, or as a fraction of free memory; both None where it is not set. Raises: ValueError."""
+        memory = self.memory.strip()
+        if not memory:
+            return None, None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMG]iB|B|)", memory)
+        number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+        if number <= 0 or (unit == "%" and number > MAX_PERCENT):
+            raise ValueError(
+                f"memory {self.memory!r} is neither a size such as 4GiB nor a share from 1% to {MAX_PERCENT}%"
+            )
+        return (None, number / 100) if unit == "%" else (int(number * UNITS[unit]), None)

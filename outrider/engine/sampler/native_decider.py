@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.constraints.compiler import Masks
+from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import SampleRowsStruct, SamplingStruct, free_with
+from outrider.engine.cpu_kernels.library import free_with
 from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.filters import has_filters
-from outrider.engine.sampler.penalties import PenaltyState
-from outrider.engine.sampler.sequence_sampling import SampleRows
-from outrider.request import SamplingParams
+from outrider.engine.sampler.sequence_sampling import SampleRows, SequenceSampling
 
 # Logits up to which a call keeps Python's lock; those of rows with filters count more, as they are
 # passed over more often. Such a call takes about half a millisecond; at worst, a top_k of tens of
@@ -30,14 +29,15 @@ _FILTERED_WEIGHT = 4
 class _Prepared:
     """One sample's parameters as the kernels read them; prepared once, its counts followed."""
 
-    def __init__(self, params: SamplingParams, sample: int, penalties: PenaltyState) -> None:
+    def __init__(self, state: SequenceSampling) -> None:
+        params, penalties = state.params, state.penalties
         self._penalties = penalties
         self._counted_ids: npt.NDArray[np.int64] | None = None
         self.has_penalties = penalties.counts is not None
         self.weight = _FILTERED_WEIGHT if has_filters(params) and not params.is_greedy else 1  # of a logit
-        self._sampling = SamplingStruct(
+        self._sampling = structures.OutriderSampling(
             seed=params.seed,
-            sample=sample,
+            sample=state.sample,
             temperature=params.temperature,
             log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
             top_k=params.top_k,
@@ -79,28 +79,26 @@ class NativeDecider:
         functions = kernels.library.functions
         holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
         self._sampler: int = functions.outrider_sampler_create(
-            kernels.team.handle, vocabulary.size, vocabulary.num_ids, holes.ctypes.data, len(holes)
+            kernels.team, vocabulary.size, vocabulary.num_ids, holes.ctypes.data, len(holes)
         )
         if not self._sampler:
             raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
         free_with(self, functions.outrider_sampler_free, self._sampler)
-        self._rows = (SampleRowsStruct * 1)()  # grown to the largest step so far
-
-    def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> _Prepared:
-        """What is kept for one sample; it comes back as `state.prepared` of its rows."""
-        return _Prepared(params, sample, penalties)
+        self._rows = (structures.OutriderSampleRows * 1)()  # grown to the largest step so far
 
     def decide(self, logits: npt.NDArray[np.float32], rows: Sequence[SampleRows]) -> npt.NDArray[np.int64]:
         logits = np.ascontiguousarray(logits, dtype=np.float32)
         num_rows, vocab_size = logits.shape
         if len(rows) > len(self._rows):
-            self._rows = (SampleRowsStruct * len(rows))()
+            self._rows = (structures.OutriderSampleRows * len(rows))()
         token_ids = np.empty(num_rows, dtype=np.int64)
         assumed = array("q")
         all_masks: list[Masks] = []  # kept until the call is over
         weight = 0
         for native, part in zip(self._rows, rows, strict=False):
             prepared: Any = part.state.prepared
+            if prepared is None:
+                prepared = part.state.prepared = _Prepared(part.state)
             native.sampling = prepared.current()
             native.num_assumed = len(part.assumed_token_ids)
             native.num_rows = part.num_rows
@@ -122,7 +120,7 @@ class NativeDecider:
             self._sampler,
             logits.ctypes.data,
             vocab_size,
-            ctypes.addressof(self._rows),
+            self._rows,
             len(rows),
             assumed.buffer_info()[0],
             token_ids.ctypes.data,

@@ -143,19 +143,12 @@ class Sampler:
             stop_token_ids=stop_token_ids,
             vocab_size=self.vocab_size,
         )
-        prepared = constraint = None
-        if isinstance(self._decider, NativeDecider):
-            prepared = self._decider.prepare(params, sample=sample, penalties=penalties)
+        constraint = None
         if params.constraint is not None:
             assert self.constraints is not None
             constraint = self.constraints.start(params.constraint, generated_token_ids)
         return SequenceSampling(
-            params=params,
-            sample=sample,
-            logprobs=logprobs,
-            penalties=penalties,
-            prepared=prepared,
-            constraint=constraint,
+            params=params, sample=sample, logprobs=logprobs, penalties=penalties, constraint=constraint
         )
 
     def commit(self, state: SequenceSampling, token_ids: Sequence[int]) -> None:

@@ -17,14 +17,14 @@ class SequenceSampling:
     """Mutable state of one sample of a request; made by `Sampler.start`, moved on by `Sampler.commit`.
 
     Belongs to the thread that calls the sampler. `Sampler.sample` reads it and never
-    changes it: what a draft assumes is passed beside it in `SampleRows`.
+    changes it, but for `prepared`: what a draft assumes is passed beside it in `SampleRows`.
     """
 
     params: SamplingParams
     sample: int  # which of the n samples: its own word of the arrivals' counter
     logprobs: LogprobsRequest | None
     penalties: PenaltyState
-    prepared: object = None  # what a NativeDecider keeps for it
+    prepared: object = None  # what a NativeDecider keeps for it, from its first decision on
     constraint: GrammarState | None = None  # None: the output is free
     failure: str = ""  # why the constraint ends the request
 

@@ -11,7 +11,7 @@ import torch
 
 from outrider.engine.cpu_kernels import compiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.errors import ConfigError
@@ -61,7 +61,7 @@ def teams():
     def kernels(library, num_threads):
         key = library.file, num_threads
         if key not in started:
-            started[key] = CpuKernels(library, Team(library, num_threads))
+            started[key] = CpuKernels(library, num_threads)
         return started[key]
 
     return kernels

@@ -79,7 +79,7 @@ def made_library(name: str) -> KernelLibrary:
     if name in left_out:
         assert platform.machine() not in X86_64, left_out[name]
         pytest.skip(left_out[name])
-    return KernelLibrary(libraries[name].file)
+    return KernelLibrary(libraries[name])
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.input_batch import InputBatch
-from outrider.engine.kv_cache.tensor_planes import words_of
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -22,8 +21,8 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 def pack(
     kernels: CpuKernels, weights: list[Tensor], biases: list[Tensor | None] | None = None, **options: bool
 ) -> PackedMatrix:
-    plain = [None if bias is None else words_of(bias) for bias in biases or []]
-    return PackedMatrix(kernels, WeightArena(), [words_of(weight) for weight in weights], plain, **options)
+    plain = map(operators.plain_linear, weights, biases or [None] * len(weights))
+    return PackedMatrix(kernels, WeightArena(), [*plain], **options)
 
 
 def linear(kernels: CpuKernels, matrix: PackedMatrix, x: Tensor) -> Tensor:

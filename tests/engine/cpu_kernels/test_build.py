@@ -11,6 +11,7 @@ from outrider.cache_directory import CACHE_VARIABLE, user_cache_directory
 from outrider.engine.cpu_kernels import build, compiler
 from outrider.engine.cpu_kernels.compiler import CompileError, Compiler, find_compiler
 from outrider.engine.cpu_kernels.library_cache import (
+    CACHED_ENTRY,
     LIBRARIES_VARIABLE,
     compiled_libraries,
     compiled_library,
@@ -144,7 +145,8 @@ def test_a_source_that_does_not_compile_is_an_error(source, capsys):
 def test_warnings_are_kept_with_the_library(source, compiled):
     change(source, "static int unused() { return 0; }\n")
     for _ in range(2):
-        assert "unused" in compiled_libraries({"portable": ()})[0]["portable"].warnings
+        library = compiled_library("portable")
+        assert "unused" in library.with_name(CACHED_ENTRY).read_text()
     assert len(compiled) == 1
 
 

@@ -197,7 +197,7 @@ def test_memory_that_cannot_be_had_is_an_error_and_the_workspace_stays_usable(ke
 
     def run(num_rows):
         kernels.library.functions.outrider_linear(
-            kernels.team.handle, workspace.handle, 1, problem.x.data_ptr(), num_rows, matrix.struct, y.data_ptr()
+            kernels.team, workspace.handle, 1, problem.x.data_ptr(), num_rows, matrix.struct, y.data_ptr()
         )
 
     run(4)

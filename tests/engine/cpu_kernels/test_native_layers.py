@@ -15,7 +15,7 @@ from outrider.engine.cpu_kernels.modules import NativeLayers, NativeLinear, Nati
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.numerics import KERNELS_REVISION, LAYERS_REVISION
 from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
@@ -54,7 +54,7 @@ def forward(loaded):
 
 def forward_of(model):
     cache = PagedKVCache(model.spec.planes, num_blocks=32, block_size=16, kernels=model.cpu_kernels)
-    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa"))
+    runner = make_runner(model, cache, make_attention_backend("torch_sdpa"))
     assert runner.attention_name == "native"
     return lambda *rows: torch.tensor(runner.forward(build_input_batch(rows, 16)))
 

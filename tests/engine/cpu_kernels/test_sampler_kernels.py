@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 
-from outrider.engine.cpu_kernels.library import SampleRowsStruct
+from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.native_decider import NativeDecider
@@ -154,11 +152,9 @@ def test_memory_that_cannot_be_had_is_an_error_and_the_sampler_stays_usable(kern
     step = [(states, 3, (), ())]
     native, expected = pair.decide(logits, step)
     address = states[0].prepared.current()
-    rows = SampleRowsStruct(sampling=address, num_rows=2**44)
+    rows = structures.OutriderSampleRows(sampling=address, num_rows=2**44)
     sampler = pair.samplers[0]._decider._sampler
     with pytest.raises(MemoryError, match="outrider_sample"):
-        kernels.library.functions.outrider_sample(
-            sampler, logits.ctypes.data, 100, ctypes.addressof(rows), 1, None, None
-        )
+        kernels.library.functions.outrider_sample(sampler, logits.ctypes.data, 100, rows, 1, None, None)
     assert pair.decide(logits, step) == [native, expected]
     assert native == expected

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import make_runner
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
 from tests.support.interpreted_triton import interpreted_attention
@@ -71,7 +71,7 @@ def runner(small_tiles):
     assert DeterministicLinear in kinds
     cache = PagedKVCache(spec.planes, num_blocks=12, block_size=BLOCK_SIZE)
     loaded = SimpleNamespace(model=model, device="cpu", spec=spec, native=None, cpu_kernels=None)
-    return ModelRunner(loaded, cache, interpreted_attention()), plain
+    return make_runner(loaded, cache, interpreted_attention()), plain
 
 
 @torch.inference_mode()

@@ -3,8 +3,7 @@
 // contiguous unless a stride is given. Sizes and dtypes are checked by the caller
 // (../operators.py); nothing here throws, allocates for longer than a call (but for teams,
 // workspaces and samplers, which have their own free function and are null where there is no
-// memory), or keeps state of its own. What returns an int32_t returns 0 or an errno: ENOMEM
-// where scratch memory cannot be had, and then nothing was computed.
+// memory), or keeps state of its own. ../interface.py reads both headers, and says what it understands.
 #pragma once
 
 #include <stdint.h>
@@ -16,10 +15,9 @@ enum OutriderType : int32_t { OUTRIDER_FLOAT32 = 0, OUTRIDER_BFLOAT16 = 1, OUTRI
 struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
-// Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 11;
+// 0 or an errno: ENOMEM where scratch memory cannot be had, and then nothing was computed. Python raises it.
+typedef int32_t OutriderStatus;
 
-OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512", "avx512_bf16" or "amx"
 
 // Asks the system for what the path needs (AMX tiles are switched on for each process).
@@ -66,19 +64,20 @@ OUTRIDER_API int64_t outrider_packed_size(int32_t type, int64_t out_features, in
 // [num, in_features]; several calls fill one matrix, for projections that are computed
 // together. `interleave` 1: gate and up halves of out_features alternate by panels, as the
 // decoder multiplies them. For INT8 `from` is already quantised.
-OUTRIDER_API int32_t outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
-                                   int64_t out_features, int64_t in_features, int32_t interleave, void* packed);
+OUTRIDER_API OutriderStatus outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first,
+                                          int64_t num, int64_t out_features, int64_t in_features, int32_t interleave,
+                                          void* packed);
 
 // One row of the packed weight, for embeddings that are tied to the output layer.
-OUTRIDER_API int32_t outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to);
+OUTRIDER_API OutriderStatus outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to);
 
 // y = x W^T + b, with x [num_rows, in_features] and y of `type` of the activations (FLOAT32 or BFLOAT16).
-OUTRIDER_API int32_t outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
-                                     const void* x, int64_t num_rows, const OutriderMatrix* matrix, void* y);
+OUTRIDER_API OutriderStatus outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
+                                            const void* x, int64_t num_rows, const OutriderMatrix* matrix, void* y);
 
 // ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32.
-OUTRIDER_API int32_t outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
-                                       const float* weight, float epsilon, void* y);
+OUTRIDER_API OutriderStatus outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows,
+                                              int64_t width, const float* weight, float epsilon, void* y);
 
 // ---- the rows of one step (see input_batch.py)
 
@@ -113,10 +112,10 @@ struct OutriderAttention {
 
 // query and output [num_rows, num_heads, head_dim]; query rows at query_stride elements. The caches are those of one
 // layer, in panels of 16 slots (kv_panels.h).
-OUTRIDER_API int32_t outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
-                                              const OutriderAttention* options, const OutriderBatch* batch,
-                                              const void* query, int64_t query_stride, const void* key_cache,
-                                              const void* value_cache, void* output);
+OUTRIDER_API OutriderStatus outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
+                                                     const OutriderAttention* options, const OutriderBatch* batch,
+                                                     const void* query, int64_t query_stride, const void* key_cache,
+                                                     const void* value_cache, void* output);
 
 // ---- kv_panels.cpp: keys or values of some slots, out of the cache and into it
 
@@ -191,17 +190,18 @@ struct OutriderFeatures {
 // otherwise from what the last call left in the workspace. key_caches and value_caches are
 // those of all layers, each in panels of 16 slots (kv_panels.h). With `features`, those of the rows
 // are at their slots of its plane after the last layer; null: none are made.
-OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace,
-                                             const OutriderDecoder* decoder, const OutriderBatch* batch,
-                                             void* const* key_caches, void* const* value_caches,
-                                             const OutriderFeatures* features, int64_t first, int64_t last);
+OUTRIDER_API OutriderStatus outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace,
+                                                    const OutriderDecoder* decoder, const OutriderBatch* batch,
+                                                    void* const* key_caches, void* const* value_caches,
+                                                    const OutriderFeatures* features, int64_t first, int64_t last);
 
 // Logits [num_logits, vocab_size] of the given rows [num_logits] after the last layer; for none of them nothing is
 // done. With `columns` [decoder->vocab_size], each logit goes to that one of num_columns, and the others are
 // -infinity. `states` [num_logits, hidden] of the decoder's type or null: hidden states of these rows.
-OUTRIDER_API int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
-                                             const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
-                                             float* logits, const int64_t* columns, int64_t num_columns, void* states);
+OUTRIDER_API OutriderStatus outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
+                                                    const OutriderDecoder* decoder, const int64_t* rows,
+                                                    int64_t num_logits, float* logits, const int64_t* columns,
+                                                    int64_t num_columns, void* states);
 
 // ---- turns.cpp: turns of processes that compute on the same processors. `turns` is memory that they share, zeros
 // at first, of outrider_turns_size() bytes and aligned to 64; each has a slot of its own, below outrider_turns_slots().

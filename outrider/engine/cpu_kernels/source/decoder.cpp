@@ -412,9 +412,9 @@ void with_types(const OutriderDecoder& decoder, const OutriderMatrix& matrix, F&
 
 using namespace outrider;
 
-int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
-                                const OutriderBatch* batch, void* const* key_caches, void* const* value_caches,
-                                const OutriderFeatures* features, int64_t first, int64_t last) {
+OutriderStatus outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
+                                       const OutriderBatch* batch, void* const* key_caches, void* const* value_caches,
+                                       const OutriderFeatures* features, int64_t first, int64_t last) {
   return call([&] {
     with_types(*decoder, decoder->layers[0].qkv, [&](auto* type, auto* weight) {
       using Type = std::remove_pointer_t<decltype(type)>;
@@ -426,9 +426,9 @@ int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace
   });
 }
 
-int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
-                                const int64_t* rows, int64_t num_logits, float* logits, const int64_t* columns,
-                                int64_t num_columns, void* states) {
+OutriderStatus outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
+                                       const int64_t* rows, int64_t num_logits, float* logits, const int64_t* columns,
+                                       int64_t num_columns, void* states) {
   if (num_logits == 0) return 0;
   return call([&] {
     with_types(*decoder, decoder->head, [&](auto* type, auto* weight) {

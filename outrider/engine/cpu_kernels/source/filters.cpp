@@ -192,7 +192,7 @@ bool TopP::keeps_after(const Limit& before) {
 
 }  // namespace outrider
 
-int32_t outrider_masses(const float* values, int64_t num, float largest, int64_t* masses) {
+OutriderStatus outrider_masses(const float* values, int64_t num, float largest, int64_t* masses) {
   using namespace outrider;
   return call([&] {
     for (int64_t i = 0; i < num; i++) {

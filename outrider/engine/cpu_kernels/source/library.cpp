@@ -8,8 +8,6 @@
 #include <unistd.h>
 #endif
 
-int32_t outrider_api_version(void) { return OUTRIDER_API_VERSION; }
-
 const char* outrider_path(void) {
 #if defined(__AMX_TILE__)
   return "amx";

@@ -118,8 +118,8 @@ int64_t outrider_packed_size(int32_t type, int64_t out_features, int64_t in_feat
   return bytes;
 }
 
-int32_t outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
-                      int64_t out_features, int64_t in_features, int32_t interleave, void* packed) {
+OutriderStatus outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
+                             int64_t out_features, int64_t in_features, int32_t interleave, void* packed) {
   return call([&] {
     with_type(type, [&](auto* weight) {
       using Weight = std::remove_pointer_t<decltype(weight)>;
@@ -129,12 +129,12 @@ int32_t outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_
   });
 }
 
-int32_t outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to) {
+OutriderStatus outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to) {
   return call([&] { unpack_row(*matrix, row, to); });
 }
 
-int32_t outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
-                        int64_t num_rows, const OutriderMatrix* matrix, void* y) {
+OutriderStatus outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
+                               int64_t num_rows, const OutriderMatrix* matrix, void* y) {
   return call([&] {
     with_type(matrix->type, [&](auto* weight) {
       using Weight = std::remove_pointer_t<decltype(weight)>;

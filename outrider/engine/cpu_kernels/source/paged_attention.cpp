@@ -33,9 +33,10 @@ void attend(Team& team, OutriderWorkspace& workspace, const OutriderAttention& o
 
 }  // namespace
 
-int32_t outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
-                                 const OutriderAttention* options, const OutriderBatch* batch, const void* query,
-                                 int64_t query_stride, const void* key_cache, const void* value_cache, void* output) {
+OutriderStatus outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
+                                        const OutriderAttention* options, const OutriderBatch* batch, const void* query,
+                                        int64_t query_stride, const void* key_cache, const void* value_cache,
+                                        void* output) {
   return call([&] {
     Team& threads = *reinterpret_cast<Team*>(team);
     if (type == OUTRIDER_BFLOAT16) {

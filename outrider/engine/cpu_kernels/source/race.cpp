@@ -60,7 +60,7 @@ int64_t run_race(const LogitRow& row, const RaceKey& key, const BlockArrivals& a
 
 using namespace outrider;
 
-int32_t outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int64_t num_ids, float* arrivals) {
+OutriderStatus outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int64_t num_ids, float* arrivals) {
   return call([&] {
     const RaceKey key{seed, sample, position};
     for (int64_t start = 0; start < num_ids; start += kWidth * kBlock) {
@@ -76,7 +76,7 @@ int32_t outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int
   });
 }
 
-int32_t outrider_logarithms(const float* values, int64_t num, float* logarithms) {
+OutriderStatus outrider_logarithms(const float* values, int64_t num, float* logarithms) {
   return call([&] {
     for (int64_t i = 0; i < num; i++) logarithms[i] = logarithm(broadcast(values[i]))[0];
   });

@@ -22,8 +22,8 @@ void rms_norm(Team& team, const T* x, int64_t num_rows, int64_t width, const flo
 
 }  // namespace
 
-int32_t outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
-                          const float* weight, float epsilon, void* y) {
+OutriderStatus outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
+                                 const float* weight, float epsilon, void* y) {
   return call([&] {
     Team& threads = *reinterpret_cast<Team*>(team);
     if (type == OUTRIDER_BFLOAT16) {

@@ -127,9 +127,9 @@ OutriderSampler* outrider_sampler_create(OutriderTeam* team, int64_t vocab_size,
 
 void outrider_sampler_free(OutriderSampler* sampler) { delete sampler; }
 
-int32_t outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
-                        const OutriderSampleRows* sequences, int64_t num_sequences, const int64_t* assumed_ids,
-                        int64_t* token_ids) {
+OutriderStatus outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
+                               const OutriderSampleRows* sequences, int64_t num_sequences, const int64_t* assumed_ids,
+                               int64_t* token_ids) {
   return call([&] {
     int64_t num_rows = 0, most_assumed = 0;
     for (const OutriderSampleRows* rows = sequences; rows != sequences + num_sequences; rows++) {

@@ -54,18 +54,18 @@ struct OutriderSampleRows {
 };
 
 // Decides every row of `logits` [rows of all sequences, vocab_size], which it leaves as it is.
-OUTRIDER_API int32_t outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
-                                     const OutriderSampleRows* sequences, int64_t num_sequences,
-                                     const int64_t* assumed_ids, int64_t* token_ids);
+OUTRIDER_API OutriderStatus outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
+                                            const OutriderSampleRows* sequences, int64_t num_sequences,
+                                            const int64_t* assumed_ids, int64_t* token_ids);
 
 // ---- What decisions are made of, for whoever compares implementations bit by bit.
 
 // All arrivals of one decision.
-OUTRIDER_API int32_t outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int64_t num_ids,
-                                       float* arrivals);
+OUTRIDER_API OutriderStatus outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int64_t num_ids,
+                                              float* arrivals);
 
 // log of each value, which must be positive and normal.
-OUTRIDER_API int32_t outrider_logarithms(const float* values, int64_t num, float* logarithms);
+OUTRIDER_API OutriderStatus outrider_logarithms(const float* values, int64_t num, float* logarithms);
 
 // What values weigh beside the largest of their row in top_p's sums.
-OUTRIDER_API int32_t outrider_masses(const float* values, int64_t num, float largest, int64_t* masses);
+OUTRIDER_API OutriderStatus outrider_masses(const float* values, int64_t num, float largest, int64_t* masses);

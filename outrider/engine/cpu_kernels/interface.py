@@ -1,0 +1,93 @@
+"""The kernels' C interface for ctypes, as its headers declare it: structures and signatures. Torch-free.
+
+It understands what `source/api.h` and `source/sampler_api.h` consist of: numbers of a known size, pointers, structures
+that begin a line and are declared before others contain them, and functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from outrider.engine.cpu_kernels.compiler import SOURCE
+
+_HEADERS = "".join((SOURCE / name).read_text(encoding="utf-8") for name in ("api.h", "sampler_api.h"))
+_CODE = re.sub(r"//.*|\bconst\b", "", _HEADERS)
+
+
+class _Status(ctypes.c_int32):
+    """0, or the errno of what went wrong."""
+
+
+_TYPES: dict[str, Any] = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "void": None,
+    "char*": ctypes.c_char_p,
+    "OutriderStatus": _Status,
+}
+
+
+def _type_of(kind: str) -> Any:
+    """Pointers are addresses, but for arguments that point to our structures (see `_signatures`)."""
+    return _TYPES.get(kind, ctypes.c_void_p) if kind.endswith("*") else _TYPES[kind]
+
+
+def _declarations(text: str, separator: str) -> Iterator[tuple[str, str]]:
+    """(name, kind) of each field or argument, a kind without spaces: "int64_t", "OutriderBatch*"."""
+    for match in re.finditer(rf"([\w\s*]*[\s*])(\w+)\s*(?:{separator}|$)", text):
+        yield match[2], "".join(match[1].split())
+
+
+def _structures() -> dict[str, type[ctypes.Structure]]:
+    found = {}
+    for name, body in re.findall(r"^struct (\w+) \{(.*?)^\};", _CODE, re.DOTALL | re.MULTILINE):
+        fields = [(field, _type_of(kind)) for field, kind in _declarations(body, ";")]
+        found[name] = _TYPES[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return found
+
+
+def _signatures() -> dict[str, tuple[Any, list[Any]]]:
+    """By name of a function the types of its result and of its arguments."""
+    pointers = {f"{name}*": ctypes.POINTER(structure) for name, structure in vars(structures).items()}
+    found = {}
+    for result, name, text in re.findall(
+        r"^OUTRIDER_API ([\w\s*]+[\s*])(\w+)\((.*?)\);", _CODE, re.DOTALL | re.MULTILINE
+    ):
+        arguments = [pointers.get(kind) or _type_of(kind) for _, kind in _declarations(text, ",")]
+        found[name] = _type_of("".join(result.split())), arguments
+    return found
+
+
+structures: Any = SimpleNamespace(**_structures())
+"""By their names in C. A pointer in one is an address, of memory that it does not keep alive."""
+SIGNATURES = _signatures()
+
+
+def address_of(values: np.ndarray | None) -> int | None:
+    """Where the numbers of a contiguous array lie; None for None."""
+    return None if values is None else values.ctypes.data
+
+
+def declare(functions: ctypes.CDLL) -> None:
+    """Calls are checked by signature from here on, and raise MemoryError for a status that is not 0."""
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+        if result is _Status:
+            function.errcheck = _check_status
+
+
+def _check_status(status: _Status, function: Any, _arguments: object) -> None:
+    if status.value:
+        raise MemoryError(f"{function.__name__}: {os.strerror(status.value)}")
