@@ -84,17 +84,17 @@ class Rotation:
             frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](plain, torch.device("cpu"))
         self.frequencies = frequencies.to(files.device)  # [head_dim / 2] float32
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[num_rows] int64 → cosines and sines [num_rows, 1, head_dim / 2]."""
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_rows] int64 → cosines and sines [num_rows, 1, head_dim / 2] float32."""
         angles = (positions.float()[:, None] * self.frequencies)[:, None]
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """[num_rows, num_heads, head_dim], what `Rotation.at` gives → the same."""
     cosines, sines = angles
     first, second = heads.chunk(2, -1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(heads.dtype)
 
 
 class DecoderLayer:
@@ -132,11 +132,11 @@ class DecoderLayer:
         attend: Attend,
         attention_input: Tensor | None = None,
         *,
-        places: Tensor | None = None,
+        places: Tensor | slice | None = None,
     ) -> Tensor:
         """[num_rows, hidden_size] → the same. Attention is given `normed(rows)`, unless it is told otherwise.
 
-        `places`: [num_rows] int64, where `rows` stand among those of `attention_input`; None: they are the same.
+        `places`: where `rows` stand among those of `attention_input`; None: they are the same.
         """
         head_dim = self._shape.head_dim
         projected = self._projections(self.normed(rows) if attention_input is None else attention_input)

@@ -2,7 +2,7 @@
 
 1. answers: the target writes prompts and answers them, in a cluster of its own (`generate`), or they are given;
 2. features: its hidden states at every token (`hidden_states`), and what a step costs here;
-3. training (`trainer`), by a form of `forms`;
+3. training (`trainer`) of a `student`;
 4. export, a replay on held-out answers, and the report.
 """
 
@@ -22,7 +22,6 @@ from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import locate_model
 from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, choose_texts, features_folder
-from outrider.training.forms.make import make_student, needed_taps
 from outrider.training.generate import answers_folder, write_answers
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
 from outrider.training.plan import (
@@ -44,6 +43,7 @@ from outrider.training.plot import draw
 from outrider.training.prompts import read_prompts
 from outrider.training.replay import replay
 from outrider.training.report import measure_head, write_report
+from outrider.training.student import make_student, needed_taps
 from outrider.training.trainer import Trainer
 
 MIN_HELD_OUT = 20
@@ -126,14 +126,14 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     dataset = Dataset(features_folder(plan))
     student = make_student(plan, target, dataset, torch.device(device), name=name)
     counts = dataset.answer_counts(target.vocab_size)
-    covered = counts[student.vocabulary.target_ids.cpu()].sum().item() / max(int(counts.sum()), 1)
-    num_parameters = sum(parameter.numel() for parameter in student.parameters())
+    covered = counts[student.target_ids.cpu()].sum().item() / max(int(counts.sum()), 1)
+    num_parameters = sum(weight.numel() for weight in student.weights.values())
     lines = [
         f"target {name}, form {plan.form}, {num_parameters / 1e6:.1f} M trained weights",
         (
             f"{len(dataset.training)} texts to learn from and {len(dataset.held_out)} held out; "
             f"{int(counts.sum())} answer tokens, of which {100 * covered:.1f} % are in the draft vocabulary of "
-            f"{len(student.vocabulary.target_ids)}"
+            f"{len(student.target_ids)}"
         ),
     ]
     if len(dataset.held_out) < MIN_HELD_OUT:

@@ -78,12 +78,12 @@ def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, mo
     again = Trainer(plan, toy_student("eagle3"), trainer._dataset)
     assert again.step == 5
     assert again.history == trainer.history
-    for name, tensor in trainer.student.state_dict().items():
-        torch.testing.assert_close(again.student.state_dict()[name], tensor)
+    for name, weight in trainer.student.weights.items():
+        torch.testing.assert_close(again.student.weights[name], weight)
     texts = list(trainer._dataset.training[:4])
     for each in (trainer, again):  # the optimiser's moments too
         each._learn(Batch.of(each._dataset, texts, each._device), 0.5)
-    torch.testing.assert_close(again.student.fc.weight, trainer.student.fc.weight)
+    torch.testing.assert_close(again.student.weights["fc.weight"], trainer.student.weights["fc.weight"])
 
 
 def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread, monkeypatch):
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread
 def test_a_loss_that_is_no_number_leaves_the_checkpoint_as_it_was(make, one_thread, monkeypatch):
     plan, trainer = make()
     train(plan, trainer, 0.01)
-    before = torch.load(trainer.checkpoint)["student"]
+    before = torch.load(trainer.checkpoint)["weights"]
     losses = trainer.losses
 
     def spoilt(batch):
@@ -119,7 +119,7 @@ def test_a_loss_that_is_no_number_leaves_the_checkpoint_as_it_was(make, one_thre
     monkeypatch.setattr(trainer, "losses", spoilt)
     with pytest.raises(ModelError, match="--rate"):
         train(plan, trainer, 60)
-    after = torch.load(trainer.checkpoint)["student"]
+    after = torch.load(trainer.checkpoint)["weights"]
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -44,7 +44,7 @@ class Eagle(HeadModel):
         self.spec = self._layout.spec(files, self.form, num_layers=len(self._layers))
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        angles = self._rotation.at(rows.positions, rows.features.dtype)
+        angles = self._rotation.at(rows.positions)
         hidden = self._fusion(torch.cat([self._embedding[rows.token_ids], rows.features], -1))
         for layer in self._layers:
             hidden = layer(hidden, angles, attend)

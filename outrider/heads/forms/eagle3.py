@@ -86,12 +86,12 @@ class Eagle3(HeadModel):
         self.spec = self._layout.spec(files, self.form)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        angles = self._rotation.at(rows.positions, rows.features.dtype)
+        angles = self._rotation.at(rows.positions)
         normed = rms_norm(rows.features, self._hidden_norm, self._shape.epsilon)
         hidden = rows.features if self._keeps_unnormed else normed
         first, *others = self._layers
-        embeddings = first.normed(self._embedding[rows.token_ids])
-        hidden = first(hidden, angles, attend, torch.cat([embeddings, normed], -1))
+        needed, embeddings = slice(rows.first_needed, None), first.normed(self._embedding[rows.token_ids])
+        hidden = first(hidden[needed], angles, attend, torch.cat([embeddings, normed], -1), places=needed)
         for layer in others:
             hidden = layer(hidden, angles, attend)
         return rms_norm(hidden, self._norm, self._shape.epsilon) if self._feeds_back_normed else hidden
