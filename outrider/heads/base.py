@@ -61,7 +61,8 @@ class HeadModel(ABC):
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
         """By config.json, in any other layout than that of speculators."""
-        return named_architectures(config) in (frozenset((name,)) for name in cls.architectures)
+        named = frozenset(config.get("architectures") or ())
+        return len(named) == 1 and named <= frozenset(cls.architectures)
 
     @abstractmethod
     def __init__(self, files: HeadFiles) -> None: ...
@@ -91,7 +92,3 @@ def at_each_depth(compute: Callable[..., Tensor], depths: Tensor, *values: Tenso
     places = [torch.nonzero(depths == depth)[:, 0] for depth in found]
     parts = [compute(depth, *(each[rows] for each in values)) for depth, rows in zip(found, places, strict=True)]
     return torch.cat(parts)[torch.cat(places).argsort()]
-
-
-def named_architectures(config: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(config.get("architectures") or ())

@@ -78,18 +78,19 @@ class HeadFiles:
     def take_if(self, name: str, *shape: int) -> Tensor | None:
         return self.take(name, *shape) if name in self._stored else None
 
-    def take_rows(self, prefix: str, names: tuple[str, ...], sizes: tuple[int, ...], width: int) -> Linear:
-        """Projections of the same input, as one. Biases are added where the checkpoint has them."""
-        named = [(f"{prefix}{name}", size) for name, size in zip(names, sizes, strict=True)]
-        weight = self._joined({f"{name}.weight": self.take(f"{name}.weight", size, width) for name, size in named})
-        biases = {f"{name}.bias": self.take_if(f"{name}.bias", size) for name, size in named}
+    def take_linear(self, sizes: Mapping[str, int], width: int) -> Linear:
+        """Projections of the same input, by name the number of outputs, as one.
+
+        Biases are added where the checkpoint has them.
+        """
+        weights = {f"{name}.weight": self.take(f"{name}.weight", size, width) for name, size in sizes.items()}
+        biases = {f"{name}.bias": self.take_if(f"{name}.bias", size) for name, size in sizes.items()}
+        weight = self._joined(weights)
         if all(bias is None for bias in biases.values()):
             return Linear(weight)
-        parts = zip(biases.items(), sizes, strict=True)
-        return Linear(
-            weight,
-            self._joined({name: weight.new_zeros(size) if bias is None else bias for (name, bias), size in parts}),
-        )
+        sized = zip(biases.items(), sizes.values(), strict=True)
+        all_biases = {name: weight.new_zeros(size) if bias is None else bias for (name, bias), size in sized}
+        return Linear(weight, self._joined(all_biases))
 
     def keep_rows(self, name: str, rows: Tensor) -> Tensor:
         """Of a tensor that was taken, these rows [n] int64 alone."""

@@ -113,13 +113,15 @@ class DecoderLayer:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         self._sizes = (heads, *(2 * (shape.num_kv_heads * shape.head_dim,)))
         self._input_norm = files.take(f"{prefix}input_layernorm.weight", hidden) if is_normed else None
-        self._projections = files.take_rows(attention, ("q_proj", "k_proj", "v_proj"), self._sizes, width or hidden)
+        self._projections = files.take_linear(
+            {f"{attention}{name}_proj": size for name, size in zip("qkv", self._sizes, strict=True)}, width or hidden
+        )
         self._query_norm = files.take_if(f"{attention}q_norm.weight", shape.head_dim)
         self._key_norm = files.take_if(f"{attention}k_norm.weight", shape.head_dim)
-        self._output = files.take_rows(attention, ("o_proj",), (hidden,), heads)
+        self._output = files.take_linear({f"{attention}o_proj": hidden}, heads)
         self._norm = files.take(f"{prefix}post_attention_layernorm.weight", hidden)
-        self._gate_and_up = files.take_rows(mlp, ("gate_proj", "up_proj"), (inner, inner), hidden)
-        self._down = files.take_rows(mlp, ("down_proj",), (hidden,), inner)
+        self._gate_and_up = files.take_linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, hidden)
+        self._down = files.take_linear({f"{mlp}down_proj": hidden}, inner)
 
     def normed(self, rows: Tensor) -> Tensor:
         """By the input norm, or as they are."""

@@ -93,7 +93,7 @@ class Student:
             files.target_dtype = dtype
             head.load(files)
         self.device = device
-        self.config = checkpoint.config
+        self._config = checkpoint.config
         self._head, self._reduction = head, head.reduction.to(device, torch.float32)
         fixed.add(_NOT_TRAINED)
         self._places = {name: place for name, place in files.places.items() if name not in fixed}
@@ -108,7 +108,7 @@ class Student:
         self.is_drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=device)
         self.is_drafted[self.target_ids] = True
         self.target_output = target.output_layer()[ids.cpu()].to(device, dtype)  # [draft_vocab_size, hidden_size]
-        self._scale: Tensor | None = None  # [num_taps * hidden_size], of features; folded into fc by `tensors`
+        self._scale: Tensor | None = None  # [num_taps * hidden_size], of features; folded into fc by `export`
 
     def scale_features(self, sample: Tensor) -> None:
         """Brings channels to one size, by features [n, num_taps * hidden_size] of some tokens.
@@ -154,26 +154,21 @@ class Student:
         """[n, width] of that step → [n, draft_vocab_size] float32."""
         return self._head.logits(hidden, torch.full((len(hidden),), depth))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """As the layout names them."""
+    def export(self, folder: Path) -> None:
+        """Writes model.safetensors, then config.json, whose change says that the folder is whole. Raises: OSError.
+
+        Weights that were trained are written in bfloat16, the others as they were.
+        """
         tensors = dict(self._kept)
         for name, (weight, rows, kept) in self._places.items():
-            tensors[name] = weight.detach()[rows]
+            values = weight.detach()[rows]
             if self._scale is not None and weight is self._reduction.projection:
-                tensors[name] = tensors[name] * self._scale
+                values = values * self._scale
             if kept is not None:
-                zeros = weight.new_zeros(len(self.is_drafted), weight.shape[1])
-                tensors[name] = zeros.index_copy(0, kept, tensors[name])
-        return tensors
-
-    def export(self, folder: Path) -> None:
-        """Writes model.safetensors, then config.json, whose change says that the folder is whole. Raises: OSError."""
-        tensors = {
-            name: tensor.to("cpu", torch.bfloat16 if tensor.is_floating_point() else None).contiguous()
-            for name, tensor in self.tensors().items()
-        }
+                values = values.new_zeros(len(self.is_drafted), *values.shape[1:]).index_copy(0, kept, values)
+            tensors[name] = values.to("cpu", torch.bfloat16).contiguous()
         write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-        config = {**self.config, "torch_dtype": "bfloat16"}
+        config = {**self._config, "torch_dtype": "bfloat16"}
         write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 

@@ -33,7 +33,7 @@ class Eagle(HeadModel):
     def load(self, files: HeadFiles) -> None:
         is_nested, shape, hidden = self._layout.is_nested, self._layout.shape, self._layout.shape.hidden_size
         self._embedding = files.embedding(hidden)
-        self._fusion = files.take_rows("", ("fusion_fc" if is_nested else "fc",), (hidden,), 2 * hidden)
+        self._fusion = files.take_linear({"fusion_fc" if is_nested else "fc": hidden}, 2 * hidden)
         # Of the nested layout the target's own configuration is kept, with all its layers.
         prefixes = ["transformer."] if is_nested else [f"layers.{index}." for index in range(shape.num_layers)]
         self._layers = [

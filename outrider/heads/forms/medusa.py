@@ -86,7 +86,7 @@ class Medusa(HeadModel):
 
         self._heads = [
             _Head(
-                tuple(files.take_rows(f"{head}.{i}.", ("linear",), (width,), width) for i in range(num_blocks)),
+                tuple(files.take_linear({f"{head}.{i}.linear": width}, width) for i in range(num_blocks)),
                 output(head),
             )
             for head in range(num_heads)
