@@ -133,14 +133,14 @@ class Student:
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
         """One draft token further: [num_texts, num_chains] int64 → own hidden states [num_texts, num_chains, width].
 
-        The first step takes tokens of all chains but gives states from `first` on; later ones take those alone.
+        `token_ids`: of all chains. The states are of those from `first` on.
         """
-        num_texts, num_chains = chains.num_texts, len(chains.hidden) // chains.num_texts
-        keeps_kv = self._head.spec.num_layers > 0
-        skipped = chains.first if keeps_kv and not chains.depth else 0
-        positions = torch.arange(num_chains, device=self.device) + chains.first - skipped + chains.depth
+        num_texts, num_chains = token_ids.shape
+        begin = num_chains - len(chains.hidden) // num_texts  # chains before it have no row
+        skipped = chains.first - begin
+        positions = torch.arange(begin, num_chains, device=self.device) + chains.depth
         rows = HeadRows(
-            token_ids[:, -num_chains:].T.flatten(),
+            token_ids[:, begin:].T.flatten(),
             chains.hidden,
             torch.full((len(chains.hidden),), chains.depth),
             positions.repeat_interleave(num_texts),

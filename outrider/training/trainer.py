@@ -156,15 +156,13 @@ class Trainer:
         losses, hits, reached = [], [], []
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
             chains = student.start(batch.features, first=batch.first_chain)
-            first = chains.first
             for step in range(self._plan.num_steps):
                 # The chain of a row is fed with the text's tokens up to the row's own.
-                tokens = functional.pad(batch.token_ids[:, 1 + step + (first if step else 0) :], (0, 1 + step))
-                hidden = student.step(chains, tokens)
+                hidden = student.step(chains, functional.pad(batch.token_ids[:, 1 + step :], (0, 1 + step)))
                 # Rows without such a chain count nothing: with all of them the shapes are those of every step.
                 is_reached = batch.depths >= step
                 counts = is_known * is_reached
-                own = rows[0], (rows[1] - 1 - step - first).clamp_min(0)
+                own = rows[0], (rows[1] - 1 - step - chains.first).clamp_min(0)
                 logits = student.logits(hidden[own], step)
                 loss = functional.cross_entropy(logits, shares, reduction="none")
                 losses.append((loss * counts).sum() / counts.sum().clamp_min(1))
