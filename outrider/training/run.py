@@ -17,7 +17,6 @@ import torch
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Target
-from outrider.heads.open import open_head
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import locate_model
 from outrider.training.answer_files import read_answers
@@ -152,7 +151,6 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
     most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else min(plan.num_steps, MAX_DRAFT_TOKENS)
     results = replay(student, target, dataset, dataset.held_out, most=most)
-    head = open_head(plan.out, target, torch.device(device), dataset.hidden.dtype)
     lines.append("seconds: " + ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state.seconds.items()))
     lines.append(f"{trainer.step} training steps; the curve is in training.svg")
     report = write_report(
@@ -160,7 +158,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
         lines,
         results,
         state.row_seconds,
-        measure_head(head, plan.model, device, limit_seconds=plan.price_seconds),
+        measure_head(plan.out, plan.model, limit_seconds=plan.price_seconds),
     )
     write_atomically(plan.out / "report.md", report)
     return report
