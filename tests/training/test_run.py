@@ -202,16 +202,17 @@ def test_a_head_that_cannot_be_taken_up_is_refused_before_anything_starts(plan_o
     run(first)
     config = json.loads((first.out / "config.json").read_text())
     second = plan_of(out=tmp_path / "second", traffic=None, init_from=first.out)
+    target, cpu = Target.open(tiny_model), torch.device("cpu")
     for change, said in (
         ({"target_hidden_size": 96}, "hidden_size 96 of the head"),
         ({"speculators_model_type": "eagle9"}, "no known form"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, target.num_layers]}, "before the final norm"),
     ):
         (first.out / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigError, match=said):
             run(second)
         assert not second.out.exists()
-    target, medusa, cpu = Target.open(tiny_model), plan_of(form="medusa", out=first.out), torch.device("cpu")
-    checkpoint = new_head(medusa, target, "tiny", torch.arange(target.vocab_size), cpu)
+    checkpoint = new_head(plan_of(form="medusa"), target, "tiny", torch.arange(target.vocab_size), cpu)
     Student(checkpoint, target, cpu, torch.float32).export(first.out)
     with pytest.raises(ConfigError, match="is no eagle3 head: its form is medusa"):
         run(second)

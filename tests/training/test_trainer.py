@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError
 from outrider.training.dataset import Batch
 from outrider.training.plan import RunState
 from outrider.training.trainer import Trainer
@@ -84,6 +84,14 @@ def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, mo
     for each in (trainer, again):  # the optimiser's moments too
         each._learn(Batch.of(each._dataset, texts, each._device), 0.5)
     torch.testing.assert_close(again.student.weights["fc.weight"], trainer.student.weights["fc.weight"])
+
+
+def test_a_run_of_another_version_is_refused(make, one_thread):
+    plan, trainer = make()
+    trainer.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"student": {}, "step": 3}, trainer.checkpoint)
+    with pytest.raises(ConfigError, match="of another version: give another --out"):
+        Trainer(plan, trainer.student, trainer._dataset)
 
 
 def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread, monkeypatch):
