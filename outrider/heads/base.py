@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
@@ -34,6 +35,7 @@ class HeadRows:
     features: Tensor  # [num_rows, width]: the target's, or the head's own hidden state of the row before
     depths: Tensor  # [num_rows] int64: 0 where the feature is true, else how many rows after the last true one
     positions: Tensor  # [num_rows] int64: of the feature
+    first_needed: int = 0  # in training: rows before it give keys and values, and no state; of heads of one layer
 
 
 class HeadModel(ABC):
@@ -59,7 +61,8 @@ class HeadModel(ABC):
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
         """By config.json, in any other layout than that of speculators."""
-        return named_architectures(config) in (frozenset((name,)) for name in cls.architectures)
+        named = frozenset(config.get("architectures") or ())
+        return len(named) == 1 and named <= frozenset(cls.architectures)
 
     @abstractmethod
     def __init__(self, files: HeadFiles) -> None: ...
@@ -70,7 +73,7 @@ class HeadModel(ABC):
 
     @abstractmethod
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        """The head's own hidden state after each row: [num_rows, width]."""
+        """The head's own hidden state after each row from `first_needed` on: [num_rows - first_needed, width]."""
 
     @abstractmethod
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
@@ -81,5 +84,11 @@ class HeadModel(ABC):
         raise NotImplementedError
 
 
-def named_architectures(config: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(config.get("architectures") or ())
+def at_each_depth(compute: Callable[..., Tensor], depths: Tensor, *values: Tensor) -> Tensor:
+    """`compute(depth, *values)` of the rows at each depth [num_rows] → what it gives, in the order of rows."""
+    found = sorted(set(depths.tolist()))
+    if len(found) == 1:
+        return compute(found[0], *values)
+    places = [torch.nonzero(depths == depth)[:, 0] for depth in found]
+    parts = [compute(depth, *(each[rows] for each in values)) for depth, rows in zip(found, places, strict=True)]
+    return torch.cat(parts)[torch.cat(places).argsort()]

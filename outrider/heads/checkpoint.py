@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ class Checkpoint:
 
     folder: Path
     config: Mapping[str, Any]
-    _files: dict[str, Any] = field(repr=False)  # by tensor name: the open file that has it
+    config_json: bytes = field(repr=False)  # the file itself
+    _tensors: Mapping[str, Callable[[], Tensor]] = field(repr=False)  # by name
 
     @classmethod
     def open(cls, folder: Path, weights: Iterable[Path] | None = None) -> Checkpoint:
@@ -31,25 +34,32 @@ class Checkpoint:
         folder = folder.absolute()  # "." has no name; links stay, as they may be turned to another head
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} has no config.json")
-        files: dict[str, Any] = {}
+        tensors: dict[str, Callable[[], Tensor]] = {}
         for path in sorted(folder.glob("*.safetensors")) if weights is None else weights:
             try:
                 file = safe_open(path, framework="pt")
-                files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
+                names = file.keys()  # type: ignore[no-untyped-call]
+                tensors.update({name: partial(file.get_tensor, name) for name in names})
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path} cannot be read: {error}") from error
-        return cls(folder, read_json(folder / "config.json"), files)
+        return cls(folder, read_json(folder / "config.json"), (folder / "config.json").read_bytes(), tensors)
+
+    @classmethod
+    def in_memory(cls, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Checkpoint:
+        """What that folder will have."""
+        own = {name: tensor.detach for name, tensor in tensors.items()}
+        return cls(folder, config, json.dumps(config).encode(), own)
 
     @property
     def tensor_names(self) -> frozenset[str]:
-        return frozenset(self._files)
+        return frozenset(self._tensors)
 
     def mapped(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """The file's own memory. Raises: ModelError when there is none of this name, or of another shape."""
-        if name not in self._files:
-            other = "" if self._files else ": weights are read from *.safetensors, to which others can be converted"
+        if name not in self._tensors:
+            other = "" if self._tensors else ": weights are read from *.safetensors, to which others can be converted"
             raise ModelError(f"{self.folder} has no tensor {name}{other}")
-        tensor: Tensor = self._files[name].get_tensor(name)
+        tensor = self._tensors[name]()
         if shape is not None and tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: {name} is {tuple(tensor.shape)}, not {shape}")
         return tensor

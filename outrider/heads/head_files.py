@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ _NEVER_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+class Place(NamedTuple):
+    """Where a loaded head has the values of a stored tensor."""
+
+    weight: Tensor
+    rows: slice  # of `weight`
+    kept: Tensor | None = None  # [n] int64: the rows of the stored tensor that they are; None: all
+
+
 class HeadFiles:
     """The checkpoint of a head, the target beside it, and where its weights go to.
 
@@ -33,9 +41,12 @@ class HeadFiles:
         self.target = target
         self.device = device
         self.dtype = dtype
+        self.target_dtype: torch.dtype | None = None  # of the target's own tensors, if another
         self._stored = {name: name for name in checkpoint.tensor_names if not name.endswith(_NEVER_READ)}
         self._left = set(self._stored)
-        self._digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
+        self._digest = hashlib.sha256(checkpoint.config_json)
+        self.places: dict[str, Place] = {}
+        """Of weights that were taken, by stored name."""
 
     # --- tensors, each read once ----------------------------------------------------------
 
@@ -58,25 +69,32 @@ class HeadFiles:
             raise ModelError(f"{self.folder}: {name} is of {tensor.dtype}; quantised weights are not supported")
         if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
             raise ModelError(f"{self.folder}: {name} has values that are not finite")
-        return tensor.clone()
+        return self._placed(name, tensor.clone())
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The same on the head's device, in its type."""
-        return self.read(name, *shape).to(self.device, self.dtype)
+        return self._placed(name, self.read(name, *shape).to(self.device, self.dtype))
 
     def take_if(self, name: str, *shape: int) -> Tensor | None:
         return self.take(name, *shape) if name in self._stored else None
 
-    def take_rows(self, prefix: str, names: tuple[str, ...], sizes: tuple[int, ...], width: int) -> Linear:
-        """Projections of the same input, as one. Biases are added where the checkpoint has them."""
-        weight = torch.cat(
-            [self.take(f"{prefix}{name}.weight", size, width) for name, size in zip(names, sizes, strict=True)]
-        )
-        biases = [self.take_if(f"{prefix}{name}.bias", size) for name, size in zip(names, sizes, strict=True)]
-        if all(bias is None for bias in biases):
+    def take_linear(self, sizes: Mapping[str, int], width: int) -> Linear:
+        """Projections of the same input, by name the number of outputs, as one.
+
+        Biases are added where the checkpoint has them.
+        """
+        weights = {f"{name}.weight": self.take(f"{name}.weight", size, width) for name, size in sizes.items()}
+        biases = {f"{name}.bias": self.take_if(f"{name}.bias", size) for name, size in sizes.items()}
+        weight = self._joined(weights)
+        if all(bias is None for bias in biases.values()):
             return Linear(weight)
-        parts = zip(biases, sizes, strict=True)
-        return Linear(weight, torch.cat([weight.new_zeros(size) if bias is None else bias for bias, size in parts]))
+        sized = zip(biases.items(), sizes.values(), strict=True)
+        all_biases = {name: weight.new_zeros(size) if bias is None else bias for (name, bias), size in sized}
+        return Linear(weight, self._joined(all_biases))
+
+    def keep_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Of a tensor that was taken, these rows [n] int64 alone."""
+        return self._placed(name, self.places[self._stored[name]].weight[rows], rows)
 
     def drop(self, *names: str) -> None:
         """Says that these are not needed here."""
@@ -87,8 +105,18 @@ class HeadFiles:
         tensor = self.checkpoint.mapped(stored, shape or None)
         self._left.discard(stored)
         self._digest.update(stored.encode())
-        self._digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        self._digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         return tensor
+
+    def _placed(self, name: str, tensor: Tensor, kept: Tensor | None = None) -> Tensor:
+        self.places[self._stored.get(name, name)] = Place(tensor, slice(None), kept)
+        return tensor
+
+    def _joined(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        joined, start = torch.cat(list(tensors.values())), 0
+        for name, tensor in tensors.items():
+            self.places[self._stored.get(name, name)] = Place(joined, slice(start, start := start + len(tensor)))
+        return joined
 
     # --- what most heads have -------------------------------------------------------------
 
@@ -136,7 +164,7 @@ class HeadFiles:
         shape = (self.target.vocab_size, width)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder} lacks a tensor, and its target's is {tuple(tensor.shape)}, not {shape}")
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device, self.target_dtype or self.dtype)
 
     # --- what they say --------------------------------------------------------------------
 

@@ -84,17 +84,17 @@ class Rotation:
             frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](plain, torch.device("cpu"))
         self.frequencies = frequencies.to(files.device)  # [head_dim / 2] float32
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[num_rows] int64 → cosines and sines [num_rows, 1, head_dim / 2]."""
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_rows] int64 → cosines and sines [num_rows, 1, head_dim / 2] float32."""
         angles = (positions.float()[:, None] * self.frequencies)[:, None]
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """[num_rows, num_heads, head_dim], what `Rotation.at` gives → the same."""
     cosines, sines = angles
     first, second = heads.chunk(2, -1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(heads.dtype)
 
 
 class DecoderLayer:
@@ -113,13 +113,15 @@ class DecoderLayer:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         self._sizes = (heads, *(2 * (shape.num_kv_heads * shape.head_dim,)))
         self._input_norm = files.take(f"{prefix}input_layernorm.weight", hidden) if is_normed else None
-        self._projections = files.take_rows(attention, ("q_proj", "k_proj", "v_proj"), self._sizes, width or hidden)
+        self._projections = files.take_linear(
+            {f"{attention}{name}_proj": size for name, size in zip("qkv", self._sizes, strict=True)}, width or hidden
+        )
         self._query_norm = files.take_if(f"{attention}q_norm.weight", shape.head_dim)
         self._key_norm = files.take_if(f"{attention}k_norm.weight", shape.head_dim)
-        self._output = files.take_rows(attention, ("o_proj",), (hidden,), heads)
+        self._output = files.take_linear({f"{attention}o_proj": hidden}, heads)
         self._norm = files.take(f"{prefix}post_attention_layernorm.weight", hidden)
-        self._gate_and_up = files.take_rows(mlp, ("gate_proj", "up_proj"), (inner, inner), hidden)
-        self._down = files.take_rows(mlp, ("down_proj",), (hidden,), inner)
+        self._gate_and_up = files.take_linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, hidden)
+        self._down = files.take_linear({f"{mlp}down_proj": hidden}, inner)
 
     def normed(self, rows: Tensor) -> Tensor:
         """By the input norm, or as they are."""
@@ -132,11 +134,11 @@ class DecoderLayer:
         attend: Attend,
         attention_input: Tensor | None = None,
         *,
-        places: Tensor | None = None,
+        places: Tensor | slice | None = None,
     ) -> Tensor:
         """[num_rows, hidden_size] → the same. Attention is given `normed(rows)`, unless it is told otherwise.
 
-        `places`: [num_rows] int64, where `rows` stand among those of `attention_input`; None: they are the same.
+        `places`: where `rows` stand among those of `attention_input`; None: they are the same.
         """
         head_dim = self._shape.head_dim
         projected = self._projections(self.normed(rows) if attention_input is None else attention_input)

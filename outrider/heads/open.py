@@ -25,7 +25,7 @@ def open_head(
 
     Raises: ConfigError for one that does not fit or is not supported, ModelError for damaged files.
     """
-    with _opened(folder, target, device, dtype) as (head, files):
+    with opened(Checkpoint.open(folder), target, device, dtype) as (head, files):
         if torch_dtype is not None and not head.suits_kernels:
             files.dtype = torch_dtype
         head.load(files)
@@ -34,7 +34,7 @@ def open_head(
 
 def pack_head(folder: Path, target: Target, dtype: torch.dtype, kernels: CpuKernels) -> PackedHead | None:
     """The head for these kernels; None, its weights not read, where torch is to compute it. Raises: as `open_head`."""
-    with _opened(folder, target, torch.device("cpu"), dtype) as (head, files):
+    with opened(Checkpoint.open(folder), target, torch.device("cpu"), dtype) as (head, files):
         if not head.suits_kernels:
             return None
         head.load(files)
@@ -43,19 +43,19 @@ def pack_head(folder: Path, target: Target, dtype: torch.dtype, kernels: CpuKern
 
 def read_reduction(folder: Path, target: Target) -> FeatureReduction:
     """What the target's nodes compute for this head; the rest of it is not read. Raises: as `open_head`."""
-    with _opened(folder, target, torch.device("cpu"), torch.float32) as (head, _):
+    with opened(Checkpoint.open(folder), target, torch.device("cpu"), torch.float32) as (head, _):
         return head.reduction
 
 
 @contextmanager
-def _opened(
-    folder: Path, target: Target, device: torch.device, dtype: torch.dtype
+def opened(
+    checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[HeadModel, HeadFiles]]:
     """A head that is not loaded yet, and its files.
 
     Makes ModelErrors of what libraries raise where a configuration lacks a field or has one of another type.
     """
-    files = HeadFiles(Checkpoint.open(folder), target, device, dtype)
+    files = HeadFiles(checkpoint, target, device, dtype)
     try:
         yield _form_of(files)(files), files
     except OutriderError:

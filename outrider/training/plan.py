@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.cache_directory import locked
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
@@ -154,18 +154,15 @@ class PhaseClock:
 @contextmanager
 def only_run(plan: TrainingPlan) -> Iterator[None]:
     """Makes the folder; nobody else works there meanwhile. Raises: ConfigError."""
-    try:
-        plan.work.mkdir(parents=True, exist_ok=True)
-        file = (plan.work / "lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"--out {plan.out} cannot be written to: {error}") from error
-    with file:
+    with ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            held.enter_context(locked(plan.work / "lock", while_waiting=lambda: None, seconds=0.0))
+        except TimeoutError as error:
             raise ConfigError(
                 f"another train-head works in {plan.out}: wait for its end, or give another --out"
             ) from error
+        except OSError as error:
+            raise ConfigError(f"--out {plan.out} cannot be written to: {error}") from error
         yield
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from outrider.heads.checkpoint import Target
 from outrider.speculation.proposers.ngram import NgramIndex, NgramSegment
 from outrider.training.dataset import Dataset
-from outrider.training.forms.base import Student
+from outrider.training.student import Student
 
 FIRST_GRADE = 4  # tokens that have stood there before: with fewer the head is right more often
 SOURCES = ("head", "lookup", "lookup, then head")
@@ -50,8 +50,8 @@ def walk(num_right: Sequence[int], prompt_length: int, k: int) -> list[int]:
 @torch.no_grad()
 def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[int], *, most: int) -> Results:
     """Walks through these texts with k = 1 … `most`."""
-    device = student.vocabulary.embedding.device
-    output = target.output_layer().to(device, student.vocabulary.embedding.dtype)
+    device = student.device
+    output = target.output_layer().to(device, student.target_output.dtype)
     generator = torch.Generator(device).manual_seed(1)
     results: Results = {}
     for text in texts:
@@ -62,9 +62,9 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
         if temperature > 0:
             final = dataset.final[rows][prompt_length - 1 : -1].to(device)
             logits = functional.linear(final, output).float() / temperature
-            noise = torch.zeros(len(tokens) + most, len(student.vocabulary.target_ids), device=device)
+            noise = torch.zeros(len(tokens) + most, len(student.target_ids), device=device)
             drawn = noise_given(logits, token_ids[prompt_length:], generator)
-            noise[prompt_length : len(tokens)] = drawn[:, student.vocabulary.target_ids]
+            noise[prompt_length : len(tokens)] = drawn[:, student.target_ids]
         drafts = _draft(student, dataset.features[rows].to(device), token_ids, most, temperature, noise).tolist()
         # Feature t and token t + 1 draft behind t + 2 known tokens.
         by_head = [_num_right(tokens, known, draft) for known, draft in enumerate(((), (), *drafts[:-2]))]
@@ -107,12 +107,12 @@ def _draft(
     drafts: list[Tensor] = []
     for depth in range(most):
         hidden = student.step(chains, tokens[None])[0]
-        logits = student.logits(hidden, depth).float()
+        logits = student.logits(hidden, depth)
         if noise is not None:
             raced = noise[2 + depth : 2 + depth + len(tokens)]  # the chain of row t drafts position t + 2 + depth
             logits = torch.log_softmax(logits / temperature, -1)[: len(raced)] + raced
             logits = functional.pad(logits, (0, 0, 0, len(tokens) - len(raced)))
-        tokens = student.vocabulary.target_ids[logits.argmax(-1)]
+        tokens = student.target_ids[logits.argmax(-1)]
         drafts.append(tokens)
     return torch.stack(drafts, 1)
 

@@ -6,14 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
-from outrider.heads.base import HeadModel
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import choose_model_kernels, start_kernels
 from outrider.speculation.proposers.draft_forward import PathRows
-from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, open_head_forward
 from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, cache_flush, median_seconds
 from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results
 
@@ -21,20 +20,14 @@ ALL = "all kinds"
 MOST_TEMPERATURES = 3
 
 
-def measure_head(head: HeadModel, config: ModelConfig, device: str, *, limit_seconds: float) -> list[float]:
+def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> list[float]:
     """Seconds of one draft step, for each of CLIENTS: each decides a token after PRICED_CONTEXT others, as in a node.
 
     With caches flushed before each: in a node the target has read its own weights before a head's step.
     """
-    choice = choose_model_kernels(config, device)
-    forward = HeadForward.of(
-        head,
-        num_cached_tokens=2 * max(CLIENTS) * PRICED_CONTEXT,
-        known_token_ids=np.ones(head.spec.vocab_size, dtype=np.bool_),
-        device=device,
-        kernels=None if choice.library is None else start_kernels(choice, config),
-    )
-    flush, seconds = cache_flush(device), []
+    target, num_cached_tokens = HeadTarget.locate(config), 2 * max(CLIENTS) * PRICED_CONTEXT
+    forward = open_head_forward(load_head(folder, target), target, num_cached_tokens=num_cached_tokens)
+    flush, seconds = cache_flush(target.device), []
     paths: list[PathRows] = []
     for clients in CLIENTS:
         while len(paths) < clients:

@@ -2,7 +2,7 @@
 
 1. answers: the target writes prompts and answers them, in a cluster of its own (`generate`), or they are given;
 2. features: its hidden states at every token (`hidden_states`), and what a step costs here;
-3. training (`trainer`), by a form of `forms`;
+3. training (`trainer`) of a `student`;
 4. export, a replay on held-out answers, and the report.
 """
 
@@ -17,12 +17,10 @@ import torch
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Target
-from outrider.heads.open import open_head
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import locate_model
 from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, choose_texts, features_folder
-from outrider.training.forms.make import make_student, needed_taps
 from outrider.training.generate import answers_folder, write_answers
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
 from outrider.training.plan import (
@@ -44,6 +42,7 @@ from outrider.training.plot import draw
 from outrider.training.prompts import read_prompts
 from outrider.training.replay import replay
 from outrider.training.report import measure_head, write_report
+from outrider.training.student import make_student, needed_taps
 from outrider.training.trainer import Trainer
 
 MIN_HELD_OUT = 20
@@ -126,14 +125,14 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     dataset = Dataset(features_folder(plan))
     student = make_student(plan, target, dataset, torch.device(device), name=name)
     counts = dataset.answer_counts(target.vocab_size)
-    covered = counts[student.vocabulary.target_ids.cpu()].sum().item() / max(int(counts.sum()), 1)
-    num_parameters = sum(parameter.numel() for parameter in student.parameters())
+    covered = counts[student.target_ids.cpu()].sum().item() / max(int(counts.sum()), 1)
+    num_parameters = sum(weight.numel() for weight in student.weights.values())
     lines = [
         f"target {name}, form {plan.form}, {num_parameters / 1e6:.1f} M trained weights",
         (
             f"{len(dataset.training)} texts to learn from and {len(dataset.held_out)} held out; "
             f"{int(counts.sum())} answer tokens, of which {100 * covered:.1f} % are in the draft vocabulary of "
-            f"{len(student.vocabulary.target_ids)}"
+            f"{len(student.target_ids)}"
         ),
     ]
     if len(dataset.held_out) < MIN_HELD_OUT:
@@ -152,7 +151,6 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
     most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else min(plan.num_steps, MAX_DRAFT_TOKENS)
     results = replay(student, target, dataset, dataset.held_out, most=most)
-    head = open_head(plan.out, target, torch.device(device), dataset.hidden.dtype)
     lines.append("seconds: " + ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state.seconds.items()))
     lines.append(f"{trainer.step} training steps; the curve is in training.svg")
     report = write_report(
@@ -160,7 +158,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
         lines,
         results,
         state.row_seconds,
-        measure_head(head, plan.model, device, limit_seconds=plan.price_seconds),
+        measure_head(plan.out, plan.model, limit_seconds=plan.price_seconds),
     )
     write_atomically(plan.out / "report.md", report)
     return report

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError
 from outrider.training.dataset import Batch, Dataset
-from outrider.training.forms.base import Student
 from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan, write_atomically
+from outrider.training.student import Student
 
 STEP_WEIGHT = 0.8  # of each step, of the one before
 OUTPUT_LAYER_RATE = 0.3  # of the others': it begins as the target's
@@ -47,11 +47,10 @@ class Trainer:
 
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
-        self._device = student.vocabulary.embedding.device
+        self._device = student.device
         self._is_mixed = dataset.dtype == "bfloat16"
-        trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
-        output = [parameter for name, parameter in trained if "lm_head" in name]
-        others = [parameter for name, parameter in trained if "lm_head" not in name]
+        output = [weight for name, weight in student.weights.items() if "head." in name]
+        others = [weight for name, weight in student.weights.items() if "head." not in name]
         groups = [(others, plan.learning_rate), (output, plan.learning_rate * OUTPUT_LAYER_RATE)]
         self._optimizer = torch.optim.AdamW(
             [{"params": parameters, "peak": rate} for parameters, rate in groups if parameters],
@@ -91,7 +90,7 @@ class Trainer:
         content = io.BytesIO()  # torch's own errors do not tell of a full disk
         torch.save(
             {
-                "student": self.student.state_dict(),
+                "weights": self.student.weights,
                 "optimizer": self._optimizer.state_dict(),
                 "step": self.step,
                 "running": self._running,
@@ -105,7 +104,11 @@ class Trainer:
 
     def _load(self) -> None:
         saved: dict[str, Any] = torch.load(self.checkpoint, map_location=self._device)
-        self.student.load_state_dict(saved["student"])
+        if saved.get("weights", {}).keys() != self.student.weights.keys():
+            raise ConfigError(f"{self._plan.out} holds a run of another version: give another --out")
+        with torch.no_grad():
+            for name, weight in self.student.weights.items():
+                weight.copy_(saved["weights"][name])
         self._optimizer.load_state_dict(saved["optimizer"])
         self.step, self._running = saved["step"], saved["running"]
         self.history = [HistoryPoint(**point) for point in saved["history"]]
@@ -134,7 +137,7 @@ class Trainer:
             raise ModelError(f"training step {self.step}: the loss is {total.item()}; train anew with a smaller --rate")
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()
-        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.student.weights.values(), 1.0)
         self._optimizer.step()
         self.step += 1
         now = losses.detach()
@@ -145,24 +148,22 @@ class Trainer:
 
         The latter two are [num_steps, num_rows] bool.
         """
-        student, vocabulary, first = self.student, self.student.vocabulary, batch.first_chain
-        rows = batch.texts, batch.places
+        student, rows = self.student, (batch.texts, batch.places)
         with torch.no_grad():
-            shares = torch.softmax(functional.linear(batch.final, vocabulary.output_rows).float(), -1)
+            shares = torch.softmax(functional.linear(batch.final, student.target_output).float(), -1)
             best = shares.argmax(-1)
-            is_known = (vocabulary.draft_ids[batch.token_ids[rows[0], rows[1] + 1]] >= 0).float()
+            is_known = student.is_drafted[batch.token_ids[rows[0], rows[1] + 1]].float()
         losses, hits, reached = [], [], []
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
-            chains = student.start(batch.features, first=first)
+            chains = student.start(batch.features, first=batch.first_chain)
             for step in range(self._plan.num_steps):
                 # The chain of a row is fed with the text's tokens up to the row's own.
-                tokens = functional.pad(batch.token_ids[:, 1 + step + (first if step else 0) :], (0, 1 + step))
-                hidden = student.step(chains, tokens)
+                hidden = student.step(chains, functional.pad(batch.token_ids[:, 1 + step :], (0, 1 + step)))
                 # Rows without such a chain count nothing: with all of them the shapes are those of every step.
                 is_reached = batch.depths >= step
                 counts = is_known * is_reached
-                own = rows[0], (rows[1] - 1 - step - first).clamp_min(0)
-                logits = student.logits(hidden[own], step).float()
+                own = rows[0], (rows[1] - 1 - step - chains.first).clamp_min(0)
+                logits = student.logits(hidden[own], step)
                 loss = functional.cross_entropy(logits, shares, reduction="none")
                 losses.append((loss * counts).sum() / counts.sum().clamp_min(1))
                 hits.append((logits.argmax(-1) == best) & (counts > 0))

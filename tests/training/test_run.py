@@ -20,8 +20,10 @@ from outrider.heads.open import open_head
 from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, features_folder
 from outrider.training.generate import answers_folder
+from outrider.training.new_heads import new_head
 from outrider.training.plan import RunState
 from outrider.training.run import train_head
+from outrider.training.student import Student
 
 pytestmark = pytest.mark.usefixtures("light_training")
 
@@ -195,17 +197,23 @@ def test_a_head_is_taken_up_with_its_reduction(plan_of, tiny_model, tmp_path):
     assert new.spec.fingerprint != old.spec.fingerprint
 
 
-def test_a_head_that_cannot_be_taken_up_is_refused_before_anything_starts(plan_of, tmp_path):
+def test_a_head_that_cannot_be_taken_up_is_refused_before_anything_starts(plan_of, tiny_model, tmp_path):
     first = plan_of(minutes=0.03)
     run(first)
     config = json.loads((first.out / "config.json").read_text())
     second = plan_of(out=tmp_path / "second", traffic=None, init_from=first.out)
+    target, cpu = Target.open(tiny_model), torch.device("cpu")
     for change, said in (
         ({"target_hidden_size": 96}, "hidden_size 96 of the head"),
-        ({"norm_before_residual": True}, "without norm_before_residual"),
         ({"speculators_model_type": "eagle9"}, "no known form"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, target.num_layers]}, "before the final norm"),
     ):
         (first.out / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigError, match=said):
             run(second)
         assert not second.out.exists()
+    checkpoint = new_head(plan_of(form="medusa"), target, "tiny", torch.arange(target.vocab_size), cpu)
+    Student(checkpoint, target, cpu, torch.float32).export(first.out)
+    with pytest.raises(ConfigError, match="is no eagle3 head: its form is medusa"):
+        run(second)
+    assert not second.out.exists()

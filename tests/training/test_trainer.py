@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError
 from outrider.training.dataset import Batch
 from outrider.training.plan import RunState
 from outrider.training.trainer import Trainer
@@ -78,12 +78,20 @@ def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, mo
     again = Trainer(plan, toy_student("eagle3"), trainer._dataset)
     assert again.step == 5
     assert again.history == trainer.history
-    for name, tensor in trainer.student.state_dict().items():
-        torch.testing.assert_close(again.student.state_dict()[name], tensor)
+    for name, weight in trainer.student.weights.items():
+        torch.testing.assert_close(again.student.weights[name], weight)
     texts = list(trainer._dataset.training[:4])
     for each in (trainer, again):  # the optimiser's moments too
         each._learn(Batch.of(each._dataset, texts, each._device), 0.5)
-    torch.testing.assert_close(again.student.fc.weight, trainer.student.fc.weight)
+    torch.testing.assert_close(again.student.weights["fc.weight"], trainer.student.weights["fc.weight"])
+
+
+def test_a_run_of_another_version_is_refused(make, one_thread):
+    plan, trainer = make()
+    trainer.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"student": {}, "step": 3}, trainer.checkpoint)
+    with pytest.raises(ConfigError, match="of another version: give another --out"):
+        Trainer(plan, trainer.student, trainer._dataset)
 
 
 def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread, monkeypatch):
@@ -109,7 +117,7 @@ def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread
 def test_a_loss_that_is_no_number_leaves_the_checkpoint_as_it_was(make, one_thread, monkeypatch):
     plan, trainer = make()
     train(plan, trainer, 0.01)
-    before = torch.load(trainer.checkpoint)["student"]
+    before = torch.load(trainer.checkpoint)["weights"]
     losses = trainer.losses
 
     def spoilt(batch):
@@ -119,7 +127,7 @@ def test_a_loss_that_is_no_number_leaves_the_checkpoint_as_it_was(make, one_thre
     monkeypatch.setattr(trainer, "losses", spoilt)
     with pytest.raises(ModelError, match="--rate"):
         train(plan, trainer, 60)
-    after = torch.load(trainer.checkpoint)["student"]
+    after = torch.load(trainer.checkpoint)["weights"]
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from outrider.engine.features import FeatureReduction
+from outrider.heads.checkpoint import Checkpoint
+from outrider.model_hub.config import ModelConfig
 from outrider.training.answer_files import KeptAnswer
 from outrider.training.dataset import choose_texts
-from outrider.training.forms.base import DraftVocabulary
-from outrider.training.forms.eagle3 import Eagle3Student, layer_config_of
-from outrider.training.forms.medusa import MedusaStudent
-from outrider.training.forms.mlp import MLPStudent
+from outrider.training.new_heads import new_head
+from outrider.training.plan import TrainingPlan
+from outrider.training.student import Student
 
 HIDDEN, VOCAB, TAPS = 32, 48, (1, 2)
 
@@ -29,6 +33,9 @@ class ToyTarget:
         generator = torch.Generator().manual_seed(3)
         self._embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
         self._output = torch.randn(VOCAB, HIDDEN, generator=generator)
+
+    def last_hidden_state(self):
+        return FeatureReduction(taps=(self.num_layers,), hidden_size=HIDDEN, takes_final_norm=True)
 
     def embedding(self):
         return self._embedding
@@ -69,17 +76,17 @@ def toy_dataset(plan, *, has_taps=True, num_texts=40):
     return dataset
 
 
-def toy_student(form, *, num_steps=3, size=VOCAB):
+def toy_student(form, *, num_steps=3, size=VOCAB, num_layers=1, **options):
+    """`num_layers`, and more options of config.json: of an eagle3 head."""
     torch.manual_seed(0)
-    counts = torch.arange(VOCAB, 0, -1)
-    vocabulary = DraftVocabulary(counts, size, ToyTarget(), torch.float32)
-    if form == "medusa":
-        return MedusaStudent(vocabulary, num_steps)
-    if form == "mlp":
-        return MLPStudent(vocabulary, num_steps)
-    return Eagle3Student(
-        layer_config_of(ToyTarget()),
-        vocabulary,
-        TAPS,
-        {"name_or_path": "toy", "architectures": []},
-    )
+    plan = TrainingPlan(out=Path("toy"), model=ModelConfig(), form=form, num_steps=num_steps, draft_vocab_size=size)
+    new = new_head(plan, ToyTarget(), "toy", torch.arange(VOCAB, 0, -1), torch.device("cpu"))
+    tensors = {name: new.mapped(name) for name in new.tensor_names}
+    if num_layers > 1:
+        options["transformer_layer_config"] = {**new.config["transformer_layer_config"], "num_hidden_layers": 2}
+        for name in new.tensor_names - {"layers.0.hidden_norm.weight"}:
+            if name.startswith("layers.0."):  # only the first layer reads embeddings beside the stream
+                width = HIDDEN if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else None
+                tensors[name.replace("layers.0.", "layers.1.")] = tensors[name][..., :width].contiguous()
+    checkpoint = Checkpoint.in_memory(plan.out, {**new.config, **options}, tensors)
+    return Student(checkpoint, ToyTarget(), torch.device("cpu"), torch.float32)

@@ -71,7 +71,7 @@ class DFlash(HeadModel):
         )
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        angles = self._rotation.at(rows.positions, rows.features.dtype)
+        angles = self._rotation.at(rows.positions)
         context = rms_norm(rows.features, self._context_norm, self._epsilon)
         (places,) = torch.nonzero(rows.depths, as_tuple=True)  # of the parallel rows
         hidden = self._embedding[rows.token_ids[places]]

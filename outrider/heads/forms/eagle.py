@@ -33,7 +33,7 @@ class Eagle(HeadModel):
     def load(self, files: HeadFiles) -> None:
         is_nested, shape, hidden = self._layout.is_nested, self._layout.shape, self._layout.shape.hidden_size
         self._embedding = files.embedding(hidden)
-        self._fusion = files.take_rows("", ("fusion_fc" if is_nested else "fc",), (hidden,), 2 * hidden)
+        self._fusion = files.take_linear({"fusion_fc" if is_nested else "fc": hidden}, 2 * hidden)
         # Of the nested layout the target's own configuration is kept, with all its layers.
         prefixes = ["transformer."] if is_nested else [f"layers.{index}." for index in range(shape.num_layers)]
         self._layers = [
@@ -44,7 +44,7 @@ class Eagle(HeadModel):
         self.spec = self._layout.spec(files, self.form, num_layers=len(self._layers))
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        angles = self._rotation.at(rows.positions, rows.features.dtype)
+        angles = self._rotation.at(rows.positions)
         hidden = self._fusion(torch.cat([self._embedding[rows.token_ids], rows.features], -1))
         for layer in self._layers:
             hidden = layer(hidden, angles, attend)

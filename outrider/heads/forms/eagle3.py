@@ -6,7 +6,7 @@ SafeAILab and SpecForge (`LlamaForCausalLMEagle3`). EAGLE-3.1 adds `fc_norm` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,14 +20,13 @@ from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES
 from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP, WIDTH_STEP, DecoderPacking
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.engine.kv_cache.tensor_planes import words_of
-from outrider.heads.base import Attend, HeadModel, HeadRows, named_architectures
+from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, check_options, check_taps
 from outrider.heads.packed_head import PackedHead
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_ARCHITECTURES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
 """Flags of `eagle_config` that say what every EAGLE-3 head does."""
@@ -37,12 +36,13 @@ class Eagle3(HeadModel):
     """An EAGLE-3 head."""
 
     form = "eagle3"
+    architectures: Collection[str] = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        named = named_architectures(config)
         # SafeAILab's own name the target's class; no language model has a vocabulary to draft from.
-        return bool(named & _ARCHITECTURES) or (named == {"LlamaForCausalLM"} and "draft_vocab_size" in config)
+        is_of_safe_ai_lab = config.get("architectures") == ["LlamaForCausalLM"] and "draft_vocab_size" in config
+        return is_of_safe_ai_lab or super().is_form_of(config)
 
     def __init__(self, files: HeadFiles) -> None:
         self._layout = Layout.read(files, *_FLAGS)
@@ -86,12 +86,12 @@ class Eagle3(HeadModel):
         self.spec = self._layout.spec(files, self.form)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        angles = self._rotation.at(rows.positions, rows.features.dtype)
+        angles = self._rotation.at(rows.positions)
         normed = rms_norm(rows.features, self._hidden_norm, self._shape.epsilon)
         hidden = rows.features if self._keeps_unnormed else normed
         first, *others = self._layers
-        embeddings = first.normed(self._embedding[rows.token_ids])
-        hidden = first(hidden, angles, attend, torch.cat([embeddings, normed], -1))
+        needed, embeddings = slice(rows.first_needed, None), first.normed(self._embedding[rows.token_ids])
+        hidden = first(hidden[needed], angles, attend, torch.cat([embeddings, normed], -1), places=needed)
         for layer in others:
             hidden = layer(hidden, angles, attend)
         return rms_norm(hidden, self._norm, self._shape.epsilon) if self._feeds_back_normed else hidden

@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from outrider.errors import ModelError
-from outrider.heads.base import Attend, HeadModel, HeadRows
+from outrider.heads.base import Attend, HeadModel, HeadRows, at_each_depth
 from outrider.heads.head_files import HeadFiles, Linear
 from outrider.heads.layouts import check_options
 
@@ -87,7 +86,7 @@ class Medusa(HeadModel):
 
         self._heads = [
             _Head(
-                tuple(files.take_rows(f"{head}.{i}.", ("linear",), (width,), width) for i in range(num_blocks)),
+                tuple(files.take_linear({f"{head}.{i}.linear": width}, width) for i in range(num_blocks)),
                 output(head),
             )
             for head in range(num_heads)
@@ -100,14 +99,12 @@ class Medusa(HeadModel):
         return rows.features
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
-        logits = hidden.new_empty((len(hidden), len(self._heads[0].output.weight)), dtype=torch.float32)
-        for depth in set(depths.tolist()):
-            at_depth = depths == depth
-            state = hidden[at_depth]
-            for block in self._heads[depth].blocks:
-                state = state + functional.silu(block(state))
-            logits[at_depth] = self._heads[depth].output(state).float() * self._logit_scale
-        return logits
+        return at_each_depth(self._logits_of, depths, hidden)
+
+    def _logits_of(self, depth: int, state: Tensor) -> Tensor:
+        for block in self._heads[depth].blocks:
+            state = state + functional.silu(block(state))
+        return self._heads[depth].output(state * self._logit_scale).float()
 
 
 def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:

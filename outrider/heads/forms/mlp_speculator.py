@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.heads.base import Attend, HeadModel, HeadRows
+from outrider.heads.base import Attend, HeadModel, HeadRows, at_each_depth
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layouts import check_options
 
@@ -35,7 +35,7 @@ class _Stage(NamedTuple):
     projection: Tensor | None  # [inner_dim, inner_dim]; None for the first stage: the reduction has made it
     norm_weight: Tensor  # [inner_dim]
     norm_bias: Tensor  # [inner_dim]
-    output: Tensor  # [vocab_size, inner_dim]
+    output: Tensor  # [draft_vocab_size, inner_dim]
 
 
 class MLPSpeculator(HeadModel):
@@ -68,12 +68,17 @@ class MLPSpeculator(HeadModel):
         width, vocab_size, num_stages = self.reduction.width, files.target.vocab_size, int(files.config["n_predict"])
         if num_stages < 1:
             raise files.refusal("n_predict", num_stages, "1 or more")
+        outputs = _of_stages(files, "head.{}.weight", range(num_stages), vocab_size, width)
+        is_drafted = torch.stack([output.any(1) for output in outputs]).any(0)
+        if not is_drafted.all():  # a row of zeros belongs to a token that the head was not trained to draft
+            self.target_ids = torch.nonzero(is_drafted)[:, 0]
+            outputs = _of_stages(files, "head.{}.weight", range(num_stages), rows=self.target_ids)
         parts = (
             _of_stages(files, "emb.{}.weight", range(num_stages), vocab_size, width),
             [None, *_of_stages(files, "proj.{}.weight", range(1, num_stages), width, width)],
             _of_stages(files, "ln.{}.weight", range(num_stages), width),
             _of_stages(files, "ln.{}.bias", range(num_stages), width),
-            _of_stages(files, "head.{}.weight", range(num_stages), vocab_size, width),
+            outputs,
         )
         self._stages = [_Stage(*each) for each in zip(*parts, strict=True)]
         # By the last stage, the target's state weighs half.
@@ -82,31 +87,31 @@ class MLPSpeculator(HeadModel):
         self.spec = files.spec(self.form, width=width, max_depth=num_stages)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        states = torch.empty_like(rows.features)
-        for depth in set(rows.depths.tolist()):
-            at_depth, stage = rows.depths == depth, self._stages[depth]
-            state = rows.features[at_depth]
-            if stage.projection is not None:
-                state = functional.linear(state, stage.projection)
-            token = functional.embedding(rows.token_ids[at_depth], stage.embedding)
-            state = (state * self._state_weight + token * self._embedding_weight).float()
-            # An RMS norm with a bias: means are not subtracted.
-            state = (state * torch.rsqrt(state.square().mean(-1, keepdim=True) + EPSILON)).to(rows.features.dtype)
-            states[at_depth] = functional.gelu(state * stage.norm_weight + stage.norm_bias)
-        return states
+        return at_each_depth(self._states_of, rows.depths, rows.features, rows.token_ids)
+
+    def _states_of(self, depth: int, state: Tensor, token_ids: Tensor) -> Tensor:
+        stage = self._stages[depth]
+        if stage.projection is not None:
+            state = functional.linear(state, stage.projection)
+        state = state * self._state_weight + functional.embedding(token_ids, stage.embedding) * self._embedding_weight
+        # An RMS norm with a bias: means are not subtracted.
+        wide = state.float()
+        state = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).to(state.dtype)
+        return functional.gelu(state * stage.norm_weight + stage.norm_bias)
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
-        logits = hidden.new_empty((len(hidden), self.spec.vocab_size), dtype=torch.float32)
-        for depth in set(depths.tolist()):
-            at_depth = depths == depth
-            logits[at_depth] = functional.linear(hidden[at_depth], self._stages[depth].output).float()
-        return logits
+        return at_each_depth(
+            lambda depth, state: functional.linear(state, self._stages[depth].output).float(), depths, hidden
+        )
 
 
-def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int) -> list[Tensor]:
-    """One tensor for each; tied stages share that of the first, of which there may be copies."""
+def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int, rows: Tensor | None = None) -> list[Tensor]:
+    """One tensor for each; tied stages share that of the first, of which there may be copies.
+
+    `rows`: to keep of those that were taken before.
+    """
     names = [name.format(stage) for stage in stages]
-    if files.config.get("tie_weights"):
-        files.drop(*names[1:])
-        return [files.take(each, *shape) for each in names[:1]] * len(names)
-    return [files.take(each, *shape) for each in names]
+    own = names[:1] if files.config.get("tie_weights") else names
+    files.drop(*names[len(own) :])
+    tensors = [files.take(each, *shape) if rows is None else files.keep_rows(each, rows) for each in own]
+    return tensors if len(own) == len(names) else tensors * len(names)

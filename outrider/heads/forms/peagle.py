@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.heads.base import named_architectures
 from outrider.heads.forms.eagle3 import Eagle3
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layouts import check_parallel
@@ -25,10 +24,7 @@ class PEagle(Eagle3):
     """A P-EAGLE head."""
 
     form = "peagle"
-
-    @classmethod
-    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        return named_architectures(config) == {"PEagleDraftModel"}
+    architectures = ("PEagleDraftModel",)
 
     def __init__(self, files: HeadFiles) -> None:
         super().__init__(files)

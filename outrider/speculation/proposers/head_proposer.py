@@ -109,6 +109,24 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
         )
 
 
+def open_head_forward(model: HeadModel | PackedHead, target: HeadTarget, *, num_cached_tokens: int) -> HeadForward:
+    """The forwards of a loaded head, warmed up. In the thread that runs them. `num_cached_tokens`: see HeadForward."""
+    forward = HeadForward.of(
+        model,
+        num_cached_tokens=num_cached_tokens,
+        known_token_ids=target.known_token_ids,
+        constraints=target.constraints,
+        device=target.device,
+        kernels=target.kernels,
+    )
+    if target.num_threads and not isinstance(forward.model, PackedHead):
+        import torch
+
+        torch.set_num_threads(target.num_threads)
+    forward.warm_up()
+    return forward
+
+
 def make_head_proposer(
     model: HeadModel | PackedHead,
     target: HeadTarget,
@@ -123,19 +141,7 @@ def make_head_proposer(
     if token_bytes:
         affordable = int(MEMORY_SHARE * free_memory_bytes(target.device)) // token_bytes
         num_cached_tokens = min(max(affordable, MIN_CACHED_TOKENS), MAX_CACHED_TOKENS)
-    forward = HeadForward.of(
-        model,
-        num_cached_tokens=num_cached_tokens,
-        known_token_ids=target.known_token_ids,
-        constraints=target.constraints,
-        device=target.device,
-        kernels=target.kernels,
-    )
-    if target.num_threads and not isinstance(forward.model, PackedHead):
-        import torch
-
-        torch.set_num_threads(target.num_threads)
-    forward.warm_up()
+    forward = open_head_forward(model, target, num_cached_tokens=num_cached_tokens)
     info = ProposerInfo(
         name=f"{spec.form}:{spec.name}",
         vocabulary_fingerprint=target.vocabulary_fingerprint,

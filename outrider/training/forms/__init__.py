@@ -1,1 +1,0 @@
-"""Heads as they are trained: all chains of a text at once, without a cache."""

@@ -1,0 +1,159 @@
+"""New heads: what their folders have, in a published layout, before they are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.heads.checkpoint import Checkpoint, Target
+from outrider.training.plan import TrainingPlan
+
+Parts = tuple[dict[str, Any], dict[str, Tensor]]
+"""config.json and tensors in float32, by name."""
+
+
+def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, device: torch.device) -> Checkpoint:
+    """With weights on the device. `name`: of the target. It drafts the most frequent tokens by counts [vocab_size].
+
+    Raises: ModelError.
+    """
+    ids = counts.argsort(descending=True, stable=True)[: plan.draft_vocab_size].sort().values
+    if plan.form == "eagle3":
+        config, tensors = _eagle3(target, name, ids)
+    else:
+        config, tensors = {"medusa": _medusa, "mlp": _mlp}[plan.form](target, ids, plan.num_steps)
+    weights = {key: tensor.to(device) for key, tensor in tensors.items() if tensor.is_floating_point()}
+    return Checkpoint.in_memory(plan.out, config, tensors | weights)
+
+
+def eagle3_taps(num_layers: int) -> tuple[int, ...]:
+    """Speculators' choice: early, middle, late."""
+    return tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 1)}))
+
+
+def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
+    """In the layout of the `speculators` library; one decoder layer in the shape of the target's."""
+    layer, taps = _layer_config(target), eagle3_taps(target.num_layers)
+    hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
+    heads, kv_heads = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
+    linears = {
+        "fc": _linear(len(taps) * hidden, hidden),
+        "layers.0.self_attn.q_proj": _linear(2 * hidden, heads),
+        "layers.0.self_attn.k_proj": _linear(2 * hidden, kv_heads),
+        "layers.0.self_attn.v_proj": _linear(2 * hidden, kv_heads),
+        "layers.0.self_attn.o_proj": _linear(heads, hidden, 0.2),
+        "layers.0.mlp.gate_proj": _linear(hidden, inner),
+        "layers.0.mlp.up_proj": _linear(hidden, inner),
+        "layers.0.mlp.down_proj": _linear(inner, hidden, 0.2),
+        "lm_head": _output_layer(target, ids),
+    }
+    norms = ("layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm")
+    parts = linears | {norm: torch.ones(hidden) for norm in norms}
+    tensors = {f"{part}.weight": tensor for part, tensor in parts.items()}
+    # Offsets: the target's id of a draft id is their sum. The mask implies that ids rise.
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": len(ids),
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "target_hidden_size": hidden,
+        "eagle_aux_hidden_state_layer_ids": list(taps),
+        "torch_dtype": "bfloat16",
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": name, "architectures": list(target.config.get("architectures") or [])},
+        },
+    }
+    return config, tensors
+
+
+def _layer_config(target: Target) -> dict[str, Any]:
+    config, num_heads = target.config, int(target.config["num_attention_heads"])
+    # Older configurations have the base beside other fields.
+    theta = float((config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "vocab_size": target.vocab_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": int(config.get("intermediate_size") or 4 * target.hidden_size),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or num_heads),
+        "head_dim": int(config.get("head_dim") or target.hidden_size // num_heads),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "max_position_embeddings": target.max_model_len,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
+    """In vLLM's layout, with an output layer that all heads share. Begins as a target that repeats its next token."""
+    width = target.hidden_size
+    tensors = {"lm_head.weight": _output_layer(target, ids)}
+    for head in range(num_heads):
+        tensors[f"blocks.{head}.layers.0.weight"] = torch.zeros(width, width)
+        tensors[f"blocks.{head}.layers.0.bias"] = torch.zeros(width)
+    if len(ids) < target.vocab_size:
+        tensors["token_map"] = ids
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": num_heads,
+        "num_hidden_layers": 1,
+        "hidden_size": width,
+        "vocab_size": target.vocab_size,
+        "truncated_vocab_size": len(ids),
+        "original_lm_head": True,
+        "torch_dtype": "bfloat16",
+    }
+    return config, tensors
+
+
+def _mlp(target: Target, ids: Tensor, num_stages: int) -> Parts:
+    """In the layout of fms-extras. Stages share their weights; rows of tokens that are not drafted are zero."""
+    width, embedding = target.hidden_size, target.embedding().float()
+    tensors = {
+        "emb.0.weight": embedding * torch.rsqrt(embedding.square().mean()),
+        "head.0.weight": torch.zeros(embedding.shape).index_copy(0, ids, _output_layer(target, ids)),
+        "ln.0.weight": torch.ones(width),
+        "ln.0.bias": torch.zeros(width),
+        **{f"proj.{stage}.weight": _linear(width, width) for stage in range(min(num_stages, 2))},
+    }
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "emb_dim": width,
+        "inner_dim": width,
+        "n_predict": num_stages,
+        "n_candidates": num_stages,
+        "top_k_tokens_per_head": [1] * num_stages,
+        "vocab_size": target.vocab_size,
+        "tie_weights": True,
+        "scale_input": True,
+        "torch_dtype": "bfloat16",
+    }
+    return config, {f"speculator.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _linear(width: int, out: int, gain: float = 1.0) -> Tensor:
+    """[out, width]: outputs are `gain` times as large as inputs."""
+    return torch.randn(out, width) * (gain * width**-0.5)
+
+
+def _output_layer(target: Target, ids: Tensor) -> Tensor:
+    """[len(ids), hidden_size]: begins as the target's."""
+    return target.output_layer()[ids].float()

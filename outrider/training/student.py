@@ -1,0 +1,207 @@
+"""A head in training: its own mathematics (`outrider.heads.forms`) over all chains of a batch of texts at once.
+
+A chain is a draft. Its first step sees the true rows up to its own, later ones its own steps too, which is what a
+drafter with a cache sees: the training-time test of EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from torch.nn import functional
+
+from outrider.errors import ConfigError
+from outrider.heads.base import HeadRows
+from outrider.heads.checkpoint import Checkpoint, Target
+from outrider.heads.open import open_head, opened
+from outrider.training.dataset import Dataset
+from outrider.training.new_heads import eagle3_taps, new_head
+from outrider.training.plan import TrainingPlan, write_atomically
+
+SCALE_SAMPLE = 10_000  # tokens
+_NOT_TRAINED = "embed_tokens.weight"
+"""A head's own copy of the target's embedding."""
+
+
+def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
+    """Of the target's residual stream, besides its final hidden state.
+
+    Raises: ConfigError, ModelError for a head that cannot be taken up.
+    """
+    if plan.form != "eagle3":
+        return ()
+    if plan.init_from is None:
+        return eagle3_taps(target.num_layers)
+    head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
+    if head.form != "eagle3":
+        raise ConfigError(f"--init-from {plan.init_from} is no eagle3 head: its form is {head.form}")
+    if target.num_layers in head.reduction.taps:  # whose states are kept behind the final norm alone
+        raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
+    return head.reduction.taps
+
+
+def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: torch.device, *, name: str) -> Student:
+    """A new head, or the one of `--init-from`, whose reduction is not trained. `name`: of the target.
+
+    Raises: as `needed_taps`.
+    """
+    torch.manual_seed(plan.seed)
+    dtype = dataset.hidden.dtype
+    if plan.init_from is not None:
+        return Student(Checkpoint.open(plan.init_from), target, device, dtype, trains_reduction=False)
+    counts = dataset.answer_counts(target.vocab_size)
+    student = Student(new_head(plan, target, name, counts, device), target, device, dtype)
+    if plan.form == "eagle3":
+        student.scale_features(dataset.features[:: -(-len(dataset.features) // SCALE_SAMPLE)])
+    return student
+
+
+@dataclass(slots=True, eq=False)
+class Chains:
+    """All drafts of a batch of texts, as far as they are: chain t of a text begins with its token t + 1 and feature t.
+
+    That is row t of outrider.heads.base.HeadRows at depth 0, and depth j after j steps of its own outputs.
+    """
+
+    hidden: Tensor  # [num_chains * num_texts, width], texts side by side: what the next step is fed beside tokens
+    num_texts: int
+    first: int  # chains before it make one step only, for others to see
+    depth: int = 0
+    keys_values: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    """By layer: of each step, [num_texts, num_heads, num_chains, head_dim] for all query heads."""
+
+
+class Student:
+    """A head whose weights learn, in float32."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: Target,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        trains_reduction: bool = True,
+    ) -> None:
+        """`dtype`: of the target's own tensors. Raises: as `open_head`."""
+        with opened(checkpoint, target, device, torch.float32) as (head, files):
+            fixed = set() if trains_reduction else set(files.places)
+            files.target_dtype = dtype
+            head.load(files)
+        self.device = device
+        self._config = checkpoint.config
+        self._head, self._reduction = head, head.reduction.to(device, torch.float32)
+        fixed.add(_NOT_TRAINED)
+        self._places = {name: place for name, place in files.places.items() if name not in fixed}
+        self._kept = {name: checkpoint.mapped(name).clone() for name in checkpoint.tensor_names - self._places.keys()}
+        names: dict[Tensor, str] = {}
+        for name, place in self._places.items():
+            names.setdefault(place.weight, name)
+        self.weights = {name: weight.requires_grad_() for weight, name in names.items()}
+        """By the name that they, or their first rows, are stored under."""
+        ids = torch.arange(target.vocab_size) if head.target_ids is None else head.target_ids
+        self.target_ids = ids.to(device)  # [draft_vocab_size] int64: the tokens that it drafts
+        self.is_drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=device)
+        self.is_drafted[self.target_ids] = True
+        self.target_output = target.output_layer()[ids.cpu()].to(device, dtype)  # [draft_vocab_size, hidden_size]
+        self._scale: Tensor | None = None  # [num_taps * hidden_size], of features; folded into fc by `export`
+
+    def scale_features(self, sample: Tensor) -> None:
+        """Brings channels to one size, by features [n, num_taps * hidden_size] of some tokens.
+
+        By medians: the first token's are a hundred times as large as all others'.
+        """
+        median = sample.float().square().median(0).values
+        self._scale = torch.rsqrt((2 * median).clamp_min(1e-6)).to(self.device)
+
+    def start(self, features: Tensor, *, first: int = 0) -> Chains:
+        """Features [num_texts, num_tokens, num_taps * hidden_size] of the target's hidden states."""
+        if not self._head.spec.num_layers:
+            features = features[:, first:]  # no chain sees another
+        elif self._head.spec.num_layers > 1:
+            first = 0
+        if self._scale is not None:
+            features = features * self._scale.to(features.dtype)
+        num_texts = len(features)
+        hidden = self._reduction(features.flatten(0, 1)).unflatten(0, (num_texts, -1))
+        return Chains(hidden.transpose(0, 1).flatten(0, 1), num_texts, first)
+
+    def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
+        """One draft token further: [num_texts, num_chains] int64 → own hidden states [num_texts, num_chains, width].
+
+        `token_ids`: of all chains. The states are of those from `first` on.
+        """
+        num_texts, num_chains = token_ids.shape
+        begin = num_chains - len(chains.hidden) // num_texts  # chains before it have no row
+        skipped = chains.first - begin
+        positions = torch.arange(begin, num_chains, device=self.device) + chains.depth
+        rows = HeadRows(
+            token_ids[:, begin:].T.flatten(),
+            chains.hidden,
+            torch.full((len(chains.hidden),), chains.depth),
+            positions.repeat_interleave(num_texts),
+            first_needed=skipped * num_texts,
+        )
+        chains.hidden = self._head.forward(rows, partial(_attend, chains, skipped))
+        chains.depth += 1
+        return chains.hidden.unflatten(0, (-1, num_texts)).transpose(0, 1)
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """[n, width] of that step → [n, draft_vocab_size] float32."""
+        return self._head.logits(hidden, torch.full((len(hidden),), depth))
+
+    def export(self, folder: Path) -> None:
+        """Writes model.safetensors, then config.json, whose change says that the folder is whole. Raises: OSError.
+
+        Weights that were trained are written in bfloat16, the others as they were.
+        """
+        tensors = dict(self._kept)
+        for name, (weight, rows, kept) in self._places.items():
+            values = weight.detach()[rows]
+            if self._scale is not None and weight is self._reduction.projection:
+                values = values * self._scale
+            if kept is not None:
+                values = values.new_zeros(len(self.is_drafted), *values.shape[1:]).index_copy(0, kept, values)
+            tensors[name] = values.to("cpu", torch.bfloat16).contiguous()
+        write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+        config = {**self._config, "torch_dtype": "bfloat16"}
+        write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _attend(
+    chains: Chains, skipped: int, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    """`Attend` of a step, whose first `skipped` chains need no result."""
+    query, key, value = (
+        rows.unflatten(0, (-1, chains.num_texts)).permute(1, 2, 0, 3) for rows in (query, key, value)
+    )  # [num_texts, heads, num_chains, head_dim]
+    group = query.shape[1] // key.shape[1]
+    steps = chains.keys_values.setdefault(layer, [])
+    steps.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
+    seen = functional.pad(_over_steps(query[:, :, skipped:], steps, scaling), (0, 0, skipped, 0))
+    return seen.permute(2, 0, 1, 3).flatten(0, 1)
+
+
+def _over_steps(query: Tensor, steps: list[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
+    """Query [num_texts, num_heads, num_chains, head_dim] of the last chains → the same shape.
+
+    Keys and values: of the true rows, then of each own step.
+    """
+    (keys, values), *own = steps
+    num_rows = keys.shape[2]
+    mask = torch.ones(query.shape[2], num_rows, dtype=torch.bool, device=query.device).tril(num_rows - query.shape[2])
+    if not own:
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    scores = [(query @ keys.transpose(-1, -2)).float().masked_fill(~mask, float("-inf"))]
+    scores += [(query * key).float().sum(-1, keepdim=True) for key, _ in own]
+    shares = torch.softmax(torch.cat(scores, -1) * scaling, -1).to(values.dtype)
+    summed = shares[..., :num_rows] @ values
+    for place, (_, value) in enumerate(own, num_rows):
+        summed = summed + shares[..., place, None] * value
+    return summed
