@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from outrider.speculation.draft_tree import ROOT, DraftTree
 
@@ -14,12 +14,6 @@ PRIOR_TOKENS = 8.0
 
 POSITION_TOKENS = 8.0
 """How many draft tokens a sequence's overall acceptance weighs in that of one position."""
-
-BESIDE_TOKENS = 4.0
-"""How many accepted draft tokens of other grades weigh as much as the assumption that they say nothing."""
-
-MAX_ASSUMED = 0.98
-"""Of a grade, by what others say."""
 
 SIBLING_ACCEPTANCE = 0.3
 SIBLING_TOKENS = 4.0
@@ -90,27 +84,14 @@ class AcceptanceRecord:
 
     A position counts as decided where the text has reached it: a draft that was rejected before says nothing about it
     (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). What is known of a position leans
-    on the sequence's overall acceptance, and that on the proposer's over all sequences, times what drafts of other
-    grades won here of what was expected of them. So a position that has not been reached for long is taken for one like
-    the others, and is tried again.
+    on the sequence's overall acceptance, and that on the proposer's over all sequences. So a position that has not been
+    reached for long is taken for one like the others, and is tried again.
     """
 
-    __slots__ = (
-        *("_accepted", "_beside", "_chain", "_decided"),
-        *("_num_positions", "_siblings", "_source", "last_step", "num_accepted", "num_expected"),
-    )
+    __slots__ = ("_accepted", "_chain", "_decided", "_num_positions", "_siblings", "_source", "last_step")
 
-    def __init__(
-        self,
-        source: SourceAcceptance,
-        num_positions: int,
-        *,
-        step: int,
-        beside: Mapping[int, AcceptanceRecord] | None = None,
-    ) -> None:
-        """`beside`: the sequence's records of all grades, this one among them."""
+    def __init__(self, source: SourceAcceptance, num_positions: int, *, step: int) -> None:
         self._source = source
-        self._beside = {} if beside is None else beside
         self._num_positions = num_positions
         self.last_step = step  # in which a draft was judged
         self.begin_anew()
@@ -121,8 +102,6 @@ class AcceptanceRecord:
         self._accepted = [0.0] * self._num_positions
         # Of tokens that were wrong and had a sibling.
         self._siblings = Acceptance(SIBLING_ACCEPTANCE, prior_tokens=SIBLING_TOKENS, forgetting=FORGETTING)
-        self.num_expected = 0.0  # accepted tokens, had they been so many as in other sequences
-        self.num_accepted = 0.0
         self._chain: list[float] | None = None
 
     @property
@@ -131,10 +110,6 @@ class AcceptanceRecord:
         if self._chain is None:
             self._chain = self._estimate()
         return self._chain
-
-    def estimate_anew(self) -> None:
-        """What the estimate leans on has changed."""
-        self._chain = None
 
     def observe_chain(self, num_draft: int, num_accepted: int) -> None:
         """One verdict; `num_draft` is at least 1."""
@@ -192,8 +167,6 @@ class AcceptanceRecord:
         return self.chain[position] / before if before else 0.0
 
     def _observe(self, num_decided: int, num_accepted: int) -> None:
-        self.num_expected = FORGETTING * self.num_expected + num_decided * self._source.mean
-        self.num_accepted = FORGETTING * self.num_accepted + num_accepted
         self._source.observe(num_decided, num_accepted)
         decided, accepted = self._decided, self._accepted
         for position in range(len(decided)):
@@ -203,13 +176,11 @@ class AcceptanceRecord:
                 if position < num_accepted:
                     other += 1.0
             decided[position], accepted[position] = one, other
-        for record in self._beside.values():
-            record.estimate_anew()
-        self.estimate_anew()
+        self._chain = None
 
     def _estimate(self) -> list[float]:
         decided, accepted = self._decided, self._accepted
-        prior = PRIOR_TOKENS * self._assumed()
+        prior = PRIOR_TOKENS * self._source.mean
         overall = (sum(accepted) + prior) / (sum(decided) + PRIOR_TOKENS)
         assumed = POSITION_TOKENS * overall
         probability = 1.0
@@ -218,15 +189,3 @@ class AcceptanceRecord:
             probability *= (num_accepted + assumed) / (decided[position] + POSITION_TOKENS)
             chain.append(probability)
         return chain
-
-    def _assumed(self) -> float:
-        """What this sequence is taken to accept before it has shown it."""
-        mean = self._source.mean
-        if len(self._beside) < 2:
-            return mean
-        expected = accepted = BESIDE_TOKENS
-        for record in self._beside.values():
-            if record is not self:
-                expected += record.num_expected
-                accepted += record.num_accepted
-        return min(mean * accepted / expected, max(mean, MAX_ASSUMED))

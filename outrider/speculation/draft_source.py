@@ -123,9 +123,8 @@ class SourceRecord:
             acceptance = self._source.acceptance
             if grade not in acceptance:
                 acceptance[grade] = SourceAcceptance()
-            record = self._by_grade[grade] = AcceptanceRecord(
-                acceptance[grade], self._num_positions, step=self._begun, beside=self._by_grade
-            )
+            record = AcceptanceRecord(acceptance[grade], self._num_positions, step=self._begun)
+            self._by_grade[grade] = record
         return record
 
     def ranked(self, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
