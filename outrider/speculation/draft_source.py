@@ -127,10 +127,6 @@ class SourceRecord:
             self._by_grade[grade] = record
         return record
 
-    def ranked(self, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
-        """See `AcceptanceRecord.ranked`."""
-        return self.of(draft.grade).ranked(draft)
-
     def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, anew_after: int) -> None:
         """Learns how one draft went: the tokens of it that were accepted, from the root on.
 
