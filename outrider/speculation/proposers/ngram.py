@@ -111,7 +111,8 @@ class NgramIndex:
         num_missing = end - self.segments[-1].limit
         if num_missing <= 0:
             return 0
-        return max(num_missing, FIRST_SEGMENT_TOKENS * SEGMENT_GROWTH ** (len(self.segments) - 1))
+        usual: int = FIRST_SEGMENT_TOKENS * SEGMENT_GROWTH ** (len(self.segments) - 1)
+        return max(num_missing, usual)
 
     def extend(self, text: Sequence[int], end: int) -> None:
         """Indexes the positions until before `end`; each has a token of the text."""
