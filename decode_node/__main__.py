@@ -52,7 +52,7 @@ def make_build(
         from decode_node.drafting.gather import DraftGatherer
         from decode_node.drafting.local_proposers import open_local_head, open_local_proposers
         from decode_node.ingest import Ingest
-        from decode_node.kept_answers import open_kept_answers
+        from decode_node.kept_answers import KeptAnswers
         from decode_node.node import DecodeParts
         from decode_node.sequence_group_manager import SequenceGroupManager
         from outrider.engine.engine import Engine
@@ -140,6 +140,9 @@ def make_build(
             advertise_address="" if config.kv_transfer.host else server.advertise_address,
             security=security,
         )
+        kept_answers = None
+        if config.keep_features:
+            kept_answers = KeptAnswers(config.keep_features, max_bytes=config.keep_features_bytes)
         groups = SequenceGroupManager(
             engine=engine,
             drafts=drafts,
@@ -152,7 +155,7 @@ def make_build(
             ),
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             transfer_timeout_seconds=config.transfer_timeout_seconds,
-            kept_answers=open_kept_answers(config.keep_features, max_bytes=config.keep_features_bytes),
+            kept_answers=kept_answers,
         )
         cpu_turns = open_logged_turns(model_config.turns_file, model.cpu_kernels)
         loop = DecodeLoop(

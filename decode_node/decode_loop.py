@@ -32,8 +32,15 @@ from decode_node.drafting.gather import DraftGatherer
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
 from decode_node.sequence_group_manager import SequenceGroupManager
-from decode_node.statistics import StepStats
-from decode_node.step import PlannedSequence, StepReport, Verdict, apply_stop_conditions, step_kind, step_stats
+from decode_node.step import (
+    PlannedSequence,
+    StepReport,
+    StepStats,
+    Verdict,
+    apply_stop_conditions,
+    step_kind,
+    step_stats,
+)
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import Engine
 from outrider.engine.pending import read
@@ -251,7 +258,7 @@ class DecodeLoop:
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
-                    stats.nanoseconds, kind=step_kind(plan), num_rows=stats.num_rows, num_sequences=stats.num_sequences
+                    stats.nanoseconds, kind=step_kind(plan), num_rows=stats.num_rows, num_sequences=len(plan.scheduled)
                 )
 
     def _gather(self) -> StepDrafts:

@@ -111,6 +111,14 @@ class SequenceGroup:
         return [start for start in self.opened.samples if start.sample not in self.cancelled_samples]
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixLookups:
+    """Totals over granted groups."""
+
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+
+
 class GroupTable:
     """Every group on the node, by id and by running sequence. Engine thread only."""
 

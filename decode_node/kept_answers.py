@@ -22,20 +22,15 @@ KIND = "traffic"
 _log = get_logger("kept_answers")
 
 
-def open_kept_answers(folder: str, *, max_bytes: int) -> KeptAnswers | None:
-    """None for no folder. Raises: ConfigError where it cannot be written to."""
-    return KeptAnswers(Path(folder).expanduser(), max_bytes=max_bytes) if folder else None
-
-
 class KeptAnswers:
     """A thread that writes, and a short queue to it. What does not fit, as with a slow disk, is dropped and counted."""
 
-    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+    def __init__(self, folder: Path | str, *, max_bytes: int) -> None:
         """Raises: ConfigError where the folder cannot be written to."""
         self.num_dropped = 0
         self._waiting: queue.Queue[KeptAnswer | None] = queue.Queue(MAX_WAITING)
         try:
-            self._writer = AnswerWriter(folder, max_bytes=max_bytes)
+            self._writer = AnswerWriter(Path(folder).expanduser(), max_bytes=max_bytes)
         except OSError as error:
             raise ConfigError(f"decode_node.keep_features {folder} cannot be written to: {error}") from error
         self._thread = threading.Thread(target=self._write, name="kept-answers", daemon=True)

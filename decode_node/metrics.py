@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -10,10 +12,12 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from decode_node.commands import EventsBySession
 from decode_node.drafting.book import DraftCounters
 from decode_node.drafting.client import DraftClientStatus
-from decode_node.statistics import PrefixLookups, RecentRates, StepStats
+from decode_node.groups import PrefixLookups
+from decode_node.step import StepStats
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
+from outrider.service.telemetry.recent_sum import RecentSum
 from outrider.session import Granted, KvReady, SampleTokens, SpeculationCounts
 
 REFUSED = {
@@ -25,6 +29,31 @@ REFUSED = {
     "malformed": "messages_malformed",
 }
 """Reason, as exported, and the receiver's counter."""
+
+
+class RecentRates:
+    """What the node reports of its last ten seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tokens, self.kv_bytes = RecentSum(clock), RecentSum(clock)
+        self._drafts, self._accepted = RecentSum(clock), RecentSum(clock)
+        self._wanting_steps, self._hit_steps = RecentSum(clock), RecentSum(clock)
+
+    def add_speculation(self, counts: SpeculationCounts) -> None:
+        self._drafts.add(counts.num_spec_steps)
+        self._accepted.add(counts.num_accepted_draft_tokens)
+        self._wanting_steps.add(counts.num_wanting_steps)
+        self._hit_steps.add(counts.num_hit_steps)
+
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted draft tokens for each draft; 0 where nothing was drafted."""
+        num_drafts = self._drafts.total()
+        return 1.0 + self._accepted.total() / num_drafts if num_drafts else 0.0
+
+    def look_ahead_hit_rate(self) -> float:
+        """Of the steps that wanted a draft node's proposals; 0 where none did."""
+        num_wanting = self._wanting_steps.total()
+        return self._hit_steps.total() / num_wanting if num_wanting else 0.0
 
 
 class DecodeMetrics:
@@ -53,7 +82,7 @@ class DecodeMetrics:
                     self._engine.observe_transfer(
                         connector=ready.connector, num_bytes=ready.kv_bytes, seconds=ready.transfer_seconds
                     )
-                    self.recent.add_kv_bytes(ready.kv_bytes)
+                    self.recent.kv_bytes.add(ready.kv_bytes)
                 case _:
                     continue
         if speculation:  # summed first: a counter takes a lock each time
@@ -61,11 +90,11 @@ class DecodeMetrics:
             self._engine.add_speculation(counts)
             self.recent.add_speculation(counts)
         if stats is not None:
-            self.recent.add(stats)
+            self.recent.tokens.add(stats.num_generated_tokens)
             self._engine.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
             self._engine.add_step_parts(stats.nanoseconds)
             self._engine.add_tokens(num_generated_tokens=stats.num_generated_tokens)
-            self._engine.add_preemptions(stats.num_preempted)
+            self._engine.add_preemptions(len(stats.preempted_groups))
             self._engine.add_verified_drafts(
                 stats.num_drafts_by_method,
                 num_tokens_by_source=stats.num_draft_tokens_by_source,

@@ -15,7 +15,7 @@ from decode_node.ingest import Ingest
 from decode_node.metrics import DecodeMetrics
 from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.sessions import Sessions
-from decode_node.statistics import StepStats
+from decode_node.step import StepStats
 from outrider.engine.engine import Engine
 from outrider.engine_node import TargetNode, TargetParts
 from outrider.node import NodeLoad, NodeRole, NodeState
@@ -176,9 +176,9 @@ class DecodeNode(TargetNode[DecodeParts]):
             num_waiting=self._parts.groups.num_waiting,
             kv_blocks_total=engine.pool.num_blocks,
             kv_blocks_free=engine.pool.num_free_blocks,
-            tokens_per_second=recent.tokens_per_second(),
+            tokens_per_second=recent.tokens.per_second(),
             mean_acceptance_length=recent.mean_acceptance_length(),
             num_sequences_free=self._parts.groups.num_sequences_free,
             look_ahead_hit_rate=recent.look_ahead_hit_rate(),
-            kv_bytes_per_second=recent.kv_bytes_per_second(),
+            kv_bytes_per_second=recent.kv_bytes.per_second(),
         )

@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from google.rpc import code_pb2
 
-from decode_node.admission import Admission
+from decode_node.admission import Admission, FairShares
 from decode_node.commands import EventsBySession, RouterCommand, TransferCompleted, TransferFailed
 from decode_node.drafting.gather import DraftGatherer
-from decode_node.fair_shares import FairShares
-from decode_node.groups import GroupTable, Sample, SequenceGroup, cached_table, scoring_of
+from decode_node.groups import GroupTable, PrefixLookups, Sample, SequenceGroup, cached_table, scoring_of
 from decode_node.ingest import Ingest
 from decode_node.kept_answers import KeptAnswers
 from decode_node.reservations import Reservations
-from decode_node.statistics import PrefixLookups
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.sampler.logprobs import ScoredSequence

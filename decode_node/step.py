@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 from decode_node.groups import Sample, SequenceGroup
-from decode_node.statistics import StepStats
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampleRows
 from outrider.engine.scheduler import Scheduled, StepPlan
@@ -171,6 +170,20 @@ class StepReport:
                 sequence.kv.publish(sequence.token_ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What the engine thread tells about one step: it neither logs nor counts in metrics itself."""
+
+    seconds: float
+    nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
+    num_rows: int
+    num_generated_tokens: int
+    preempted_groups: Sequence[tuple[int, bytes]]  # of each such sequence: session and sequence group
+    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified
+    num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)
+
+
 def step_kind(plan: StepPlan) -> StepKind:
     if any(item.num_rows > 1 for item in plan.scheduled):
         return StepKind.PROMPT
@@ -198,13 +211,8 @@ def step_stats(
         seconds=seconds,
         nanoseconds=nanoseconds,
         num_rows=num_rows,
-        num_sequences=len(plan.scheduled),
-        num_preempted=len(preempted),
         preempted_groups=[(each.group.session_id, each.group.opened.sequence_group_id) for each in preempted],
         num_generated_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
-        num_drafts=num_by_method.total(),
-        num_draft_tokens=num_tokens.total(),
-        num_accepted_draft_tokens=num_accepted.total(),
         num_drafts_by_method=num_by_method,
         num_draft_tokens_by_source=num_tokens,
         num_accepted_by_source=num_accepted,

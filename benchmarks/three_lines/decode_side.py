@@ -16,7 +16,7 @@ from decode_node.decode_loop import DecodeLoop
 from decode_node.drafting.client import DraftClient
 from decode_node.drafting.gather import DraftGatherer, FeaturesOf
 from decode_node.sequence_group_manager import SequenceGroupManager
-from decode_node.statistics import StepStats
+from decode_node.step import StepStats
 from outrider.engine.engine import Engine
 from outrider.engine.step_profiler import StepProfiler
 from outrider.errors import InternalError

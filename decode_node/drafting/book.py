@@ -78,11 +78,10 @@ class DraftBook:
         self._feature_bytes = feature_bytes
         self.nodes = DraftNodes()  # a new one is added there
         self._sequences: dict[int, DraftedSequence] = {}  # by the engine's id
-        self._served: dict[int, DraftedSequence] = {}  # by stream id
+        self._served: dict[int, Assignment] = {}  # by stream id
         self._unserved: dict[DraftedSequence, None] = {}  # no node has room for them, or none is there
         self._stream_ids = itertools.count(1)
         self.counters = DraftCounters()
-        self.has_unsent = False
         self.min_reach = 0.0
         """How likely a draft token must be reached for another one after it to pay; see ProposalRequest."""
 
@@ -120,8 +119,7 @@ class DraftBook:
             if num_missing > 0 and features.room > 0 and num_steps < drafted.num_left:
                 each = FeatureRange(sequence_id, start, min(num_available, start + features.room))
                 missing.append((num_missing, -sequence_id, each))
-        held = [each.assignment.features for each in self._served.values() if each.assignment is not None]
-        num_unacked = sum(features.num_bytes for features in held if features is not None)
+        num_unacked = sum(each.features.num_bytes for each in self._served.values() if each.features is not None)
         num_left = min(MAX_COPIED_BYTES, MAX_ALL_UNACKED_BYTES - num_unacked) // max(self._feature_bytes, 1)
         cut: list[FeatureRange] = []
         for *_, each in sorted(missing):
@@ -144,7 +142,7 @@ class DraftBook:
         self._unserved.pop(drafted, None)
         if drafted.assignment is not None:
             drafted.assignment.node.retry_at = 0.0  # where it had no room, it has some now
-            self._unassign(drafted, drafted.assignment)
+            self._unassign(drafted.assignment)
 
     def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> Found:
         """Drafts at hand, uncut. `wait_seconds`: how long the caller would wait for those that are missing."""
@@ -207,19 +205,14 @@ class DraftBook:
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
         tokens_left, feature_bytes_left = MAX_TOKENS_PER_MESSAGE, MAX_FEATURE_BYTES_PER_MESSAGE
-        self.has_unsent = any(other.news or other.closed for other in self.nodes if other is not node)
         for stream_id in tuple(node.news):
-            drafted = self._served[stream_id]
-            served = drafted.assignment
-            assert served is not None
+            served = self._served[stream_id]
             if served.asked is None and now < served.ready_at:
                 continue  # the clock brings us back
-            if served.asked is None and drafted.has_news:
+            if served.asked is None and served.sequence.has_news:
                 if tokens_left <= 0 or feature_bytes_left < self._feature_bytes:
-                    self.has_unsent = True
                     break
-                update = drafted.make_update(
-                    served,
+                update = served.make_update(
                     now,
                     max_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left),
                     max_feature_bytes=feature_bytes_left,
@@ -244,9 +237,8 @@ class DraftBook:
             False for nonsense: the node is not believed about this sequence any more.
         """
         now = self._clock()
-        drafted = self._served.get(answer.sequence_id)
-        served = None if drafted is None else drafted.assignment
-        if drafted is None or served is None or served.node is not node:
+        served = self._served.get(answer.sequence_id)
+        if served is None or served.node is not node:
             self._note_stale(node)  # it ended, or moved
             return True
         is_ahead, branches = answer.status is DraftStatus.AHEAD, answer.branches
@@ -259,20 +251,19 @@ class DraftBook:
         elif served.asked is None and not served.is_catching_up:  # no answer is due
             self._note_stale(node)
             return True
-        if not is_well_formed or not drafted.is_plausible(served, answer):
-            self._quarantine(drafted, served, now)
+        if not is_well_formed or not served.is_plausible(answer):
+            self._quarantine(served, now)
             return False
         if is_ahead:
-            drafted.take_ahead(served, branches, now)
+            served.take_ahead(branches, now)
             return True
         node.num_unsolicited = 0
         if answer.status is DraftStatus.NO_ROOM:
             node.has_refused(served.stream_id, now, served.sent_length)
-            drafted.num_refusals += 1
-            self._unassign(drafted, served)
-            self._assign(drafted, now)
+            served.sequence.num_refusals += 1
+            self._move(served, now)
             return True
-        seconds = drafted.take_answer(served, answer, now)
+        seconds = served.take_answer(answer, now)
         if seconds is not None:
             node.observe_answer(seconds)
         if served.asked is None:
@@ -280,10 +271,15 @@ class DraftBook:
         is_accepted = answer.status is not DraftStatus.UNKNOWN_PREFIX
         if is_accepted and node.has_accepted(served.stream_id, now, others_wait=bool(self._unserved)):
             self._assign_unserved(now)
-        self._note_news(drafted)
+        self._note_news(served.sequence)
         return True
 
     # Views.
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a node may be sent something."""
+        return any(node.news or node.closed for node in self.nodes)
 
     @property
     def needs_features(self) -> bool:
@@ -315,19 +311,17 @@ class DraftBook:
     def _note_news(self, drafted: DraftedSequence) -> None:
         if drafted.has_news and drafted.assignment is not None:
             drafted.assignment.node.news[drafted.assignment.stream_id] = None
-            self.has_unsent = True
 
     def _note_stale(self, node: DraftNodeState) -> None:
         node.num_unsolicited += 1
         self.counters.num_stale_answers += 1
 
-    def _quarantine(self, drafted: DraftedSequence, served: Assignment, now: float) -> None:
+    def _quarantine(self, served: Assignment, now: float) -> None:
         """This node is not believed about this sequence any more; another one may be."""
-        drafted.refused.add(served.node.node_id)
-        drafted.trees.clear()
+        served.sequence.refused.add(served.node.node_id)
+        served.sequence.trees.clear()
         self.counters.num_quarantined += 1
-        self._unassign(drafted, served)
-        self._assign(drafted, now)
+        self._move(served, now)
 
     def _assign(self, drafted: DraftedSequence, now: float) -> None:
         length = len(drafted.committed)
@@ -338,9 +332,8 @@ class DraftBook:
         self._unserved.pop(drafted, None)
         stream_id = next(self._stream_ids)
         features = UnackedFeatures(self._feature_bytes) if node.needs_features else None
-        drafted.assignment = Assignment(stream_id, node, features)
+        drafted.assignment = self._served[stream_id] = Assignment(drafted, stream_id, node, features)
         drafted.has_news = True
-        self._served[stream_id] = drafted
         node.num_sequences += 1
         if node.is_taken_for_full(length):
             node.trial = stream_id
@@ -351,9 +344,9 @@ class DraftBook:
         for drafted in sorted(self._unserved, key=lambda each: each.num_refusals):
             self._assign(drafted, now)
 
-    def _unassign(self, drafted: DraftedSequence, served: Assignment) -> None:
+    def _unassign(self, served: Assignment) -> None:
         node, stream_id = served.node, served.stream_id
-        drafted.assignment = None
+        served.sequence.assignment = None
         del self._served[stream_id]
         node.num_sequences -= 1
         node.news.pop(stream_id, None)
@@ -362,13 +355,15 @@ class DraftBook:
             node.trial = None
         if node.is_connected and served.sent_length > 0:
             node.closed.append(stream_id)
-            self.has_unsent = True
+
+    def _move(self, served: Assignment, now: float) -> None:
+        """To the node that it is best served by now."""
+        self._unassign(served)
+        self._assign(served.sequence, now)
 
     def _move_away(self, node: DraftNodeState, *, keep: int) -> None:
         """All but `keep` of a node's sequences go to others."""
         now = self._clock()
-        assigned = [(drafted, drafted.assignment) for drafted in self._served.values()]
-        moving = [(drafted, served) for drafted, served in assigned if served is not None and served.node is node]
-        for drafted, served in moving[keep:]:
-            self._unassign(drafted, served)
-            self._assign(drafted, now)
+        moving = [served for served in self._served.values() if served.node is node]
+        for served in moving[keep:]:
+            self._move(served, now)

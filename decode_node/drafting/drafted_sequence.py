@@ -96,27 +96,6 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Assignment:
-    """A sequence on one node's stream, from when the node serves it until it does no longer.
-
-    Each has a stream id of its own, so an answer to an earlier one is never taken for an answer to this one.
-    """
-
-    stream_id: int
-    node: DraftNodeState
-    features: UnackedFeatures | None = None  # None: its node needs none
-    acked_length: int = 0
-    sent_length: int = 0  # the most that was sent
-    max_wanted: int = 0  # the most that any update asked for
-    asked: Asked | None = None
-    is_catching_up: bool = False  # an answer follows, whether more is asked or not
-    had_nothing: bool = False  # the last answer to a wish was that there is nothing, or nothing yet
-    resent_at: float = float("-inf")
-    ready_at: float = 0.0  # before that nothing is sent
-    num_ahead_allowed: int = 0  # branches that may come besides answers
-
-
-@dataclass(slots=True, eq=False)
 class DraftedSequence:
     """Newest state of one sequence, and the drafts at hand for it. Times are the owner's clock, in seconds."""
 
@@ -151,32 +130,62 @@ class DraftedSequence:
         if features is not None and features.add(start, payload):
             self.has_news |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
 
+    def keep(self, trees: Sequence[DraftTree], now: float) -> None:
+        """Drafts that came for it."""
+        num_committed = len(self.committed.token_ids)
+        for tree in trees:
+            if num_committed - tree.length < len(tree.token_ids):  # else as much was committed since as it proposes
+                self.trees.add(tree, self.committed, now=now)
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A sequence on one node's stream, from when the node serves it until it does no longer.
+
+    Each has a stream id of its own, so an answer to an earlier one is never taken for an answer to this one.
+    """
+
+    sequence: DraftedSequence
+    stream_id: int
+    node: DraftNodeState
+    features: UnackedFeatures | None = None  # None: its node needs none
+    acked_length: int = 0
+    sent_length: int = 0  # the most that was sent
+    max_wanted: int = 0  # the most that any update asked for
+    asked: Asked | None = None
+    is_catching_up: bool = False  # an answer follows, whether more is asked or not
+    had_nothing: bool = False  # the last answer to a wish was that there is nothing, or nothing yet
+    resent_at: float = float("-inf")
+    ready_at: float = 0.0  # before that nothing is sent
+    num_ahead_allowed: int = 0  # branches that may come besides answers
+
     def make_update(
-        self, served: Assignment, now: float, *, max_tokens: int, max_feature_bytes: int = 0, min_reach: float = 0.0
+        self, now: float, *, max_tokens: int, max_feature_bytes: int = 0, min_reach: float = 0.0
     ) -> SequenceUpdate:
-        """What its node does not have, at most `max_tokens` of it; drafts are asked for once it has all.
+        """What the node does not have, at most `max_tokens` of it; drafts are asked for once it has all.
 
         Of features at most so many bytes, and those that are here: they may lag behind.
         """
-        assert served.asked is None, "at most one update is unanswered"
-        committed, known = self.committed, self.committed.token_ids
-        start, length, num_wanted = served.acked_length, len(known), self.num_wanted
-        self.has_news = length > start + max_tokens
-        if self.has_news:
+        assert self.asked is None, "at most one update is unanswered"
+        drafted = self.sequence
+        committed, known = drafted.committed, drafted.committed.token_ids
+        start, length, num_wanted = self.acked_length, len(known), drafted.num_wanted
+        drafted.has_news = length > start + max_tokens
+        if drafted.has_news:
             length, num_wanted = start + max_tokens, 0
         feature_start, payload, num_features = 0, b"", 0
-        if (features := served.features) is not None:
+        if (features := self.features) is not None:
             feature_start = features.num_acked
             payload, num_features = features.take(length - 1, max_feature_bytes)
-            self.has_news |= num_features < features.end
-        served.asked = Asked(length, num_wanted, now, num_features)
-        served.sent_length = max(served.sent_length, length)
+            drafted.has_news |= num_features < features.end
+        self.asked = Asked(length, num_wanted, now, num_features)
+        self.sent_length = max(self.sent_length, length)
         # What the update before allowed may still be under way.
-        served.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(served.num_ahead_allowed, MAX_AHEAD_BRANCHES)
-        served.max_wanted = max(served.max_wanted, num_wanted)
+        self.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(self.num_ahead_allowed, MAX_AHEAD_BRANCHES)
+        self.max_wanted = max(self.max_wanted, num_wanted)
         return SequenceUpdate(
-            served.stream_id,
-            self.start if start == 0 else None,
+            self.stream_id,
+            drafted.start if start == 0 else None,
             start,
             tuple(known[start:length]),
             length,
@@ -185,17 +194,17 @@ class DraftedSequence:
             feature_start=feature_start,
             features=payload,
             # A drawn draft would come sooner where it ends sooner: what was drawn must not decide whether it is judged.
-            min_reach=0.0 if self.start.wants_distributions else min_reach,
+            min_reach=0.0 if drafted.start.wants_distributions else min_reach,
         )
 
-    def is_plausible(self, served: Assignment, answer: SequenceProposals) -> bool:
+    def is_plausible(self, answer: SequenceProposals) -> bool:
         """Whether an honest node could say this now; the rest is `is_well_formed`'s."""
-        num_features_sent = 0 if served.features is None else served.features.num_sent
-        if answer.acked_length > served.sent_length or answer.acked_features > num_features_sent:
+        num_features_sent = 0 if self.features is None else self.features.num_sent
+        if answer.acked_length > self.sent_length or answer.acked_features > num_features_sent:
             return False
-        takes_trees, committed = self.start.takes_trees, self.committed
+        takes_trees, committed = self.sequence.start.takes_trees, self.sequence.committed
         num_committed = len(committed.token_ids)
-        max_tokens = most_tokens_offered(served.max_wanted, takes_trees=takes_trees)
+        max_tokens = most_tokens_offered(self.max_wanted, takes_trees=takes_trees)
         for tree in answer.branches:
             num_tokens = len(tree.token_ids)
             if num_tokens > max_tokens or (tree.parents and not takes_trees):
@@ -211,57 +220,51 @@ class DraftedSequence:
                 return False
         return True
 
-    def take_ahead(self, served: Assignment, trees: Sequence[DraftTree], now: float) -> None:
+    def take_ahead(self, trees: Sequence[DraftTree], now: float) -> None:
         """Plausible branches, as many as are allowed."""
-        served.num_ahead_allowed -= len(trees)
-        self._keep(trees, now)
+        self.num_ahead_allowed -= len(trees)
+        self.sequence.keep(trees, now)
 
-    def take_answer(self, served: Assignment, answer: SequenceProposals, now: float) -> float | None:
+    def take_answer(self, answer: SequenceProposals, now: float) -> float | None:
         """A plausible one that is due. Returns how long it took, in seconds, where it answers a wish."""
         if answer.status is DraftStatus.UNKNOWN_PREFIX:
-            self._begin_again(served, now)
+            self._begin_again(now)
             return None
-        served.acked_length = max(served.acked_length, answer.acked_length)
-        if served.features is not None:
-            served.features.acknowledge(answer.acked_features)
-        asked = served.asked
+        self.acked_length = max(self.acked_length, answer.acked_length)
+        if self.features is not None:
+            self.features.acknowledge(answer.acked_features)
+        asked = self.asked
         is_of_newest = (
             asked is not None and answer.acked_length >= asked.length and answer.acked_features >= asked.num_features
         )
         if answer.status is DraftStatus.CATCHING_UP:
-            served.is_catching_up = served.had_nothing = True
+            self.is_catching_up = self.had_nothing = True
             if is_of_newest:
-                served.asked = None
+                self.asked = None
             return None
-        self._keep(answer.branches, now)
+        self.sequence.keep(answer.branches, now)
         if asked is None:  # the end of catching up
-            served.is_catching_up = False
-            served.had_nothing = not answer.branches
+            self.is_catching_up = False
+            self.had_nothing = not answer.branches
         elif is_of_newest:
-            served.asked = None
-            served.is_catching_up = False
+            self.asked = None
+            self.is_catching_up = False
             if asked.num_wanted > 0:
-                served.had_nothing = not answer.branches
+                self.had_nothing = not answer.branches
                 return now - asked.at
         return None
 
-    def _begin_again(self, served: Assignment, now: float) -> None:
-        """Its node has nothing of it: it is sent from the start, later where that was done just now."""
-        if now - served.resent_at < RESEND_SECONDS:
-            served.ready_at = served.resent_at + RESEND_SECONDS
-        served.resent_at = now
-        served.acked_length = 0
-        if served.features is not None:
-            served.features.begin_again()
-        served.asked = None
-        served.is_catching_up = False
-        self.has_news = True
-
-    def _keep(self, trees: Sequence[DraftTree], now: float) -> None:
-        num_committed = len(self.committed.token_ids)
-        for tree in trees:
-            if num_committed - tree.length < len(tree.token_ids):  # else as much was committed since as it proposes
-                self.trees.add(tree, self.committed, now=now)
+    def _begin_again(self, now: float) -> None:
+        """The node has nothing of it: it is sent from the start, later where that was done just now."""
+        if now - self.resent_at < RESEND_SECONDS:
+            self.ready_at = self.resent_at + RESEND_SECONDS
+        self.resent_at = now
+        self.acked_length = 0
+        if self.features is not None:
+            self.features.begin_again()
+        self.asked = None
+        self.is_catching_up = False
+        self.sequence.has_news = True
 
 
 def is_well_formed(answer: SequenceProposals, *, vocab_size: int) -> bool:

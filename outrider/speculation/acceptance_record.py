@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from outrider.speculation.draft_tree import ROOT, DraftTree
 
@@ -15,15 +15,22 @@ PRIOR_TOKENS = 8.0
 POSITION_TOKENS = 8.0
 """How many draft tokens a sequence's overall acceptance weighs in that of one position."""
 
-BESIDE_TOKENS = 4.0
-"""How many accepted draft tokens of other grades weigh as much as the assumption that they say nothing."""
-
-MAX_ASSUMED = 0.98
-"""Of a grade, by what others say."""
-
 SIBLING_ACCEPTANCE = 0.3
 SIBLING_TOKENS = 4.0
 """What a sibling is taken to be worth once those before it were wrong, and how many draft tokens that weighs."""
+
+PATH_ACCEPTANCE = 0.7
+PATH_TOKENS = 4.0
+PATH_FORGETTING = 0.97
+"""What a draft model takes its tokens for a sequence to be worth as it looks ahead, how many of them that weighs, and
+what older ones keep at each new one."""
+
+PRIOR_RUNNERS_UP = (0.5, 0.2, 0.1)
+"""Chance of each runner-up of a drafter's race where the winner was wrong, until it has been seen. Simulated at
+temperature 1 with 32k ids, the best one, two and four of a coupled race hold the target's token in .84, .95 and .99 of
+all positions."""
+
+NUM_RUNNERS_UP = len(PRIOR_RUNNERS_UP)
 
 FORGETTING = 0.95
 """Weight that a sequence's older drafts keep at each new one."""
@@ -32,22 +39,44 @@ SOURCE_FORGETTING = 0.995
 """The same of a proposer's drafts for all sequences."""
 
 
-class SourceAcceptance:
-    """Of one proposer's drafts of one grade, over all sequences: what a new one is taken to accept. Not thread-safe."""
+class Acceptance:
+    """How often draft tokens are accepted, on average. Older ones weigh less at each observation. Not thread-safe."""
 
-    __slots__ = ("_num_accepted", "_num_decided")
+    __slots__ = ("_forgetting", "_num_accepted", "_num_decided", "_prior", "_prior_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, prior: float, *, prior_tokens: float, forgetting: float) -> None:
+        """`prior`: what is assumed; `prior_tokens`: how many draft tokens that weighs."""
+        self._prior = prior
+        self._prior_tokens = prior_tokens
+        self._forgetting = forgetting
         self._num_decided = 0.0
         self._num_accepted = 0.0
 
     @property
     def mean(self) -> float:
-        return (self._num_accepted + PRIOR_TOKENS * PRIOR_ACCEPTANCE) / (self._num_decided + PRIOR_TOKENS)
+        return (self._num_accepted + self._prior_tokens * self._prior) / (self._num_decided + self._prior_tokens)
 
     def observe(self, num_decided: int, num_accepted: int) -> None:
-        self._num_decided = SOURCE_FORGETTING * self._num_decided + num_decided
-        self._num_accepted = SOURCE_FORGETTING * self._num_accepted + num_accepted
+        self._num_decided = self._forgetting * self._num_decided + num_decided
+        self._num_accepted = self._forgetting * self._num_accepted + num_accepted
+
+
+class SourceAcceptance(Acceptance):
+    """Of one proposer's drafts of one grade, over all sequences: what a new one is taken to accept."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(PRIOR_ACCEPTANCE, prior_tokens=PRIOR_TOKENS, forgetting=SOURCE_FORGETTING)
+
+
+class PathAcceptance(Acceptance):
+    """Of what one draft model drafts for one sequence, or of its runners-up of one rank where that was rejected."""
+
+    __slots__ = ()
+
+    def __init__(self, prior: float = PATH_ACCEPTANCE) -> None:
+        super().__init__(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
 
 
 class AcceptanceRecord:
@@ -55,27 +84,14 @@ class AcceptanceRecord:
 
     A position counts as decided where the text has reached it: a draft that was rejected before says nothing about it
     (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). What is known of a position leans
-    on the sequence's overall acceptance, and that on the proposer's over all sequences, times what drafts of other
-    grades won here of what was expected of them. So a position that has not been reached for long is taken for one like
-    the others, and is tried again.
+    on the sequence's overall acceptance, and that on the proposer's over all sequences. So a position that has not been
+    reached for long is taken for one like the others, and is tried again.
     """
 
-    __slots__ = (
-        *("_accepted", "_beside", "_chain", "_decided"),
-        *("_num_positions", "_source", "_wrong", "_wrong_but_sibling", "last_step", "num_accepted", "num_expected"),
-    )
+    __slots__ = ("_accepted", "_chain", "_decided", "_num_positions", "_siblings", "_source", "last_step")
 
-    def __init__(
-        self,
-        source: SourceAcceptance,
-        num_positions: int,
-        *,
-        step: int,
-        beside: Mapping[int, AcceptanceRecord] | None = None,
-    ) -> None:
-        """`beside`: the sequence's records of all grades, this one among them."""
+    def __init__(self, source: SourceAcceptance, num_positions: int, *, step: int) -> None:
         self._source = source
-        self._beside = {} if beside is None else beside
         self._num_positions = num_positions
         self.last_step = step  # in which a draft was judged
         self.begin_anew()
@@ -84,10 +100,8 @@ class AcceptanceRecord:
         """What was seen so far no longer counts: the text may have changed."""
         self._decided = [0.0] * self._num_positions
         self._accepted = [0.0] * self._num_positions
-        self._wrong = 0.0  # tokens that were wrong and had a sibling
-        self._wrong_but_sibling = 0.0
-        self.num_expected = 0.0  # accepted tokens, had they been so many as in other sequences
-        self.num_accepted = 0.0
+        # Of tokens that were wrong and had a sibling.
+        self._siblings = Acceptance(SIBLING_ACCEPTANCE, prior_tokens=SIBLING_TOKENS, forgetting=FORGETTING)
         self._chain: list[float] | None = None
 
     @property
@@ -96,10 +110,6 @@ class AcceptanceRecord:
         if self._chain is None:
             self._chain = self._estimate()
         return self._chain
-
-    def estimate_anew(self) -> None:
-        """What the estimate leans on has changed."""
-        self._chain = None
 
     def observe_chain(self, num_draft: int, num_accepted: int) -> None:
         """One verdict; `num_draft` is at least 1."""
@@ -115,8 +125,7 @@ class AcceptanceRecord:
             siblings = children.get(parent, [])
             right = accepted[place] if place < len(accepted) else None
             if len(siblings) > 1 and right != siblings[0]:
-                self._wrong = FORGETTING * self._wrong + 1.0
-                self._wrong_but_sibling = FORGETTING * self._wrong_but_sibling + (right is not None)
+                self._siblings.observe(1, right is not None)
             num_first += num_first == place and bool(siblings) and right == siblings[0]
         is_cut_short = bool(children.get(accepted[num_first - 1] if num_first else ROOT))
         self._observe(num_first + is_cut_short, num_first)
@@ -137,7 +146,7 @@ class AcceptanceRecord:
 
         A sibling counts for no more than the one before it, so that their order stays.
         """
-        sibling = (self._wrong_but_sibling + SIBLING_TOKENS * SIBLING_ACCEPTANCE) / (self._wrong + SIBLING_TOKENS)
+        sibling = self._siblings.mean
         found: list[float] = []
         # By parent: probability that the text reaches it and none of its children so far; that of the last of them.
         left: dict[int, tuple[float, float]] = {}
@@ -158,8 +167,6 @@ class AcceptanceRecord:
         return self.chain[position] / before if before else 0.0
 
     def _observe(self, num_decided: int, num_accepted: int) -> None:
-        self.num_expected = FORGETTING * self.num_expected + num_decided * self._source.mean
-        self.num_accepted = FORGETTING * self.num_accepted + num_accepted
         self._source.observe(num_decided, num_accepted)
         decided, accepted = self._decided, self._accepted
         for position in range(len(decided)):
@@ -169,13 +176,11 @@ class AcceptanceRecord:
                 if position < num_accepted:
                     other += 1.0
             decided[position], accepted[position] = one, other
-        for record in self._beside.values():
-            record.estimate_anew()
-        self.estimate_anew()
+        self._chain = None
 
     def _estimate(self) -> list[float]:
         decided, accepted = self._decided, self._accepted
-        prior = PRIOR_TOKENS * self._assumed()
+        prior = PRIOR_TOKENS * self._source.mean
         overall = (sum(accepted) + prior) / (sum(decided) + PRIOR_TOKENS)
         assumed = POSITION_TOKENS * overall
         probability = 1.0
@@ -184,15 +189,3 @@ class AcceptanceRecord:
             probability *= (num_accepted + assumed) / (decided[position] + POSITION_TOKENS)
             chain.append(probability)
         return chain
-
-    def _assumed(self) -> float:
-        """What this sequence is taken to accept before it has shown it."""
-        mean = self._source.mean
-        if len(self._beside) < 2:
-            return mean
-        expected = accepted = BESIDE_TOKENS
-        for record in self._beside.values():
-            if record is not self:
-                expected += record.num_expected
-                accepted += record.num_accepted
-        return min(mean * accepted / expected, max(mean, MAX_ASSUMED))

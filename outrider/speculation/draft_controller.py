@@ -305,9 +305,9 @@ class DraftController:
 
         Of a drawn draft, whatever its length: the probabilities of as many as it might have had.
         """
-        record = self._record(sequence_id, draft.source)
+        record = self._record(sequence_id, draft.source).of(draft.grade)
         if draft.was_drawn:
-            return draft, record.of(draft.grade).chain
+            return draft, record.chain
         tree, found = record.ranked(draft)
         return tree, found[: self.num_speculative_tokens]
 

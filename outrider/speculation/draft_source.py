@@ -123,14 +123,9 @@ class SourceRecord:
             acceptance = self._source.acceptance
             if grade not in acceptance:
                 acceptance[grade] = SourceAcceptance()
-            record = self._by_grade[grade] = AcceptanceRecord(
-                acceptance[grade], self._num_positions, step=self._begun, beside=self._by_grade
-            )
+            record = AcceptanceRecord(acceptance[grade], self._num_positions, step=self._begun)
+            self._by_grade[grade] = record
         return record
-
-    def ranked(self, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
-        """See `AcceptanceRecord.ranked`."""
-        return self.of(draft.grade).ranked(draft)
 
     def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, anew_after: int) -> None:
         """Learns how one draft went: the tokens of it that were accepted, from the root on.

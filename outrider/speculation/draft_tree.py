@@ -74,7 +74,7 @@ class DraftTree:
     def path_of(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The indices of the tokens with which a text that goes on like this follows the draft, from the root on."""
         if not self.parents:
-            return range(sum(takewhile(bool, map(eq, self.token_ids, token_ids))))
+            return range(num_common(self.token_ids, token_ids))
         path: list[int] = []
         children = {key: index for index, key in enumerate(zip(self.parents, self.token_ids, strict=True))}
         for token_id in token_ids:
@@ -169,3 +169,8 @@ class DraftTree:
         if not below:
             return None
         return replace(self.only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common prefix of two texts."""
+    return sum(takewhile(bool, map(eq, one, other)))

@@ -28,7 +28,7 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
     While the target verifies `num_wanted` tokens, the main path grows to them, the token that follows and a whole
     next draft; an alternative replaces one of those verified, or the one that follows, and grows to a whole draft.
     """
-    acceptance = tree.estimates.acceptance
+    acceptance = tree.acceptance.mean
     rows: list[AheadRow] = []
     for path in tree.paths:
         num_tokens = len(path)

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.speculation.acceptance_record import PRIOR_RUNNERS_UP, PathAcceptance
 from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, MAX_SIBLINGS, SequenceStart
-from outrider.speculation.draft_tree import ROOT, DraftTree
+from outrider.speculation.draft_tree import ROOT, DraftTree, num_common
 from outrider.speculation.features import Features, HeadRules
-from outrider.speculation.path_estimates import PathEstimates
 from outrider.speculation.token_distribution import TokenDistribution, certain
 
 NUM_GRADES = 4
@@ -104,7 +104,8 @@ class PathTree:
         self.start = start
         self.sampling = sampling
         self.features: Features | None = None  # of a head: of all committed tokens but the newest
-        self.estimates = PathEstimates()
+        self.acceptance = PathAcceptance()  # each position that a path had guessed counts once
+        self.runner_up_chances = [PathAcceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
         self.spare: DraftPath | None = None  # a head's guess until its main path has one; its KV is not its own
@@ -155,7 +156,7 @@ class PathTree:
         if self._head is not None:
             self._draft_anew(new)
             return new
-        num_agreeing = [(_num_common(path.token_ids, new), path) for path in self.paths]
+        num_agreeing = [(num_common(path.token_ids, new), path) for path in self.paths]
         following = [path for num, path in num_agreeing if num == size]
         for num, path in num_agreeing:
             if num < size:
@@ -201,7 +202,7 @@ class PathTree:
         """Once it no longer follows the main path, what was sent of it is to be sent anew."""
         main, spare = self.main, self.spare
         if spare is not None and not self._is_spare_right(spare):
-            num_right = 0 if self.start.wants_distributions else _num_common(main.token_ids, spare.token_ids)
+            num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, spare.token_ids)
             main.num_sent = min(main.num_sent, num_right)
             self.num_wasted_tokens += spare.num_decided
             self.spare = None
@@ -252,7 +253,7 @@ class PathTree:
 
     def probability(self, path: DraftPath, num_tokens: int) -> float:
         """That the text begins with the path's first `num_tokens` tokens; an alternative's assumed ones among them."""
-        acceptance = self.estimates.acceptance
+        acceptance = self.acceptance.mean
         if path.num_assumed == 0:
             return float(acceptance**num_tokens)
         num_after = num_tokens - path.num_assumed
@@ -307,7 +308,7 @@ class PathTree:
         Returns:
             Ids and parents as in DraftTree, in the order of their probability.
         """
-        acceptance = self.estimates.acceptance
+        acceptance = self.acceptance.mean
         reached = 1.0  # probability that the text goes along the path to here
         on_path: list[tuple[float, int, int]] = []  # probability, place on the path, id
         siblings: list[tuple[float, int, int]] = []
@@ -315,7 +316,7 @@ class PathTree:
             token_id, *runners_up = decided.token_ids
             on_path.append((reached * acceptance, place, token_id))
             siblings += [
-                (reached * (1.0 - acceptance) * self.estimates.runner_up_chance(rank), place, runner_up)
+                (reached * (1.0 - acceptance) * self.runner_up_chances[rank].mean, place, runner_up)
                 for rank, runner_up in enumerate(runners_up)
             ]
             reached *= acceptance
@@ -332,7 +333,7 @@ class PathTree:
     def _is_spare_right(self, spare: DraftPath) -> bool:
         if self.start.wants_distributions:
             return not self.main
-        return _num_common(self.main.token_ids, spare.token_ids) == min(len(self.main), len(spare))
+        return num_common(self.main.token_ids, spare.token_ids) == min(len(self.main), len(spare))
 
     @property
     def _max_own_rows(self) -> int:
@@ -350,7 +351,7 @@ class PathTree:
         """Of a head, after a commit: keeps the rows that were fed with features, and what is still right as spare."""
         size, spare = len(new), None
         for path in (*self.paths, *((self.spare,) if self.spare else ())):
-            num_agreeing = _num_common(path.token_ids, new)
+            num_agreeing = num_common(path.token_ids, new)
             self.num_wasted_tokens += path.num_decided - max(0, num_agreeing - path.num_assumed)
             if spare is None and num_agreeing == size < len(path) and path.num_assumed <= size:
                 self.num_wasted_tokens -= len(path) - size
@@ -374,8 +375,8 @@ class PathTree:
         return sorted(openings, key=lambda opening: -opening.probability)
 
     def _probability_of(self, index: int, rank: int) -> float:
-        acceptance = self.estimates.acceptance
-        return float(acceptance**index) * (1.0 - acceptance) * self.estimates.runner_up_chance(rank)
+        acceptance = self.acceptance.mean
+        return float(acceptance**index) * (1.0 - acceptance) * self.runner_up_chances[rank].mean
 
     def _learn(self, new: Sequence[int]) -> None:
         """Updates the estimates by the committed tokens, up to the first that no path had guessed."""
@@ -385,16 +386,12 @@ class PathTree:
                 return
             decided, *runners_up = path.decided[index].token_ids
             if decided == token_id:
-                self.estimates.observe_accepted()
+                self.acceptance.observe(1, 1)
                 continue
-            self.estimates.observe_missed(runners_up.index(token_id) if token_id in runners_up else None)
+            self.acceptance.observe(1, 0)
+            for rank, chance in enumerate(self.runner_up_chances):
+                chance.observe(1, rank < len(runners_up) and runners_up[rank] == token_id)
             following = next((p for p in self.alternatives if p.token_ids[: index + 1] == list(new[: index + 1])), None)
             if following is None:
                 return
             path = following
-
-
-def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix of two short texts."""
-    size = min(len(one), len(other))
-    return next((index for index in range(size) if one[index] != other[index]), size)

@@ -71,11 +71,11 @@ def without_drafts(make_node, undisturbed):
 
 
 def num_drafted(node):
-    return sum(stats.num_draft_tokens for stats in node.stats)
+    return sum(sum(stats.num_draft_tokens_by_source.values()) for stats in node.stats)
 
 
 def num_accepted(node):
-    return sum(stats.num_accepted_draft_tokens for stats in node.stats)
+    return sum(sum(stats.num_accepted_by_source.values()) for stats in node.stats)
 
 
 @pytest.mark.parametrize("form", HEADS)

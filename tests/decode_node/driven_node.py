@@ -37,7 +37,7 @@ class DrivenNode:
 
     @property
     def num_preempted(self):
-        return sum(stats.num_preempted for stats in self.stats)
+        return sum(len(stats.preempted_groups) for stats in self.stats)
 
     @property
     def num_rows(self):

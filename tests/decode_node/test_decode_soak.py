@@ -60,7 +60,7 @@ def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_
     assert sum(isinstance(event, SampleDone) for node in nodes for event in node.events) > 50
     for is_asynchronous in (False, True):
         stats = [each for node in nodes if node.engine.runner.is_asynchronous is is_asynchronous for each in node.stats]
-        assert sum(each.num_accepted_draft_tokens for each in stats) > 50
+        assert sum(sum(each.num_accepted_by_source.values()) for each in stats) > 50
 
 
 def _soak(seed):

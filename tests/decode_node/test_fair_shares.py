@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from decode_node.admission import CLAIM_SECONDS, HOLD_BACK_SECONDS
 from decode_node.commands import SessionEnded
-from decode_node.fair_shares import CLAIM_SECONDS, HOLD_BACK_SECONDS
 from outrider.session import Granted, Rejected, RejectReason
 
 GREEDY, MODEST, THIRD = 1, 2, 3

@@ -52,8 +52,8 @@ def make_head_node(echo_path, tmp_path, monkeypatch):
 def counts(node) -> tuple[int, int]:
     """Drafted, accepted."""
     return (
-        sum(stats.num_draft_tokens for stats in node.stats),
-        sum(stats.num_accepted_draft_tokens for stats in node.stats),
+        sum(sum(stats.num_draft_tokens_by_source.values()) for stats in node.stats),
+        sum(sum(stats.num_accepted_by_source.values()) for stats in node.stats),
     )
 
 

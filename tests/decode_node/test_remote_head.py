@@ -91,7 +91,7 @@ class Cluster:
         return group
 
     def num_accepted(self):
-        return sum(stats.num_accepted_draft_tokens for stats in self.node.stats)
+        return sum(sum(stats.num_accepted_by_source.values()) for stats in self.node.stats)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_draft_node_with_a_head_drafts_and_tokens_are_those_without(make_clust
     cluster = make_cluster()
     group = cluster.generate()
     assert cluster.node.tokens(group) == expected
-    drafted = sum(stats.num_draft_tokens for stats in cluster.node.stats)
+    drafted = sum(sum(stats.num_draft_tokens_by_source.values()) for stats in cluster.node.stats)
     assert cluster.num_accepted() == drafted > 20
     (head,) = EchoHead.opened
     assert len({place for place, *_ in head.fed}) > len(PROMPT) + 40

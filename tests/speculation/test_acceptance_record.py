@@ -12,7 +12,6 @@ from outrider.speculation.acceptance_record import (
     AcceptanceRecord,
     SourceAcceptance,
 )
-from outrider.speculation.draft_source import DraftSource, SourceRecord
 from outrider.speculation.draft_tree import ROOT, DraftTree
 
 
@@ -118,19 +117,3 @@ def test_siblings_that_are_right_are_worth_more():
 
 def ranked_tree(record):
     return record.ranked(TREE)
-
-
-def test_what_drafts_of_other_grades_won_says_something_of_a_grade_that_was_not_seen_here():
-    source = DraftSource()
-    for sequence_id in range(20):
-        record = SourceRecord(source, 4, step=0)
-        for grade, num_accepted in ((2, sequence_id % 2), (8, 4)) * 5:
-            record.of(grade).observe_chain(4, num_accepted)
-    hot, cool = SourceRecord(source, 4, step=0), SourceRecord(source, 4, step=0)
-    for _ in range(15):
-        hot.of(2).observe_chain(4, 0)
-        cool.of(2).observe_chain(1, 1)
-    unseen = {name: record.of(8).chain[0] for name, record in (("hot", hot), ("cool", cool))}
-    assert unseen["cool"] > 0.9
-    assert unseen["hot"] < 0.6
-    assert hot.best().chain[0] == unseen["hot"]

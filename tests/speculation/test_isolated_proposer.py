@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.speculation.proposers.base import Progress, ProposalRequest
-from outrider.speculation.proposers.isolated import (
-    COOLDOWN_SECONDS,
-    MAX_FAILED_CALLS,
-    MAX_FRUITLESS_SEARCHES,
-    IsolatedProposer,
-)
+from outrider.speculation.proposers.base import ProposalRequest
+from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS, MAX_FAILED_CALLS, IsolatedProposer
 from tests.support.scripted_proposer import ScriptedProposer
 
 TEXT = tuple(range(60))
@@ -88,17 +83,15 @@ def test_ten_bad_sequences_among_a_hundred_cost_the_ninety_good_ones_neither_dra
         proposals = isolated.proposer.propose([each for each in requests if each.sequence_id not in served])
         served |= {each.sequence_id for each in proposals if each.tree}
         assert len(isolated.inner.batches) - before <= 3 * MAX_FAILED_CALLS  # work in one call is bounded
-        if all(each.progress is Progress.DONE for each in proposals):
-            break
     assert served == set(range(100)) - bad
     assert set(isolated.inner.forgotten) == bad
 
 
 def test_a_proposer_that_fails_for_all_is_soon_left_alone_for_a_while_and_keeps_most_of_what_it_remembers():
     isolated = Isolated(*range(256))
-    for _ in range(2 * MAX_FRUITLESS_SEARCHES):
+    for _ in range(8):
         assert isolated.served(256) == set()
-    assert len(isolated.inner.batches) == MAX_FRUITLESS_SEARCHES * MAX_FAILED_CALLS
+    assert len(isolated.inner.batches) == MAX_FAILED_CALLS
     assert len(isolated.inner.forgotten) < 256 // 4
     isolated.inner.bad.clear()
     isolated.now += COOLDOWN_SECONDS

@@ -133,15 +133,15 @@ def test_the_pool_is_whole_when_a_tree_is_freed(sequence):
 
 
 def test_it_learns_from_what_was_committed(sequence):
-    estimates = sequence.tree.estimates
+    tree = sequence.tree
     text = list(PROMPT)
-    before = estimates.acceptance, estimates.runner_up_chance(0)
+    before = tree.acceptance.mean, tree.runner_up_chances[0].mean
     for _ in range(20):
         sequence.draft(sequence.tree.main, 10)
         text.append(110)
         sequence.tree.follow(text)
-    assert estimates.acceptance < 0.25 < before[0]
-    assert estimates.runner_up_chance(0) > 0.8 > before[1]
+    assert tree.acceptance.mean < 0.25 < before[0]
+    assert tree.runner_up_chances[0].mean > 0.8 > before[1]
 
 
 def rows(sequence, **changes) -> list[AheadRow]:
@@ -319,12 +319,12 @@ def test_an_alternative_that_was_right_becomes_the_spare(head):
 
 def test_a_head_learns_from_the_spare_that_was_sent(head):
     text = list(PROMPT)
-    before = head.tree.estimates.acceptance
+    before = head.tree.acceptance.mean
     head.draft(head.tree.main, *range(10, 30))
     for token_id in range(10, 30):
         text.append(token_id)
         head.tree.follow(text)
-    assert head.tree.estimates.acceptance > before + 0.2
+    assert head.tree.acceptance.mean > before + 0.2
 
 
 def test_a_head_is_looked_ahead_for_also_while_rows_with_features_are_due(head):

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
-from outrider.speculation.proposers.suffix import BYTES_PER_TOKEN, PastOutputs, SuffixProposer
-from outrider.speculation.suffix_index import CONTEXT_SIZES, SuffixIndex
+from outrider.speculation.proposers.suffix import (
+    BYTES_PER_TOKEN,
+    CONTEXT_SIZES,
+    PastOutputs,
+    SuffixIndex,
+    SuffixProposer,
+)
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.memory import traced
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import most_tokens_offered
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
-from outrider.speculation.path_estimates import NUM_RUNNERS_UP
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 from outrider.speculation.proposers.base import (
     MAX_SEQUENCES,
@@ -382,9 +382,8 @@ class DraftModelProposer:
             is_complete = size >= num_wanted or tree.is_over(path)
             if size <= told or (told >= num_wanted) or not (is_complete or size >= 2 * told):
                 continue
-            estimates = tree.estimates
-            gain = tree.probability(path, num_before) * (estimates.tokens_won(size) - estimates.tokens_won(told))
-            if is_complete or gain >= MIN_GAIN:
+            gains = (tree.probability(path, num_tokens) for num_tokens in range(num_before + told + 1, len(path) + 1))
+            if is_complete or sum(gains) >= MIN_GAIN:
                 each.num_sent = len(path)
                 # The main path begins earlier if there is room, for a target that verifies less than it asked for.
                 most = most_tokens_offered(num_wanted)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from operator import itemgetter
 from weakref import WeakValueDictionary
 
@@ -107,31 +106,23 @@ class NgramIndex:
         size = len(self)
         return size <= len(text) and (self._last_token_id < 0 or text[size - 1] == self._last_token_id)
 
-    def bytes_to_grow(self, end: int) -> int:
-        """What `extend` would take for new segments."""
-        limit, num_bytes = self.segments[-1].limit, 0
-        if end <= limit:  # as at most steps
+    def num_new_positions(self, end: int) -> int:
+        """Of the segment that `extend` would add; 0: none, as at most steps."""
+        num_missing = end - self.segments[-1].limit
+        if num_missing <= 0:
             return 0
-        for size in self._sizes_of_next():
-            if limit >= end:
-                break
-            limit += size
-            num_bytes += NgramSegment.bytes_of(size)
-        return num_bytes
+        usual: int = FIRST_SEGMENT_TOKENS * SEGMENT_GROWTH ** (len(self.segments) - 1)
+        return max(num_missing, usual)
 
     def extend(self, text: Sequence[int], end: int) -> None:
         """Indexes the positions until before `end`; each has a token of the text."""
         last = self.segments[-1]
-        while end > last.limit:
+        if num_positions := self.num_new_positions(end):
             last.extend(text, last.limit)
-            limit = last.limit + next(self._sizes_of_next())
-            last = NgramSegment(last.limit, limit)
+            last = NgramSegment(last.limit, last.limit + num_positions)
             self.segments.append(last)
         last.extend(text, end)
         self._last_token_id = text[end - 1]
-
-    def _sizes_of_next(self) -> Iterator[int]:
-        return (FIRST_SEGMENT_TOKENS * SEGMENT_GROWTH**place for place in count(len(self.segments) - 1))
 
     def find(self, text: Sequence[int]) -> tuple[int, int]:
         """The position behind the latest earlier occurrence of the longest n-gram that ends the text, and its grade.
@@ -204,7 +195,8 @@ class NgramProposer:
             start = len(index)  # of a shared prompt others may have indexed more since
             end = min(len(text), start + num_left) if num_missing else start
             if start < end:
-                num_bytes = index.bytes_to_grow(end)
+                num_new_positions = index.num_new_positions(end)
+                num_bytes = NgramSegment.bytes_of(num_new_positions) if num_new_positions else 0
                 if self.num_bytes + num_bytes > self.info.memory_bytes:
                     found[request.sequence_id] = nothing(request)
                     continue
