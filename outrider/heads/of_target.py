@@ -19,13 +19,13 @@ from outrider.errors import ModelError
 from outrider.heads.default_packing import pack_default_head
 from outrider.heads.locate import DEFAULT_HEAD, head_folder
 from outrider.heads.packed_head import PackedHead
+from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.pack_apart import pack_apart
 from outrider.model_hub.packed_weights import Packed, open_packed
 from outrider.model_hub.progress import no_progress
-from outrider.model_hub.vocabulary import read_json
 
 
 class HeadOfTarget:

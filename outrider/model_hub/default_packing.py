@@ -22,10 +22,10 @@ from outrider.engine.numerics import allowed_difference
 from outrider.engine.rotation import inverse_frequencies
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ModelError
+from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import read_header
 from outrider.model_hub.loaded_model import INT8
-from outrider.model_hub.vocabulary import read_json
 from outrider.model_hub.window import resolve_window
 
 RECORDED_LOGITS = Path(__file__).with_name("default_logits.json")
