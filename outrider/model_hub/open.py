@@ -1,7 +1,7 @@
 """READ FIRST: how a node gets its model. From packed weights where there are any, else from the checkpoint.
 
 Packed weights are mapped: no torch, no transformers, no packing, no check, and nodes of one machine
-share them. A node that finds none has them made by a process that ends (`pack_apart`). If that fails,
+share them. A node that finds none has them made by a process that ends (`packed_weights.PACKER`). If that fails,
 it makes them itself, and leaves them for the next. The default model is packed without torch (`default_packing`);
 others are loaded by torch and transformers, as outrider.model_hub.load does.
 """
@@ -9,7 +9,6 @@ others are loaded by torch and transformers, as outrider.model_hub.load does.
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights
@@ -26,7 +25,6 @@ from outrider.model_hub.default_packing import pack_default_model
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
 from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
-from outrider.model_hub.pack_apart import pack_apart
 from outrider.model_hub.packed_weights import Packed, PackedKey, open_packed
 from outrider.model_hub.progress import Progress, no_progress
 
@@ -66,7 +64,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         spec, weights = made
         return Packed({"spec": asdict(spec), "shape": asdict(weights.shape)}, weights.blobs)
 
-    packed, problem = open_packed(key, pack, apart=partial(pack_apart, config, progress), progress=progress)
+    packed, problem = open_packed(key, pack, progress=progress)
     if packed is None:
         return loaded[0]
     if loaded and loaded[0].cpu_kernels is not None:

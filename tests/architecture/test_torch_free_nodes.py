@@ -97,7 +97,7 @@ except ModelError as error:
 OPEN = """
 import sys
 from outrider.heads.of_target import HeadOfTarget
-from outrider.model_hub import pack_apart
+from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 {before}
@@ -143,8 +143,8 @@ def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(op
     "before",
     [
         "sys.executable = '/nowhere/python'",
-        "pack_apart.PACKER = 'antigravity_that_is_not_there'",
-        "pack_apart.PACKER = 'this'",
+        "packed_weights.PACKER = 'antigravity_that_is_not_there'",
+        "packed_weights.PACKER = 'this'",
     ],
     ids=["no interpreter", "no packer", "one that prints"],
 )
