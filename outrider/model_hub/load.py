@@ -217,26 +217,21 @@ def _load_weights(
     return model.eval()
 
 
-class _WeightsBar(tqdm):
-    """A progress bar of transformers' loader that passes its counts on and draws nothing."""
-
-    monitor_interval = 0
-
-    def __init__(self, report: Progress, *arguments: Any, **keywords: Any) -> None:
-        self._report = report
-        own = {"disable": False, "mininterval": 0.0, "miniters": 1, "file": io.StringIO()}
-        super().__init__(*arguments, **{**keywords, **own})
-
-    def display(self, *_arguments: Any, **_keywords: Any) -> None:
-        self._report("weights", self.n, int(self.total or 0))
-
-
 @contextlib.contextmanager
 def _reported_progress(progress: Progress) -> Iterator[None]:
     """Leads transformers' progress bars to `progress`; the hook is the process's, so it is put back afterwards."""
 
-    def hook(_factory: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _WeightsBar:
-        return _WeightsBar(progress, *arguments, **keywords)
+    class Bar(tqdm):
+        """Draws nothing."""
+
+        monitor_interval = 0
+
+        def display(self, *_arguments: Any, **_keywords: Any) -> None:
+            progress("weights", self.n, int(self.total or 0))
+
+    def hook(_factory: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Bar:
+        own = {"disable": False, "mininterval": 0.0, "miniters": 1, "file": io.StringIO()}
+        return Bar(*arguments, **{**keywords, **own})
 
     previous = transformers_logging.set_tqdm_hook(hook)
     try:
