@@ -12,8 +12,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.translate import has_rule, kind_of_file, translate
-from outrider.config.imports.translated import SPECULATIVE, Imported, Translated
+from outrider.config.imports.translate import SPECULATIVE, Imported, Translated, has_rule, kind_of_file, translate
 from outrider.config.settings import describe_settings, options_of, setting_fields, unknown_key
 from outrider.config.values import checked, from_text, without_passwords
 from outrider.config.yaml_files import Entry, read_entries

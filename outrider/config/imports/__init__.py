@@ -10,8 +10,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.config.imports.translate import translate
-from outrider.config.imports.translated import SPECULATIVE, Imported
+from outrider.config.imports.translate import SPECULATIVE, Imported, translate
 from outrider.config.yaml_files import Entry
 
 FLAGS: dict[str, type] = {
