@@ -46,7 +46,8 @@ def convert_gguf(weights: Path, directory: Path, progress: Progress) -> None:
     bfloat16 is what the model was trained and published in. A Q4_1 weight, scale * q + minimum, may have more digits
     than that; what rounding takes is far below what quantising took.
     """
-    shutil.copytree(_FILES, directory, dirs_exist_ok=True)
+    for path in _FILES.iterdir():
+        shutil.copyfile(path, directory / path.name)  # not its mode: an installation may be read-only
     reader = GGUFReader(weights)
     head_dim = read_json(directory / "config.json")["head_dim"]
     # One array for all, which goes back to the system: parts among what is allocated meanwhile would not.

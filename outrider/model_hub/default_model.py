@@ -187,7 +187,7 @@ def convert(weights: Path, directory: Path, *, progress: Progress = no_progress)
     try:
         convert_gguf(weights, directory, progress)
     except Exception as error:  # whatever the libraries raise
-        raise ModelError(f"{weights.name} could not be converted: {error}") from error
+        raise ModelError(f"{weights.name} could not be converted: {type(error).__name__}: {error}") from error
 
 
 def _run(command: Sequence[str], scratch: Path, log: Path, *, while_it_runs: Callable[[], None]) -> tuple[int, str]:

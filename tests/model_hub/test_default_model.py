@@ -196,6 +196,7 @@ def test_a_conversion_is_told_of_while_it_goes_on(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     reports, converted = [], tmp_path / "converted"
+    converted.mkdir()
     default_model.convert(tmp_path / "w.gguf", converted, progress=lambda *report: reports.append(report))
     assert reports == [("convert", 0, 2), ("convert", 1, 2), ("convert", 2, 2)]
     tensors = load_file(converted / "model.safetensors")
