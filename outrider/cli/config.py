@@ -12,8 +12,7 @@ from typing import Any
 
 from outrider.cluster import ClusterConfig
 from outrider.config.arguments import add_settings_arguments, load_arguments, write_warnings
-from outrider.config.imports.translate import translate
-from outrider.config.imports.translated import Translated
+from outrider.config.imports.translate import Translated, translate
 from outrider.config.resolve import ROLES, parse_reference
 from outrider.config.resolve import SECTIONS as ALL_SECTIONS
 from outrider.config.schema import config_schema

@@ -29,7 +29,7 @@ from outrider.config.arguments import (
     load_arguments,
     write_warnings,
 )
-from outrider.config.imports.vllm_arguments import add_vllm_flags
+from outrider.config.imports import add_vllm_flags
 from outrider.config.resolve import ResolvedConfig, parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD

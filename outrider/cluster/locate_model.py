@@ -1,6 +1,6 @@
 """`python -m outrider.cluster.locate_model`: downloads and converts the model once, with progress, before nodes start.
 
-A separate process, because converting a model needs torch, which the supervisor never loads.
+A separate process: converting the default model takes half a gigabyte of memory, which ends with it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.vllm_arguments import read_vllm_flags
+from outrider.config.imports import read_vllm_flags
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ROLES, ResolvedConfig, load_config, parse_reference
 from outrider.config.settings import SettingInfo, describe_settings
 from outrider.config.values import checked, format_value, from_text, without_passwords

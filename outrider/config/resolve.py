@@ -7,22 +7,13 @@ from __future__ import annotations
 
 import difflib
 import re
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.translate import has_rule, kind_of_file, translate
-from outrider.config.imports.translated import SPECULATIVE, Imported, Translated
-from outrider.config.settings import (
-    default_of,
-    describe_settings,
-    nested_type,
-    options_of,
-    setting_fields,
-    unknown_key,
-)
+from outrider.config.imports.translate import SPECULATIVE, Imported, Translated, has_rule, kind_of_file, translate
+from outrider.config.settings import describe_settings, options_of, setting_fields, unknown_key
 from outrider.config.values import checked, from_text, without_passwords
 from outrider.config.yaml_files import Entry, read_entries
 from outrider.errors import ConfigError
@@ -210,27 +201,21 @@ class _Known:
 
     def build(self, values: Layer) -> dict[str, Any]:
         """The sections. Raises: ConfigError for a value of a wrong type or out of range."""
-        return {name: self._build(name, kind, default_of(kind, name), values) for name, kind in self._sections.items()}
+        return {name: self._build(name, kind(), values) for name, kind in self._sections.items()}
 
-    def _build(self, prefix: str, kind: Any, default: Any, values: Layer) -> Any:
+    def _build(self, prefix: str, section: Any, values: Layer) -> Any:
+        """`section`: with its defaults."""
         changes: dict[str, Any] = {}
         sources: dict[str, str] = {}  # by field
-        hints = typing.get_type_hints(kind)
-        for item in setting_fields(kind):
-            key, owner = f"{prefix}.{item.name}", nested_type(hints[item.name])
-            if owner is not None:
-                inner = getattr(default, item.name)
-                inner = default_of(owner, key) if inner is None else inner
-                built = self._build(key, owner, inner, values)
-                if built is not inner:
-                    changes[item.name] = built
+        for item in setting_fields(section):
+            key, default = f"{prefix}.{item.name}", getattr(section, item.name)
+            if is_dataclass(default):
+                changes[item.name] = self._build(key, default, values)
             elif key in values:
                 sources[item.name] = values[key].source
                 changes[item.name] = checked(self.settings[key], values[key])
-        if not changes:
-            return default
         try:
-            return replace(default, **changes)
+            return replace(section, **changes)
         except ValueError as error:  # a check over several fields, in __post_init__
             raise ConfigError(f"{_blamed(str(error), sources)}: {prefix}: {error}") from error
 

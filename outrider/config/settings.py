@@ -10,8 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from outrider.errors import ConfigError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -63,9 +61,9 @@ def fixed(default: Any) -> Any:
     return field(default=default, metadata={"is_setting": False})
 
 
-def setting_fields(kind: Any) -> list[Field[Any]]:
-    """The fields of a section that users may set."""
-    return [item for item in fields(kind) if item.metadata.get("is_setting", True)]
+def setting_fields(section: Any) -> list[Field[Any]]:
+    """The fields of a section, or of its type, that users may set."""
+    return [item for item in fields(section) if item.metadata.get("is_setting", True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,26 +81,17 @@ class SettingInfo:
         return self.kind.__name__ if isinstance(self.kind, type) and not typing.get_args(self.kind) else str(self.kind)
 
 
-def nested_type(kind: Any) -> Any:
-    """The dataclass behind `Config` or `Config | None`; None for a plain value."""
-    for option in options_of(kind):
-        if isinstance(option, type) and is_dataclass(option):
-            return option
-    return None
-
-
 def describe_settings(sections: Mapping[str, type]) -> list[SettingInfo]:
     """Every key of the sections, in declaration order."""
-    return [info for name, kind in sections.items() for info in _described(name, kind, default_of(kind, name))]
+    return [info for name, kind in sections.items() for info in _described(name, kind())]
 
 
-def _described(prefix: str, kind: Any, default: Any) -> Iterator[SettingInfo]:
-    hints = typing.get_type_hints(kind)
-    for item in setting_fields(kind):
-        key, value = f"{prefix}.{item.name}", getattr(default, item.name)
-        owner = nested_type(hints[item.name])
-        if owner is not None:
-            yield from _described(key, owner, value if value is not None else default_of(owner, key))
+def _described(prefix: str, section: Any) -> Iterator[SettingInfo]:
+    hints = typing.get_type_hints(type(section))
+    for item in setting_fields(section):
+        key, value = f"{prefix}.{item.name}", getattr(section, item.name)
+        if is_dataclass(value):
+            yield from _described(key, value)
             continue
         limits, text = item.metadata.get("limits", Limits()), item.metadata.get("help", "")
         yield SettingInfo(key=key, kind=hints[item.name], default=value, limits=limits, help=text)
@@ -119,13 +108,6 @@ def unknown_key(key: str, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(name, sorted(beside), n=1, cutoff=0.0)
     hint = f"the nearest is {owner}{nearest[0]}" if nearest else f"{owner[:-1]} has no settings of its own"
     return f"unknown key {owner}{name}; {hint}"
-
-
-def default_of(kind: Any, key: str) -> Any:
-    try:
-        return kind()
-    except TypeError as error:
-        raise ConfigError(f"{key}: every setting needs a default ({error})") from error
 
 
 def options_of(kind: Any) -> tuple[Any, ...]:

@@ -61,8 +61,9 @@ def checked(info: SettingInfo, entry: Entry) -> Any:
     allowed = f" {info.limits}" if str(info.limits) else ""
     given = f"{entry.source}: {info.key} = {entry.value!r}"
     for option in options_of(info.kind):
-        converted = _convert(entry.value, option)
-        if converted is _WRONG_TYPE:
+        try:
+            converted = _convert(entry.value, option)
+        except (TypeError, ValueError, OverflowError):
             continue
         parts = converted if isinstance(converted, tuple) else (converted,)
         if all(info.limits.allow(part) for part in parts):
@@ -71,28 +72,19 @@ def checked(info: SettingInfo, entry: Entry) -> Any:
     raise ConfigError(f"{given} is not of type {info.type_name}{allowed and f': must be{allowed}'}")
 
 
-_WRONG_TYPE = object()
-
-
 def _convert(value: Any, kind: Any) -> Any:
-    """The value as an instance of one type, or _WRONG_TYPE. A bool is no number."""
-    if typing.get_origin(kind) is tuple:
-        parts = [_convert(part, typing.get_args(kind)[0]) for part in value] if isinstance(value, (list, tuple)) else []
-        is_wrong = not isinstance(value, (list, tuple)) or any(part is _WRONG_TYPE for part in parts)
-        return _WRONG_TYPE if is_wrong else tuple(parts)
-    if kind in (int, float) and isinstance(value, bool):
-        return _WRONG_TYPE
-    if kind is float or (kind is int and not isinstance(value, int)):
-        try:
-            number = float(value)  # of a string too: YAML 1.1 reads 1e-3 as one
-        except (TypeError, ValueError, OverflowError):
-            return _WRONG_TYPE
-        if kind is float:
-            return number
-        return int(number) if number.is_integer() else _WRONG_TYPE  # Helm writes 1e+06 for a million
+    """The value as an instance of one type. A bool is no number. Raises: TypeError, ValueError, OverflowError."""
+    if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+        return tuple(_convert(part, typing.get_args(kind)[0]) for part in value)
+    if kind is float and not isinstance(value, bool):
+        return float(value)  # of a string too: YAML 1.1 reads 1e-3 as one
+    if kind is int and not isinstance(value, int) and (number := float(value)).is_integer():
+        return int(number)  # Helm writes 1e+06 for a million
     if kind is Path and isinstance(value, str):
         return Path(value)
-    return value if isinstance(value, kind) else _WRONG_TYPE
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    return value
 
 
 def format_value(value: Any) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
 from outrider.errors import ModelError
+from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.fingerprint import weight_files
-from outrider.model_hub.vocabulary import read_json
 from outrider.model_hub.window import MAX_WINDOW
 
 

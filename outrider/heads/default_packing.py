@@ -16,8 +16,8 @@ from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.packed_head import PackedHead
 from outrider.heads.spec import HeadSpec
+from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.default_packing import decoder_shape, map_tensors
-from outrider.model_hub.vocabulary import read_json
 
 _LAYER = "layers.0."
 _READ = (

@@ -7,8 +7,6 @@ finds none makes of the checkpoint (see outrider.model_hub.open).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -19,13 +17,11 @@ from outrider.errors import ModelError
 from outrider.heads.default_packing import pack_default_head
 from outrider.heads.locate import DEFAULT_HEAD, head_folder
 from outrider.heads.packed_head import PackedHead
+from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION
 from outrider.model_hub.loaded_model import LoadedModel
-from outrider.model_hub.pack_apart import pack_apart
 from outrider.model_hub.packed_weights import Packed, open_packed
-from outrider.model_hub.progress import no_progress
-from outrider.model_hub.vocabulary import read_json
 
 
 class HeadOfTarget:
@@ -34,13 +30,12 @@ class HeadOfTarget:
     def __init__(self, config: ModelConfig) -> None:
         """Raises: ConfigError for a missing folder; what is in it is looked at later."""
         self.folder = head_folder(config)
-        self._pack_apart = partial(pack_apart, config, no_progress)
         self._packed: PackedHead | None = None
 
     def packed(self, model: LoadedModel) -> PackedHead | None:
         """As `open_packed_head`, of one model whenever it is called; None without a head, too."""
         if self._packed is None and self.folder is not None:
-            self._packed = open_packed_head(self.folder, model, self._pack_apart)
+            self._packed = open_packed_head(self.folder, model)
         return self._packed
 
     def reduction(self, model: LoadedModel) -> FeatureSpec | None:
@@ -55,7 +50,7 @@ class HeadOfTarget:
         return read_reduction(self.folder, Target.open(model.directory))
 
 
-def open_packed_head(folder: Path, model: LoadedModel, apart: Callable[[], object] = lambda: None) -> PackedHead | None:
+def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
     """The head of this folder for the kernels of that target. Any number of processes may call it at once.
 
     None where torch computes the head or its target, or where packed weights are not kept. Raises: as `open.open_head`.
@@ -82,7 +77,7 @@ def open_packed_head(folder: Path, model: LoadedModel, apart: Callable[[], objec
 
     key = model.packed_key.of_addition(str(folder.absolute()), content)
     # In parts, since a prefill node reads its reduction alone.
-    packed, _ = open_packed(key, pack, apart=apart, is_read_in_parts=True)
+    packed, _ = open_packed(key, pack, is_read_in_parts=True)
     return None if packed is None else PackedHead.of_packed(packed)
 
 

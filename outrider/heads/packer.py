@@ -1,4 +1,4 @@
-"""`python -m outrider.heads.packer`: packs a model and its head, as `outrider.model_hub.pack_apart` asks for.
+"""`python -m outrider.heads.packer`: packs a model and its head, as `outrider.model_hub.packed_weights` asks for.
 
 The configuration comes from standard input, pickled; a line for each step of progress goes to standard output.
 """
@@ -11,7 +11,7 @@ import sys
 
 from outrider.errors import OutriderError
 from outrider.lossy_stream import guard_standard_streams
-from outrider.model_hub import pack_apart
+from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
 
 
@@ -24,7 +24,7 @@ def main() -> int:
     from outrider.heads.of_target import HeadOfTarget
     from outrider.model_hub.open import open_model
 
-    pack_apart.packs_here = True
+    packed_weights.packs_here = True
 
     try:
         model = open_model(config, progress=lambda *step: print("step", *step, file=steps))

@@ -19,7 +19,7 @@ from outrider.cluster import Cluster, ClusterConfig, ClusterEvent, EventKind, La
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gpu_shares import memory_shares
 from outrider.cluster.plan import DECODE
-from outrider.config.imports.vllm_arguments import vllm_entries
+from outrider.config.imports import vllm_entries
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, load_config
 from outrider.config.values import is_null
 from outrider.engine.kv_cache.config import KVCacheConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
@@ -51,9 +50,8 @@ class StructuredOutputsParams:
 
     def to_options(self) -> GenerateOptions:
         """The one option of our client."""
-        schema = {"type": "object"} if self.json_object else self.json
         values = {
-            "json_schema": schema if isinstance(schema, str | None) else json.dumps(schema),
+            "json_schema": {"type": "object"} if self.json_object else self.json,
             "regex": self.regex,
             "choice": self.choice,
             "grammar": self.grammar,
@@ -113,7 +111,6 @@ class SamplingParams:
         taken = [item.name for item in fields(self) if "instead" not in item.metadata and item.name not in _CONVERTED]
         values = {_OPTIONS.get(name, name): getattr(self, name) for name in taken}
         values["top_k"] = 0 if self.top_k == -1 else self.top_k
-        values["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         values["token_ids_only"] = not self.detokenize
         options = cast("GenerateOptions", {name: value for name, value in values.items() if value is not None})
         constraint = self.structured_outputs or self.guided_decoding

@@ -6,6 +6,7 @@ the one place that knows which counts: nodes, routers, constraints and gateways 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,20 @@ def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
     return strings
 
 
+def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
+    """SHA-256 in hexadecimal over every (id, string) of a vocabulary, ids rising.
+
+    Draft and target models fit together if and only if these are equal, of what their tokenizer.json says: a special
+    token that only one of them adds, such as one for padding, is never drafted. Padded ids, which no entry names, do
+    not count either.
+    """
+    digest = hashlib.sha256()
+    for token_id, string in sorted(strings.items()):
+        encoded = string.encode("utf-8", "surrogatepass")
+        digest.update(token_id.to_bytes(4, "little") + len(encoded).to_bytes(4, "little") + encoded)
+    return digest.hexdigest()
+
+
 def _with_added_tokens(
     files: Mapping[str, bytes], config: Mapping[str, Any], named: Mapping[str, Any], extra: Sequence[Any]
 ) -> bytes:
@@ -259,10 +274,19 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} when the file is absent. Raises ModelError when it is not one."""
+    return _object(path.read_bytes(), str(path)) if path.is_file() else {}
+
+
 def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """{} without the file. Raises: ModelError when it is no JSON object."""
+    """As `read_json`."""
+    return _object(files.get(name, b"{}"), name)
+
+
+def _object(content: bytes, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(files.get(name, b"{}"))
+        value = json.loads(content)
     except ValueError as error:
         raise ModelError(f"{name} is not JSON: {error}") from error
     if not isinstance(value, dict):

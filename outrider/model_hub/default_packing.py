@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from outrider.engine.arrays import Array, namespace
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -17,21 +18,25 @@ from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.cpu_kernels.matrices import PlainLinear
 from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.model_runner import make_runner
+from outrider.engine.model_runner import ModelRunner, make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import allowed_difference
 from outrider.engine.rotation import inverse_frequencies
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ModelError
+from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import read_header
 from outrider.model_hub.loaded_model import INT8
-from outrider.model_hub.vocabulary import read_json
 from outrider.model_hub.window import resolve_window
 
 RECORDED_LOGITS = Path(__file__).with_name("default_logits.json")
 """What transformers computes in float32: `tests/model_hub/test_default_packing.py` makes it again and compares."""
 
+PROBE_BLOCKS = (24, 4)
+"""How many, and tokens of each."""
+_TABLES = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
+"""Blocks of each sequence of a probe."""
 _TYPES = {"BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
 
 
@@ -95,17 +100,9 @@ def pack_default_model(
 
 
 def _check(model: RunnableModel, config: ModelConfig) -> None:
-    """Compares with what is recorded, half of whose rows read keys back from the cache. Raises: ModelError."""
+    """Compares with what is recorded. Raises: ModelError."""
     recorded = json.loads(RECORDED_LOGITS.read_bytes())
-    token_ids, half = recorded["token_ids"], len(recorded["token_ids"]) // 2
-    cache = model.make_cache(8, 16)
-    runner, table = make_runner(model, cache), (6, 1, 4, 2)
-    logits = np.concatenate(
-        [
-            runner.forward(build_input_batch([SequenceRows(token_ids[start : start + half], start, table, half)], 16))
-            for start in (0, half)
-        ]
-    )
+    logits = probe_logits(make_runner(model, model.make_cache(*PROBE_BLOCKS)), [recorded["token_ids"]])[0]
     expected = np.asarray(recorded["logits"])  # [num_tokens, n], of these ids
     difference = np.abs(np.take_along_axis(logits, np.asarray(recorded["ids"]), 1) - expected).max() / expected.max()
     if not difference <= (allowed := allowed_difference("bfloat16", is_lossy=config.weights == INT8)):
@@ -113,3 +110,19 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
             f"the native kernels' logits differ from the default model's by {difference:.2g} of the largest "
             f"({allowed} allowed): set model.kernels to torch"
         )
+
+
+def probe_logits(runner: ModelRunner, token_ids: Sequence[Sequence[int]]) -> Array:
+    """Of one or two sequences of 40 tokens or less, by our forward: [num_sequences, num_tokens, vocab_size].
+
+    They share the batch, and the second half of each comes in a later forward, so that positions, block tables, and
+    keys read back from the cache all count. `runner`: with a cache of PROBE_BLOCKS.
+    """
+    half = len(token_ids[0]) // 2
+    halves = []
+    for start in (0, half):
+        sequences = zip(token_ids, _TABLES, strict=False)
+        rows = [SequenceRows(ids[start : start + half], start, table, half) for ids, table in sequences]
+        logits = runner.forward(build_input_batch(rows, PROBE_BLOCKS[1]))
+        halves.append(logits.reshape(len(rows), half, -1))
+    return namespace(halves[0]).concat(halves, axis=1)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelError
-from outrider.model_hub.checkpoint_text import TOKENIZER_FILE
-from outrider.model_hub.vocabulary import read_json
+from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 
 LENGTH_BYTES = 8
 FORMATS = ("model.safetensors", "pytorch_model.bin")

@@ -24,10 +24,12 @@ from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_na
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP
+from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch
+from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch, torch_numerics
+from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import check_weight_files
@@ -102,18 +104,9 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         from outrider.engine.deterministic_layers import make_deterministic  # imports triton
 
         make_deterministic(model)
-    loaded = describe_model(
-        config=config,
-        location=location,
-        kernels=kernels,
-        device=device,
-        spec=spec,
-        model=None if isinstance(native, NativeDecoder) else model,
-        native=native,
-        weights_from="checkpoint",
+    runnable = RunnableModel(
+        model=None if isinstance(native, NativeDecoder) else model, native=native, device=device, spec=spec
     )
-    if check_weight_files(location.directory) != state:  # its fingerprint may be that of other weights
-        raise ModelError(f"{location.directory} changed while it was loaded: start again")
 
     def exact() -> Tensor:
         if getattr(hf_config, "quantization_config", None):
@@ -121,28 +114,33 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         directory, own_config = location.directory, copy.deepcopy(hf_config)
         return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
 
-    check_paged_forward(loaded, expected, exact=exact, is_lossy=has_int8_weights)
-    if config.deterministic and native is None:
-        numerics = _deterministic_numerics(loaded, attention_of(config, device))
-        return replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
-    if isinstance(native, NativeLayers) and depends_on_batch(loaded):
-        # Experts, Conv1D and whatever else is no linear layer are torch's.
-        numerics = native_numerics(
-            kernels.arithmetic, by_layers=True, has_int8_weights=has_int8_weights, promise=promise_of_torch(dtype)
-        )
-        loaded = replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
+    check_paged_forward(runnable, expected, exact=exact, is_lossy=has_int8_weights)
+    numerics = _numerics(config, kernels, runnable)
+    loaded = describe_model(config, location, kernels, runnable, numerics=numerics, weights_from="checkpoint")
+    if check_weight_files(location.directory) != state:  # its fingerprint may be that of other weights
+        raise ModelError(f"{location.directory} changed while it was loaded: start again")
     return loaded
 
 
-def _deterministic_numerics(loaded: LoadedModel, attention: str) -> Numerics:
-    """Exact, but where something that torch computes is seen to depend on the batch."""
+def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) -> Numerics:
+    """Exact, but where something that torch computes is not, or is seen to depend on the batch."""
+    dtype = model.spec.dtype
+    if model.native is not None:
+        by_layers = isinstance(model.native, NativeLayers)
+        # Experts, Conv1D and whatever else is no linear layer are torch's.
+        promise = promise_of_torch(dtype) if by_layers and depends_on_batch(model) else Promise.EXACT
+        has_int8_weights = config.weights == INT8
+        return native_numerics(
+            kernels.arithmetic, by_layers=by_layers, has_int8_weights=has_int8_weights, promise=promise
+        )
+    if not config.deterministic:
+        return torch_numerics(dtype, device_type(model.device), num_ranks=config.tensor_parallel_size)
     from outrider.engine.deterministic_layers import deterministic_kernels
 
-    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(loaded.device))
-    promise = Promise.EXACT
-    if depends_on_batch(loaded, attention, num_tokens=SPLIT_CONTEXT):
-        promise = promise_of_torch(loaded.spec.dtype)
-    return Numerics(promise, deterministic_kernels(loaded.spec.dtype, capability))
+    attention = attention_of(config, model.device)
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(model.device))
+    depends = depends_on_batch(model, attention, num_tokens=SPLIT_CONTEXT)
+    return Numerics(promise_of_torch(dtype) if depends else Promise.EXACT, deterministic_kernels(dtype, capability))
 
 
 def _make_native(
@@ -219,26 +217,21 @@ def _load_weights(
     return model.eval()
 
 
-class _WeightsBar(tqdm):
-    """A progress bar of transformers' loader that passes its counts on and draws nothing."""
-
-    monitor_interval = 0
-
-    def __init__(self, report: Progress, *arguments: Any, **keywords: Any) -> None:
-        self._report = report
-        own = {"disable": False, "mininterval": 0.0, "miniters": 1, "file": io.StringIO()}
-        super().__init__(*arguments, **{**keywords, **own})
-
-    def display(self, *_arguments: Any, **_keywords: Any) -> None:
-        self._report("weights", self.n, int(self.total or 0))
-
-
 @contextlib.contextmanager
 def _reported_progress(progress: Progress) -> Iterator[None]:
     """Leads transformers' progress bars to `progress`; the hook is the process's, so it is put back afterwards."""
 
-    def hook(_factory: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _WeightsBar:
-        return _WeightsBar(progress, *arguments, **keywords)
+    class Bar(tqdm):
+        """Draws nothing."""
+
+        monitor_interval = 0
+
+        def display(self, *_arguments: Any, **_keywords: Any) -> None:
+            progress("weights", self.n, int(self.total or 0))
+
+    def hook(_factory: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Bar:
+        own = {"disable": False, "mininterval": 0.0, "miniters": 1, "file": io.StringIO()}
+        return Bar(*arguments, **{**keywords, **own})
 
     previous = transformers_logging.set_tqdm_hook(hook)
     try:

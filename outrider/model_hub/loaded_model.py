@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,30 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.constraints.compiler import GrammarCompiler
-from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.paths import KernelChoice
-from outrider.engine.device import device_type
-from outrider.engine.model_spec import ModelSpec
-from outrider.engine.numerics import native_numerics, torch_numerics
+from outrider.engine.numerics import Numerics
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.sampler import Sampler
-from outrider.model_hub.checkpoint_text import open_text
+from outrider.model_hub.checkpoint_text import CheckpointText, open_text, vocabulary_fingerprint
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.locate import ModelLocation, cache_directory
 from outrider.model_hub.packed_weights import PackedKey
-from outrider.model_hub.vocabulary import (
-    grammar_compiler,
-    known_token_ids,
-    row_eos_token_ids,
-    vocabulary_fingerprint,
-)
 from outrider.node import ModelInfo
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from outrider.engine.cpu_kernels.modules import NativeLayers
     from outrider.engine.feature_spec import FeatureSpec
 
 INT8 = "int8"
@@ -91,24 +79,17 @@ ReductionOf = Callable[[LoadedModel], "FeatureSpec | None"]
 
 
 def describe_model(
-    *,
     config: ModelConfig,
     location: ModelLocation,
     kernels: KernelChoice,
-    device: str,
-    spec: ModelSpec,
-    model: PreTrainedModel | None,
-    native: NativeDecoder | NativeLayers | None,
+    model: RunnableModel,
+    *,
+    numerics: Numerics,
     weights_from: str,
     packed_key: PackedKey | None = None,
 ) -> LoadedModel:
     """Adds what the tokenizer and the other files of a checkpoint say. Raises ModelError for damaged ones."""
-    directory = location.directory
-    numerics = torch_numerics(spec.dtype, device_type(device), num_ranks=config.tensor_parallel_size)
-    if native is not None:
-        numerics = native_numerics(
-            kernels.arithmetic, by_layers=model is not None, has_int8_weights=config.weights == INT8
-        )
+    directory, spec = location.directory, model.spec
     # Rounded weights and activations, and other rotations, make another model, whose KV nobody else may use.
     arithmetic = ", ".join([spec.dtype, *["W8A8"] * (config.weights == INT8), *["extended window"] * spec.is_extended])
     tokenizer_files, text = open_text(directory)
@@ -124,11 +105,11 @@ def describe_model(
         numerics=str(numerics),
     )
     return LoadedModel(
-        model=model,
-        native=native,
-        kernels=kernels,
-        device=device,
+        model=model.model,
+        native=model.native,
+        device=model.device,
         spec=spec,
+        kernels=kernels,
         info=info,
         tokenizer_files=tokenizer_files,
         known_token_ids=known_token_ids(text.vocabulary, spec.vocab_size),
@@ -137,3 +118,21 @@ def describe_model(
         weights_from=weights_from,
         packed_key=packed_key,
     )
+
+
+def known_token_ids(strings: Mapping[int, str], vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Which of a model's `vocab_size` rows a vocabulary has an entry for; the others are padding."""
+    known = np.zeros(vocab_size, dtype=np.bool_)
+    known[[token_id for token_id in strings if 0 <= token_id < vocab_size]] = True
+    return known
+
+
+def row_eos_token_ids(text: CheckpointText, vocab_size: int) -> tuple[int, ...]:
+    """Those of its end-of-text ids that a model with so many rows can draw."""
+    return tuple(token_id for token_id in text.eos_token_ids if token_id < vocab_size)
+
+
+def grammar_compiler(text: CheckpointText, vocab_size: int) -> GrammarCompiler:
+    """For a model with logits of this width."""
+    eos_token_ids = row_eos_token_ids(text, vocab_size)
+    return GrammarCompiler(text.tokenizer_json, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

@@ -1,7 +1,7 @@
 """READ FIRST: how a node gets its model. From packed weights where there are any, else from the checkpoint.
 
 Packed weights are mapped: no torch, no transformers, no packing, no check, and nodes of one machine
-share them. A node that finds none has them made by a process that ends (`pack_apart`). If that fails,
+share them. A node that finds none has them made by a process that ends (`packed_weights.PACKER`). If that fails,
 it makes them itself, and leaves them for the next. The default model is packed without torch (`default_packing`);
 others are loaded by torch and transformers, as outrider.model_hub.load does.
 """
@@ -9,7 +9,6 @@ others are loaded by torch and transformers, as outrider.model_hub.load does.
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights
@@ -17,16 +16,17 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import needs_torch
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.numerics import native_numerics
+from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ModelError
+from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.default_packing import pack_default_model
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
-from outrider.model_hub.loaded_model import LoadedModel, describe_model
+from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
-from outrider.model_hub.pack_apart import pack_apart
 from outrider.model_hub.packed_weights import Packed, PackedKey, open_packed
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.model_hub.vocabulary import read_json
 
 
 def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
@@ -64,20 +64,19 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         spec, weights = made
         return Packed({"spec": asdict(spec), "shape": asdict(weights.shape)}, weights.blobs)
 
-    packed, problem = open_packed(key, pack, apart=partial(pack_apart, config, progress), progress=progress)
+    packed, problem = open_packed(key, pack, progress=progress)
     if packed is None:
         return loaded[0]
     if loaded and loaded[0].cpu_kernels is not None:
         started.append(loaded[0].cpu_kernels)
     weights = DecoderWeights(DecoderShape.of_json(packed.about["shape"]), packed.blobs)
+    native = NativeDecoder(started[0] if started else start_kernels(kernels, config), weights)
     return describe_model(
-        config=config,
-        location=location,
-        kernels=kernels,
-        device=device,
-        spec=ModelSpec(**packed.about["spec"]),
-        model=None,
-        native=NativeDecoder(started[0] if started else start_kernels(kernels, config), weights),
+        config,
+        location,
+        kernels,
+        RunnableModel(model=None, native=native, device=device, spec=ModelSpec(**packed.about["spec"])),
+        numerics=native_numerics(kernels.arithmetic, has_int8_weights=config.weights == INT8),
         weights_from=f"checkpoint; packed weights are not kept: {problem}" if problem else "packed weights, mapped",
         packed_key=key,
     )

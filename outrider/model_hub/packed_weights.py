@@ -15,7 +15,11 @@ import hashlib
 import json
 import mmap
 import os
+import pickle
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +40,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import file_sha256, model_fingerprint
 from outrider.model_hub.locate import cache_directory
 from outrider.model_hub.progress import Progress, no_progress
+from outrider.own_modules import module_command, tied
 
 HEADER, WEIGHTS = "header.json", "weights"
 MADE_BY = (
@@ -43,6 +48,11 @@ MADE_BY = (
     *("engine/numerics.py", "engine/rotation.py", "heads", "heads/forms", "model_hub"),
 )
 """Of the package: code that decides what is in a file, or whether it passed the check at load."""
+
+PACKER = "outrider.heads.packer"
+"""The process that packs a model and its head, whose code this package does not import: nodes run without torch."""
+packs_here = False
+"""Set by that process itself."""
 
 WAIT_REPORT_SECONDS = 1.0
 WAIT_SECONDS = 1800.0
@@ -62,6 +72,7 @@ _SPARE_BYTES = 64 << 20
 class PackedKey:
     """Where the weights are, and what their bytes depend on: a model and its settings, and what packs and checks it."""
 
+    config: ModelConfig  # by which another process packs the same
     cache: Path
     model: str
     code: str
@@ -76,7 +87,7 @@ class PackedKey:
             (config.weights, config.max_model_len, kernels.path),
         )
         code = (file_sha256(kernels.library), _source_hash(), _version("torch"), _version("transformers"))
-        return cls(cache_directory(config) / "packed", _digest(model), _digest(code))
+        return cls(config, cache_directory(config) / "packed", _digest(model), _digest(code))
 
     def of_addition(self, name: str, content: str) -> PackedKey:
         """Of what is made for this model from that `content`, by the same code; older ones go by `name`."""
@@ -112,15 +123,13 @@ def open_packed(
     key: PackedKey,
     pack: Callable[[], Packed | None],
     *,
-    apart: Callable[[], object],
     is_read_in_parts: bool = False,
     progress: Progress = no_progress,
 ) -> tuple[Packed | None, str]:
-    """What was packed before, or `apart` packs now, mapped; else what `pack` gives, which is left for others.
+    """What was packed before, or another process packs now, mapped; else what `pack` gives, which is left for others.
 
-    `apart` lets another process pack, and may fail. Any number of processes may call it at once: one packs, the others
-    wait for it and report stage "wait". A cache that cannot be used costs time and memory, nothing else: what `pack`
-    gave, be it None, is returned with the reason.
+    Any number of processes may call it at once: one packs, the others wait for it and report stage "wait". A cache that
+    cannot be used costs time and memory, nothing else: what `pack` gave, be it None, is returned with the reason.
 
     `is_read_in_parts`: only pages that this process goes on to read are resident. By default all are, as a model's must
     be: they count as used when its KV cache is sized (see outrider.engine.memory).
@@ -129,7 +138,7 @@ def open_packed(
     if (packed := read()) is not None:
         return packed, ""
     if key.can_be_packed():
-        apart()
+        _pack_apart(key.config, progress)
         if (packed := read()) is not None:
             return packed, ""
     with contextlib.ExitStack() as stack:
@@ -161,6 +170,34 @@ def open_packed(
         if not problem and (packed := read()) is not None:
             return packed, ""
         return made, problem or f"what was written to {key.folder} cannot be read back"
+
+
+def _pack_apart(config: ModelConfig, progress: Progress) -> None:
+    """Lets another process pack what `config` names; returns when it has ended, and its memory, torch's too, with it.
+
+    A process that has torch anyway packs by itself. So it does what the other one could not, and says why it cannot.
+    """
+    if packs_here or "torch" in sys.modules:
+        return
+    try:
+        with subprocess.Popen(  # noqa: S603 our own interpreter
+            tied(module_command(PACKER)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as packer:
+            assert packer.stdin is not None
+            assert packer.stdout is not None
+            with packer.stdin as to:
+                to.write(pickle.dumps(config))
+            for line in packer.stdout:
+                said = re.fullmatch(rb"step (\w+) (\d+) (\d+)\n", line)
+                if said is not None:  # else printed by what the interpreter starts with
+                    progress(said[1].decode(), int(said[2]), int(said[3]))
+        problem = f"status {packer.returncode}" if packer.returncode else ""
+    except OSError as error:  # no process can be started, or it has ended before it read what to pack
+        problem = str(error)
+    if problem:
+        sys.stderr.write(f"{PACKER} failed ({problem}): this process packs by itself\n")
 
 
 def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progress = no_progress) -> Packed | None:

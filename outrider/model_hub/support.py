@@ -24,6 +24,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import allowed_difference
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ModelError
+from outrider.model_hub.default_packing import PROBE_BLOCKS, probe_logits
 from outrider.model_hub.window import Window
 
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -140,34 +141,17 @@ def check_paged_forward(
 ) -> None:
     """Compares our forward with `expected`, what `own_logits` gave before anything was replaced in the model.
 
-    Two sequences share the batch, and the second half of each comes in a later forward,
-    so that positions, block tables, and keys read back from the cache all count; more than usual may differ where the
-    weights were rounded (`is_lossy`). A model that amplifies rounding, such as one whose experts are chosen by it, is
-    judged by its own: `exact`, its logits in float32, is called when the logits differ by more than they usually do,
-    and ours may be off them by little more than `expected` is. Raises ModelError when they are off by more.
+    More than usual may differ where the weights were rounded (`is_lossy`). A model that amplifies rounding, such as one
+    whose experts are chosen by it, is judged by its own: `exact`, its logits in float32, is called when the logits
+    differ by more than they usually do, and ours may be off them by little more than `expected` is. Raises ModelError
+    when they are off by more.
     """
     spec = model.spec
     allowed = allowed_difference(spec.dtype, is_lossy=is_lossy)
     token_ids = _probe_token_ids(spec.vocab_size)
-    cache = model.make_cache(24, 4)
+    cache = model.make_cache(*PROBE_BLOCKS)
     runner = make_runner(model, cache, make_attention_backend("torch_sdpa", cache.device))
-    tables = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
-    half = _PROBE_TOKENS // 2
-    halves = [
-        torch.as_tensor(
-            runner.forward(
-                build_input_batch(
-                    [
-                        SequenceRows(ids[part], part.start, table, part.stop - part.start)
-                        for ids, table in zip(token_ids.tolist(), tables, strict=True)
-                    ],
-                    cache.block_size,
-                )
-            )
-        ).unflatten(0, (2, -1))
-        for part in (slice(0, half), slice(half, _PROBE_TOKENS))
-    ]
-    paged = torch.cat(halves, dim=1)  # [2, _PROBE_TOKENS, vocab_size]
+    paged = torch.as_tensor(probe_logits(runner, token_ids.tolist()))
     differences = _differences(paged, expected)
     if float(differences.max()) <= allowed and float(differences.mean()) <= _MEAN_TOLERANCE * allowed:
         return

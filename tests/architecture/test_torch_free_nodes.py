@@ -11,7 +11,7 @@ import pytest
 
 from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE, libraries_directory
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.model_hub import pack_apart
+from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
 from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.tiny_model import make_tiny_model
@@ -99,7 +99,7 @@ except ModelError as error:
 OPEN = """
 import sys
 from outrider.heads.of_target import HeadOfTarget
-from outrider.model_hub import pack_apart
+from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 {before}
@@ -142,7 +142,7 @@ def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(op
 
 def test_a_node_packs_by_itself_what_no_other_process_has_packed(open_alone):
     """The packer prints and ends with status 0."""
-    assert open_alone("pack_apart.PACKER = 'this'") == "packed weights, mapped | True True"
+    assert open_alone("packed_weights.PACKER = 'this'") == "packed weights, mapped | True True"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_node_packs_by_itself_what_no_other_process_has_packed(open_alone):
 )
 def test_a_packer_that_fails_is_told(monkeypatch, capfd, name, value, problem):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(pack_apart if name == "PACKER" else sys, name, value)
-    pack_apart.pack_apart(ModelConfig(), pytest.fail)
+    monkeypatch.setattr(packed_weights if name == "PACKER" else sys, name, value)
+    packed_weights._pack_apart(ModelConfig(), pytest.fail)
     told = capfd.readouterr().err
     assert f"{problem}): this process packs by itself" in told

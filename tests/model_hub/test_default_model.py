@@ -9,7 +9,11 @@ import os
 import zipfile
 from types import SimpleNamespace
 
+import gguf
+import numpy as np
 import pytest
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from outrider.errors import ModelError
 from outrider.model_hub import default_model
@@ -168,7 +172,7 @@ def test_a_child_process_that_finds_the_disk_full_is_believed_whatever_it_says(a
 
 @pytest.fixture
 def act_as_python(tmp_path, monkeypatch):
-    """act_as_python(lines of a shell script): what runs as pip and as the converter."""
+    """act_as_python(lines of a shell script): what runs as pip."""
 
     def act(*lines):
         python = tmp_path / "python"
@@ -179,14 +183,28 @@ def act_as_python(tmp_path, monkeypatch):
     return act
 
 
-def test_a_conversion_is_told_of_while_it_goes_on(act_as_python, tmp_path, monkeypatch):
-    act_as_python("echo weights", "sleep 0.5", "echo tokenizer", "echo saved")
-    monkeypatch.setattr(default_model, "POLL_SECONDS", 0.05)
-    reports = []
-    default_model.convert(tmp_path / "w.gguf", tmp_path, progress=lambda *report: reports.append(report))
-    assert reports[0] == ("convert", 0, 3)
-    assert reports.count(("convert", 1, 3)) > 1
-    assert reports[-1] == ("convert", 3, 3)
+def test_a_conversion_is_told_of_while_it_goes_on(tmp_path):
+    queries = np.arange(64 * 4, dtype=np.float32).reshape(64, 4)
+    writer = gguf.GGUFWriter(tmp_path / "w.gguf", "llama")
+    writer.add_token_list(["a", "b", "ab", "<end>"])
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([1, 1, 1, 3])
+    writer.add_tensor("token_embd.weight", np.ones((4, 4), np.float32))
+    writer.add_tensor("blk.7.attn_q.weight", queries)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    reports, converted = [], tmp_path / "converted"
+    converted.mkdir()
+    default_model.convert(tmp_path / "w.gguf", converted, progress=lambda *report: reports.append(report))
+    assert reports == [("convert", 0, 2), ("convert", 1, 2), ("convert", 2, 2)]
+    tensors = load_file(converted / "model.safetensors")
+    assert tensors.keys() == {"model.embed_tokens.weight", "model.layers.7.self_attn.q_proj.weight"}
+    found = tensors["model.layers.7.self_attn.q_proj.weight"].float().numpy()
+    assert np.array_equal(found, np.concatenate([queries[::2], queries[1::2]])), "halves, not neighbours, are pairs"
+    assert Tokenizer.from_file(str(converted / "tokenizer.json")).encode("ab<end>").ids == [2, 3]
+    assert json.loads((converted / "config.json").read_bytes())["model_type"] == "llama"
 
 
 def test_pips_last_words_are_passed_on_without_credentials(act_as_python, tmp_path):

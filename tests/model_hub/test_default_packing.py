@@ -95,10 +95,10 @@ for name in ("torch", "transformers", "accelerate", "array_api_compat"):
     sys.modules[name] = None  # as where they are not installed
 from outrider.errors import ConfigError
 from outrider.heads.of_target import HeadOfTarget
-from outrider.model_hub import pack_apart
+from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
-pack_apart.packs_here = True
+packed_weights.packs_here = True
 config = ModelConfig(cache_dir=sys.argv[1], head="auto", num_threads=1)
 model = open_model(config)
 print(model.weights_from, model.info.dtype, HeadOfTarget(config).packed(model).spec.form)

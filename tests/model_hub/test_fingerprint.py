@@ -150,7 +150,7 @@ def test_weights_that_the_configuration_names_are_those_that_count(directory, mo
 
 
 def test_configuration_and_identity_reach_no_torch():
-    modules = "config vocabulary fingerprint default_model locate progress"
+    modules = "config checkpoint_text fingerprint default_model locate progress"
     script = "; ".join(f"import outrider.model_hub.{name}" for name in modules.split())
     script += "; import outrider.engine.kv_cache.config, outrider.engine.model_spec"
     script += "; import sys; sys.exit(str([name for name in ('torch', 'transformers') if name in sys.modules] or ''))"

@@ -130,7 +130,7 @@ def test_weights_that_change_while_they_are_loaded_are_not_kept_as_those_before(
         return original(config, **options)
 
     monkeypatch.setattr(load_module, "load_model", load)
-    monkeypatch.setattr("outrider.model_hub.open.pack_apart", lambda *_: None)
+    monkeypatch.setattr("outrider.model_hub.packed_weights._pack_apart", lambda *_: None)
     with pytest.raises(ModelError, match="changed while it was loaded"):
         opened(copy)
     assert folders(cache) == []

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import json
 
-from outrider.model_hub.checkpoint_text import read_vocabulary
-from outrider.model_hub.vocabulary import known_token_ids, vocabulary_fingerprint
+from outrider.model_hub.checkpoint_text import read_vocabulary, vocabulary_fingerprint
+from outrider.model_hub.loaded_model import known_token_ids
 
 
 def tokenizer_json(vocab, added=(), **model):

@@ -1,21 +1,74 @@
-"""What becomes of each key of another server's configuration, by the rules of `keys.yaml`."""
+"""What becomes of each key of another server's configuration, by the rules of `keys.yaml`; who drafts, by code."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from outrider.config.imports.speculation import speculation
-from outrider.config.imports.translated import SPECULATIVE, Kind, Translated
 from outrider.config.settings import unknown_key
 from outrider.config.yaml_files import Entry
 from outrider.errors import ConfigError
 
+SPECULATIVE = "speculative_config"
+OFF = {"cluster.draft": "none", "decode_node.num_speculative_tokens": 0, "model.head": ""}
+"""Settings without speculation."""
 MAX_SHARE = 0.95  # of kv_cache.memory
+
+
+class Kind(Enum):
+    """What became of a key."""
+
+    SET = "set"
+    SAME = "same"  # it asks for what is done anyway
+    WARNING = "warning"  # ignored: it concerns speed only
+    ERROR = "error"  # cannot be honoured, and would change answers or is required
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translated:
+    """One key of a file, or one argument, and what became of it. Groups are flattened: `kv_cache_config.dtype`."""
+
+    entry: Entry
+    kind: Kind
+    note: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # ours, by key
+
+    @property
+    def origin(self) -> str:
+        """File, line and key, as `outrider config` shows them."""
+        return f"{self.entry.source} {self.entry.key}"
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.note}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A translated file, or arguments, without errors."""
+
+    keys: Sequence[Translated]
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError."""
+        errors = [key for key in self.keys if key.kind is Kind.ERROR]
+        if errors:
+            rest = f" (and {len(errors) - 1} more, which `outrider config import` lists)" if errors[1:] else ""
+            raise ConfigError(f"{errors[0]}{rest}")
+
+    @property
+    def warnings(self) -> list[str]:
+        return [str(key) for key in self.keys if key.kind is Kind.WARNING]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings, as `--set` and `Launch.overrides` take them."""
+        return [f"{name}={value}" for key in self.keys for name, value in key.settings.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +95,7 @@ def translate(entries: Iterable[Entry], *, target: str = "") -> list[Translated]
         raise ConfigError(other)
     if not target and "model" in flat:
         target = str(flat["model"].value)
-    who_drafts = speculation(flat, target, _table()["speculative"])
+    who_drafts = _speculation(flat, target, _table()["speculative"])
     return _without_contradictions([who_drafts.get(key) or _by_rule(entry) for key, entry in flat.items()])
 
 
@@ -152,6 +205,69 @@ def _by_rule(entry: Entry) -> Translated:
     except ValueError as error:
         return Translated(entry=entry, kind=Kind.ERROR, note=str(error))
     return Translated(entry=entry, kind=rule.kind, note=rule.note, settings=settings)
+
+
+def _speculation(flat: Mapping[str, Entry], target: str, names: Mapping[str, Any]) -> dict[str, Translated]:
+    """What becomes of the keys that name the method and its model, by key; all others have rules.
+
+    Args:
+        flat: all entries by key.
+        target: the served model; empty: unknown.
+        names: `speculative` of `keys.yaml`.
+    """
+    whole = flat.get(SPECULATIVE)
+    if whole is not None and not whole.value:
+        return {SPECULATIVE: Translated(entry=whole, kind=Kind.SET, settings=OFF)}
+    group = {key.partition(".")[2]: entry for key, entry in flat.items() if key.startswith(f"{SPECULATIVE}.")}
+    if not group:
+        return {}
+    given = {name: str(entry.value) for name, entry in group.items() if entry.value is not None}
+    by = next((name for name in names["models"] if name in given), "")
+    of_model = next((name for name in names["models"].get(by, ()) if name in given), "")
+    method = group[by] if by else next(iter(group.values()))
+    try:
+        settings = _draft_settings(given.get(by, ""), given.get(of_model, ""), by, target, names)
+    except ValueError as error:
+        return {method.key: Translated(entry=method, kind=Kind.ERROR, note=str(error))}
+    found = {}
+    if of_model and "draft_node.model" in settings:  # the model's key says which, the method's all the rest
+        own = {name: settings.pop(name) for name in ("model.head", "draft_node.model") if settings[name]}
+        found[group[of_model].key] = Translated(entry=group[of_model], kind=Kind.SET, settings=own)
+    return {**found, method.key: Translated(entry=method, kind=Kind.SET, settings=settings)}
+
+
+def _draft_settings(method: str, model: str, by: str, target: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a method, which the key `by` names, and whose model may be empty. Raises: ValueError."""
+    proposers: Mapping[str, str] = names["methods"]
+    if not method:
+        raise ValueError(f"{' or '.join(names['models'])} is missing: name one of {', '.join(proposers)}")
+    proposer = proposers.get(method.lower())
+    if proposer is None:
+        (nearest,) = difflib.get_close_matches(method.lower(), proposers, n=1, cutoff=0.0)
+        raise ValueError(f"{method} is none of {', '.join(proposers)}; the nearest is {nearest}")
+    settings: dict[str, Any] = {"cluster.draft": proposer, "draft_node.proposer": proposer, "model.head": ""}
+    if proposer not in ("draft_model", "head"):
+        return {**settings, "decode_node.local_fallback": proposer}
+    may_be_target = method.lower() in names["of_target"]
+    model = model or (target if may_be_target else "")
+    if not model:
+        wanted = "a model" if proposer == "draft_model" else "the folder of a head"
+        wanted += " (or the served model's own folder, as model)" if may_be_target else ""
+        raise ValueError(f"{method} needs {names['models'][by][0]}, {wanted}")
+    if proposer == "head":
+        folder = Path(model).expanduser().absolute()
+        if not folder.is_dir():
+            raise ValueError(
+                f"{model} is no folder: download the head, and name its folder in {names['models'][by][0]}"
+            )
+        model = str(folder)
+        settings |= {"model.head": model, "decode_node.local_head": True, "cluster.draft_nodes": 0}
+    return {
+        **settings,
+        "cluster.draft": f"{proposer}:{model}",
+        "draft_node.model": model,
+        "decode_node.local_fallback": "none",
+    }
 
 
 def _percent(value: Any) -> str:

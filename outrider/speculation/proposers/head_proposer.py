@@ -14,17 +14,12 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.paged_cache import free_memory_bytes
 from outrider.heads.packed_head import PackedHead
-from outrider.model_hub.checkpoint_text import open_text
+from outrider.model_hub.checkpoint_text import open_text, vocabulary_fingerprint
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
-from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.loaded_model import LoadedModel, grammar_compiler, known_token_ids
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.model_hub.vocabulary import (
-    grammar_compiler,
-    known_token_ids,
-    vocabulary_fingerprint,
-)
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward

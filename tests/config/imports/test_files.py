@@ -12,8 +12,7 @@ from outrider.cli.config import sections_of
 from outrider.cli.main import main
 from outrider.config import imports
 from outrider.config.arguments import parse_role_arguments
-from outrider.config.imports.translate import rules, translate
-from outrider.config.imports.translated import Kind
+from outrider.config.imports.translate import Kind, rules, translate
 from outrider.config.resolve import load_config
 from outrider.config.settings import describe_settings
 from outrider.config.yaml_files import read_entries
