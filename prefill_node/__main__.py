@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.processor import prepare_environment
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PeerSecurity
+from outrider.rpc.tls import PeerSecurity
 from outrider.service.server import ServiceProcess
 from prefill_node.config import SECTIONS, PrefillNodeConfig
 

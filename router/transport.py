@@ -13,8 +13,8 @@ from outrider.errors import InvalidRequestError, MismatchError, NotFoundError, O
 from outrider.node import NodeInfo, NodeReport
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS
-from outrider.rpc.peer_security import PeerSecurity
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.tls import PeerSecurity
 from outrider.service.liveness import REPORT_SECONDS
 from outrider.service.telemetry.tracing import TRACEPARENT
 from outrider.session import SequenceGroupCommand, SequenceGroupEvent

@@ -15,7 +15,7 @@ from outrider.cli.connection import add_connection_arguments, read_tls, targets
 from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError, NotFoundError, OutriderError, PeerLostError
 from outrider.rpc.channels import open_sync_channel
-from outrider.rpc.credentials import client_credentials
+from outrider.rpc.tls import client_credentials
 
 DEFAULT_TIMEOUT_SECONDS = 3.0
 

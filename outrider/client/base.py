@@ -22,8 +22,8 @@ from outrider.client.record import StreamRecord, StreamRequest
 from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
 from outrider.client.targets import DEFAULT_TARGET, Targets
 from outrider.errors import OutriderError
-from outrider.rpc.credentials import TlsConfig, client_credentials
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.tls import TlsConfig, client_credentials
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_SECONDS = 30.0

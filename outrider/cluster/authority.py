@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from outrider.errors import ConfigError
-from outrider.rpc.credentials import TlsConfig
-from outrider.rpc.peer_security import SecurityConfig
+from outrider.rpc.tls import SecurityConfig, TlsConfig
 from outrider.service.address import own_host
 
 VALID_DAYS = 30

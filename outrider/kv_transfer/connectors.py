@@ -18,7 +18,7 @@ from outrider.kv_transfer.sender import Carrier, Sender
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.kv_transfer.shared_memory import ArenaSource
 from outrider.kv_transfer.shared_window import SharedWindow
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 
 MAX_CHANNELS = 256
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config.settings import setting
-from outrider.rpc.peer_security import SecurityConfig
+from outrider.rpc.tls import SecurityConfig
 
 ROUTER_PORT = 50051
 

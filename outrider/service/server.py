@@ -32,9 +32,7 @@ from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
 from outrider.lossy_stream import exit_now, guard_standard_streams
 from outrider.rpc.channels import server_options
-from outrider.rpc.credentials import TlsConfig
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
-from outrider.rpc.tls_files import TlsFiles
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity, TlsConfig, TlsFiles
 from outrider.service.address import host_port, is_loopback, reachable_address
 from outrider.service.announce import announce, announce_failure, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig

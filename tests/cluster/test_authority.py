@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.rpc.peer_security import SecurityConfig
+from outrider.rpc.tls import SecurityConfig
 
 authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
 

@@ -13,7 +13,7 @@ from outrider.cli import probe
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.connection import read_tls
 from outrider.config.resolve import load_config
-from outrider.rpc.peer_security import SecurityConfig
+from outrider.rpc.tls import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.gateway_config import GatewayConfig
 from outrider.service.health import LIVENESS

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.rpc.credentials import TlsConfig
-from outrider.rpc.tls_files import TlsFiles
+from outrider.rpc.tls import TlsConfig, TlsFiles
 
 Authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography").Authority
 CALL_SECONDS = 60.0
@@ -77,8 +76,8 @@ import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import grpc
-from outrider.rpc.credentials import TlsConfig
-from outrider.rpc.tls_files import TlsFiles
+from outrider.rpc.tls import TlsConfig
+from outrider.rpc.tls import TlsFiles
 certificate, private_key, authority = map(Path, sys.argv[1:])
 tls = TlsConfig(certificate=certificate, private_key=private_key, authority=authority)
 server = grpc.server(ThreadPoolExecutor(2))
