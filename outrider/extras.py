@@ -7,7 +7,7 @@ from pathlib import Path
 
 _MODULES = {  # the smallest extra first
     "router": "grpc_reflection jinja2 llguidance prometheus_client structlog tokenizers uvloop xxhash",
-    "node": "cryptography gguf numpy psutil safetensors tqdm",
+    "node": "cryptography gguf numpy psutil safetensors tqdm trustme",
     "torch": "accelerate array_api_compat torch transformers",
     "openai": "smg smg_grpc_proto",
     "store": "valkey",
