@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client
-from outrider.cluster import Cluster, ClusterConfig, Launch, Supervision
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig, Supervision
+from outrider.cluster.plan import Launch
 from outrider.model_hub.config import DEFAULT_MODEL_ID
 from outrider.rpc.tls import SecurityConfig, TlsConfig
 from tests.support import store_server as store_servers

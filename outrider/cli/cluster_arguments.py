@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from outrider.config.arguments import add_setting_flags, add_settings_arguments
 from outrider.model_hub.config import ModelConfig
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from outrider.config.arguments import add_settings_arguments, load_arguments, write_warnings
 from outrider.config.imports.translate import translate
 from outrider.config.imports.translated import Translated

@@ -20,7 +20,8 @@ from outrider.cli.cluster_arguments import add_cluster_arguments
 from outrider.cli.up import announce_serving, make_cluster
 from outrider.client import ChatMessage, Client, GenerateOptions
 from outrider.client.replay import describe_gap
-from outrider.cluster import Cluster, ClusterEvent, EventKind
+from outrider.cluster.child import ClusterEvent, EventKind
+from outrider.cluster.cluster import Cluster
 from outrider.cluster.event_printer import EventPrinter
 from outrider.errors import NotFoundError
 from outrider.node import NodeRole

@@ -10,7 +10,7 @@ import os
 import sys
 
 from outrider.cli.config import sections_of
-from outrider.cluster import ClusterEvent, EventKind
+from outrider.cluster.child import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import add_setting_flags, add_settings_arguments, load_arguments
 from outrider.model_hub.config import ModelConfig

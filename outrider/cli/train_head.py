@@ -15,7 +15,7 @@ from pathlib import Path
 from outrider.cli.cluster_arguments import add_cluster_arguments
 from outrider.cli.config import sections_of
 from outrider.cli.up import make_cluster
-from outrider.cluster import ClusterEvent, EventKind
+from outrider.cluster.child import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError

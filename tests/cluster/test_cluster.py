@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from outrider.client import Client
-from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch, Supervision
-from outrider.cluster.child import Child
-from outrider.cluster.plan import ChildSpec
+from outrider.cluster.child import Child, ChildState, EventKind
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig, Supervision
+from outrider.cluster.plan import ChildSpec, Launch
 from outrider.errors import NotFoundError, PeerLostError
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.waiting import wait_for

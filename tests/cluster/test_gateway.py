@@ -24,10 +24,12 @@ import psutil
 import pytest
 
 from outrider.cli.main import main
-from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervision
+from outrider.cluster.child import ChildState
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig, Supervision
 from outrider.cluster.gateway import served_model
 from outrider.cluster.gateway_arguments import GatewayPorts, gateway_arguments
-from outrider.cluster.plan import GATEWAY
+from outrider.cluster.plan import GATEWAY, Launch
 from outrider.errors import ConfigError
 from outrider.service.config import TelemetryConfig
 from outrider.service.gateway_config import GatewayConfig
