@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 
 from outrider.cli.config import sections_of
-from outrider.cluster.child import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import add_setting_flags, add_settings_arguments, load_arguments
 from outrider.model_hub.config import ModelConfig
@@ -35,9 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(config: ModelConfig, name: str, printer: EventPrinter) -> None:
-    def progress(stage: str, done: int, total: int) -> None:
-        printer.show(ClusterEvent(kind=EventKind.PROGRESS, name=name, message=stage, done=done, total=total))
-
+    progress = partial(printer.progress, name)
     location = locate_model(config, progress=progress)
     check_whole_files(location.directory, progress=progress)
     printer.say(f"{name:<10} {location.name} is in {location.directory}")

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 
 from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gateway_arguments, may_trace, require_gateway
 from outrider.config.arguments import parse_role_arguments
@@ -100,21 +101,14 @@ def _free_port(host: str) -> int:
 
 def served_model(ports: GatewayPorts) -> str | None:
     """The model's name as clients give it, once the gateway has a healthy router and its tokenizer; else None."""
-    host = loopback() if is_wildcard(ports.host) else ports.host
-    connection = http.client.HTTPConnection(host, ports.port, timeout=PROBE_SECONDS)
+    url = f"http://{host_port(loopback() if is_wildcard(ports.host) else ports.host, ports.port)}"
+    ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
     try:
-        connection.request("GET", "/readiness")
-        answer = connection.getresponse()
-        answer.read()
-        if answer.status != http.HTTPStatus.OK:
-            return None
-        connection.request("GET", "/v1/models")
-        answer = connection.getresponse()
-        models = json.load(answer)["data"] if answer.status == http.HTTPStatus.OK else []
-    except (OSError, http.client.HTTPException):  # it does not listen yet
+        ask(f"{url}/readiness", timeout=PROBE_SECONDS).close()
+        with ask(f"{url}/v1/models", timeout=PROBE_SECONDS) as answer:
+            models = json.load(answer)["data"]
+    except (OSError, http.client.HTTPException):  # it does not listen yet, or answers with an error
         return None
-    finally:
-        connection.close()
     return str(models[0]["id"]) if models else None
 
 

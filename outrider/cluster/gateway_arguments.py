@@ -54,12 +54,8 @@ def gateway_arguments(
     flags += ["--policy", "round_robin"]  # routers place by load and cached prefix themselves
     flags += ["--disable-retries"]  # overload would be told after five tries; routers retry what can be retried
     flags += ["--disable-circuit-breaker"]  # ten failures would refuse everything for a minute
-    flags += [
-        "--health-check-interval-secs",
-        "1",
-        "--health-success-threshold",
-        "1",
-    ]  # back after up to two minutes
+    # A router that was away would be back after up to two minutes.
+    flags += ["--health-check-interval-secs", "1", "--health-success-threshold", "1"]
     flags += ["--health-check-timeout-secs", "2"]
     flags += ["--worker-startup-check-interval", "1"]  # a router that starts later would be seen after 30 s
     flags += ["--shutdown-grace-period-secs", str(math.ceil(drain_seconds))]
