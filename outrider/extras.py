@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Never
 
 _MODULES = {  # the smallest extra first
     "router": "grpc_reflection jinja2 llguidance prometheus_client structlog tokenizers uvloop xxhash",
@@ -19,9 +22,24 @@ EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in mod
 """By module, the extra that brings it."""
 
 
-def extra_of(module: str | None) -> str | None:
-    """None: no extra brings it."""
-    return EXTRAS.get((module or "").partition(".")[0])
+def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
+    """What to install, which is all that nodes need where some are to be started.
+
+    Raises: the error itself, where no extra brings the module.
+    """
+    extra = EXTRAS.get((error.name or "").partition(".")[0])
+    if extra is None:
+        raise error
+    extra = "node" if extra == "router" and starts_nodes else extra
+    return f"{error.name} is not installed: {install_command(extra)} brings it"
+
+
+def run_role(role: str, main: Callable[[], int]) -> Never:
+    """Ends the process with the status of `main`, or with one line on stderr where an extra is missing."""
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as error:
+        sys.exit(f"{role}: {explain_missing(error, starts_nodes=role != 'router')}")
 
 
 def install_command(extra: str) -> str:

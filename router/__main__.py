@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 
 from outrider.errors import ConfigError
-from outrider.service.server import ServiceProcess
-from router.clients import TokenFile
-from router.config import SECTIONS, RouterConfig
-from router.router import Router
+from outrider.extras import run_role
 
 
 def main() -> int:
     """The exit status, where the service did not get to run."""
+    from outrider.service.server import ServiceProcess
+    from router.clients import TokenFile
+    from router.config import SECTIONS, RouterConfig
+    from router.router import Router
+
     process = ServiceProcess("router", SECTIONS)
     config: RouterConfig = process.sections["router"]
     if not config.decode_targets:
@@ -36,4 +38,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_role("router", main)
