@@ -27,6 +27,7 @@ from outrider.cli.connection import (
     read_connection,
     targets,
 )
+from outrider.cli.sampling_arguments import seconds
 from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
 from outrider.errors import InvalidRequestError
@@ -84,7 +85,7 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     answers.add_argument("--seed", type=int, metavar="S", help="prompt i uses seed S + i; default 0")
     answers.add_argument("--ignore-eos", action="store_true", help="generate --max-tokens tokens in every answer")
     answers.add_argument(
-        "--timeout", type=float, metavar="SECONDS", dest="timeout_seconds", help="limit for one answer; default 600"
+        "--timeout", type=seconds, metavar="SECONDS", dest="timeout_seconds", help="limit for one answer; default 600"
     )
 
 

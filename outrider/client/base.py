@@ -83,6 +83,7 @@ class BaseClient(Generic[StreamT]):
         retry: RetryPolicy = ONE_ATTEMPT,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
+        Attempts(retry, timeout_seconds=timeout_seconds)  # or an error
         self._targets = Targets(target)
         self._timeout_seconds = timeout_seconds
         self._retry = retry
