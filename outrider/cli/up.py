@@ -20,7 +20,7 @@ from outrider.cluster.child import ChildState, ClusterEvent
 from outrider.cluster.cluster import SIGNAL_SECONDS, Cluster
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gateway_arguments import require_gateway
+from outrider.cluster.gateway import require_gateway
 from outrider.cluster.plan import DECODE, DRAFT, ROUTER, Launch
 from outrider.cluster.shares import has_shared_cpus, memory_shares
 from outrider.config.arguments import (

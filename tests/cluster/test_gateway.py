@@ -27,8 +27,7 @@ from outrider.cli.main import main
 from outrider.cluster.child import ChildState
 from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import ClusterConfig, Supervision
-from outrider.cluster.gateway import served_model
-from outrider.cluster.gateway_arguments import GatewayPorts, gateway_arguments
+from outrider.cluster.gateway import GatewayPorts, gateway_arguments, served_model
 from outrider.cluster.plan import GATEWAY, Launch
 from outrider.errors import ConfigError
 from outrider.service.config import TelemetryConfig
