@@ -23,6 +23,8 @@ CLUSTER_FLAGS = {
     "port": "cluster.port",
 }
 """Settings by the flag that sets them."""
+WITHOUT_PREFIX_CACHE = "kv_cache.prefix_cache=false"
+"""As `--set` takes it, of commands that send a prompt twice: both runs do the same work, KV transfer included."""
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:

@@ -231,8 +231,7 @@ class Cluster:
             elif said.get("serving"):
                 child.description = said
                 child.serving_since = time.monotonic()
-                self._become(child, ChildState.SERVING)
-                self._tell(child, EventKind.SERVING, f"on {child.address}")
+                self._become(child, ChildState.SERVING, EventKind.SERVING, f"on {child.address}")
             elif "refused" in said:
                 refused = next((other for other in self._children if other.address == said["address"]), child)
                 why = f"by {child.name}: {said['refused']}"
@@ -253,8 +252,7 @@ class Cluster:
             return
         self._listen(child)
         if child.is_one_shot and status == 0:
-            self._become(child, ChildState.ENDED)
-            self._tell(child, EventKind.ENDED, child.last_words())
+            self._become(child, ChildState.ENDED, EventKind.ENDED, child.last_words())
             return
         why, words = describe_status(status), child.last_words()
         if child.serving_since is None and child.num_restarts == 0:
@@ -271,8 +269,7 @@ class Cluster:
         child.num_failures += 1
         child.num_restarts += 1
         child.start_at = time.monotonic() + delay
-        self._become(child, ChildState.DOWN)
-        self._tell(child, EventKind.DIED, f"{why}; restarts {f'in {delay:g} s' if delay else 'now'}")
+        self._become(child, ChildState.DOWN, EventKind.DIED, f"{why}; restarts {f'in {delay:g} s' if delay else 'now'}")
 
     def _is_due(self, child: Child) -> bool:
         if child.state is ChildState.DOWN:
@@ -315,8 +312,7 @@ class Cluster:
             else:
                 self._fail(child, f"{child.name} cannot be started: {error}")
             return
-        self._become(child, ChildState.STARTING)
-        self._tell(child, EventKind.STARTING, f"pid {child.pid}")
+        self._become(child, ChildState.STARTING, EventKind.STARTING, f"pid {child.pid}")
 
     def _stop_children(self) -> None:
         """SIGTERM to router and gateway, then to the nodes; SIGKILL to each when its time is over, frozen or not."""
@@ -350,10 +346,9 @@ class Cluster:
 
     def _terminate(self, children: list[Child]) -> None:
         for child in children:
-            self._become(child, ChildState.STOPPING)
+            self._become(child, ChildState.STOPPING, EventKind.STOPPING)
             with self._changed:
                 child.send_signal(signal.SIGTERM)
-            self._tell(child, EventKind.STOPPING)
 
     def _reap_stopped(self, children: list[Child], deadline: float) -> None:
         for child in children:
@@ -371,10 +366,13 @@ class Cluster:
             self._changed.notify_all()
         self._tell(child, EventKind.FAILED, message)
 
-    def _become(self, child: Child, state: ChildState) -> None:
+    def _become(self, child: Child, state: ChildState, kind: EventKind | None = None, message: str = "") -> None:
+        """`kind`: of the event that tells it, where one does."""
         with self._changed:
             child.state = state
             self._changed.notify_all()
+        if kind is not None:
+            self._tell(child, kind, message)
 
     def _tell(self, child: Child, kind: EventKind, message: str = "", *, done: int = 0, total: int = 0) -> None:
         with contextlib.suppress(Exception):  # a listener that fails must not end the supervision
