@@ -101,13 +101,6 @@ class TlsFiles:
         self._lock = threading.Lock()
         self._stamps: list[FileStamp] = []
         self._material: TlsMaterial | None = None
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Counts reloads: credentials made from an older version are stale."""
-        self.newest()
-        return self._version
 
     def newest(self) -> TlsMaterial:
         """Raises: ConfigError where the files have never been usable."""
@@ -124,7 +117,6 @@ class TlsFiles:
                     self._on_refused(error.message)
                 else:
                     self._material = material
-                    self._version += 1
             return self._material
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -220,9 +212,12 @@ class PeerSecurity:
         return self._files is not None
 
     @property
-    def version(self) -> int:
-        """Rises when files were renewed: a channel opened before reconnects with the old ones. Raises: ConfigError."""
-        return 0 if self._files is None else self._files.version
+    def material(self) -> TlsMaterial | None:
+        """What a new connection shows and trusts: a channel that was opened with another goes on with that one.
+
+        None: plaintext. Raises: ConfigError.
+        """
+        return None if self._files is None else self._files.newest()
 
     # ------------------------------------------------------------ dialling
 
