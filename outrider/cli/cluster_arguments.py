@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from outrider.cluster.config import ClusterConfig
@@ -47,5 +46,5 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -
         help="what routers share: valkey://host:port; default: memory, each its own",
     )
     parser.set_defaults(**{CLUSTER_FLAGS[name]: value for name, value in defaults.items()})
-    add_settings_arguments(parser, os.environ)
+    add_settings_arguments(parser)
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")

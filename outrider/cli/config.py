@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ SECRETS = ("api_key", "hf_token")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=ROLES, help="only the settings of this service; default: all")
-    add_settings_arguments(parser, os.environ)
+    add_settings_arguments(parser)
     parser.set_defaults(show=_show)
     actions = parser.add_subparsers(metavar="ACTION", help="default: print the settings in force")
     schema = actions.add_parser("schema", help="print a JSON schema of the configuration file, for editors")

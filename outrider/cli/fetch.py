@@ -6,7 +6,6 @@ In a cluster of containers it runs once, before the nodes: one download with vis
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from functools import partial
 
@@ -20,7 +19,7 @@ from outrider.model_hub.locate import locate_model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting_flags(parser, {"model": "model.id"}, {"model": ModelConfig})
-    add_settings_arguments(parser, os.environ)
+    add_settings_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
