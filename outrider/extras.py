@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Never
 
+from outrider.errors import ConfigError
+
 _MODULES = {  # the smallest extra first
     "router": "grpc_reflection jinja2 llguidance prometheus_client structlog tokenizers uvloop xxhash",
     "node": "cryptography gguf numpy psutil safetensors tqdm trustme",
@@ -35,11 +37,14 @@ def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
 
 
 def run_role(role: str, main: Callable[[], int]) -> Never:
-    """Ends the process with the status of `main`, or with one line on stderr where an extra is missing."""
+    """Ends the process with the status of `main`. A missing extra (1) and a wrong setting (2) are a line on stderr."""
     try:
         sys.exit(main())
     except ModuleNotFoundError as error:
         sys.exit(f"{role}: {explain_missing(error, starts_nodes=role != 'router')}")
+    except ConfigError as error:
+        sys.stderr.write(f"{role}: {error}\n")
+        sys.exit(2)
 
 
 def install_command(extra: str) -> str:

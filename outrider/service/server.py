@@ -43,7 +43,7 @@ from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
-from outrider.service.telemetry.tracer_factory import make_role_tracer
+from outrider.service.telemetry.tracer_factory import make_tracer
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -109,7 +109,8 @@ class ServiceProcess:
     def __init__(self, role: str, sections: Mapping[str, type], argv: Sequence[str] | None = None) -> None:
         """`sections`: what the role reads, `SERVICE_SECTIONS` among them.
 
-        A mistake in them ends the process with status 2 and one line on stderr.
+        A mistake on the command line ends the process with status 2 and one line on stderr. Raises: ConfigError for
+        traces that cannot be sent.
         """
         _share_heaps()
         guard_standard_streams()
@@ -120,7 +121,7 @@ class ServiceProcess:
         configure_logging(self.telemetry, role=role)
         announce_uncaught_errors()
         self.security = PeerSecurity(self.sections["security"], on_refused=log_refused_files)  # between services
-        self.tracer = make_role_tracer(self.telemetry, role=role)
+        self.tracer = make_tracer(self.telemetry, role=role)
         self._stopping = asyncio.Event()
         self._server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
 
