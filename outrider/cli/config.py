@@ -19,7 +19,7 @@ from outrider.config.schema import config_schema
 from outrider.config.values import format_value, to_plain
 from outrider.config.yaml_files import read_entries
 from outrider.errors import ConfigError
-from outrider.service.gateway_config import GatewayConfig
+from outrider.service.config import GatewayConfig
 
 SECRETS = ("api_key", "hf_token")
 """Keys of other servers whose values are not shown."""

@@ -16,7 +16,6 @@ from outrider.client.options import (
     Prompt,
     make_request,
     with_request_id,
-    with_resume_window,
 )
 from outrider.client.record import StreamRecord, StreamRequest
 from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
@@ -108,8 +107,10 @@ class BaseClient(Generic[StreamT]):
     # ------------------------------------------------------------ streams
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> StreamT:
-        """Streams an answer."""
-        request = make_request(prompt, with_resume_window(options, self._targets))
+        """Streams an answer. With several routers it is resumable by default."""
+        if len(self._targets) > 1:
+            options.setdefault("resume_window_seconds", DEFAULT_RESUME_WINDOW_SECONDS)
+        request = make_request(prompt, options)
         return self.generate_message(request, timeout_seconds=options.get("timeout_seconds"))
 
     def generate_message(self, request: router_pb2.GenerateRequest, *, timeout_seconds: float | None = None) -> StreamT:

@@ -25,8 +25,7 @@ from outrider.extras import install_command
 from outrider.lossy_stream import guard_standard_streams
 from outrider.service.address import host_port, is_wildcard, loopback
 from outrider.service.announce import announce, announce_uncaught_errors
-from outrider.service.config import ServerConfig, TelemetryConfig
-from outrider.service.gateway_config import NO_PARSER, GatewayConfig
+from outrider.service.config import NO_PARSER, GatewayConfig, ServerConfig, TelemetryConfig
 from outrider.service.security import warn_if_exposed
 from outrider.service.server import probe_port
 from outrider.service.telemetry.logging import configure_logging, get_logger
