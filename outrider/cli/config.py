@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,21 +113,13 @@ def sections_of(role: str | None) -> dict[str, type]:
 
     Imported lazily: an install of the router lacks what nodes import.
     """
-    match role:
-        case "router":
-            from router.config import SECTIONS
-        case "prefill_node":
-            from prefill_node.config import SECTIONS
-        case "decode_node":
-            from decode_node.config import SECTIONS
-        case "draft_node":
-            from draft_node.config import SECTIONS
-        case _:
-            found = {"cluster": ClusterConfig, "gateway": GatewayConfig}
-            for each in ROLES:
-                found |= sections_of(each)
-            return {name: found[name] for name in ALL_SECTIONS}
-    return SECTIONS
+    if role is not None:
+        sections: dict[str, type] = importlib.import_module(f"{role}.config").SECTIONS
+        return sections
+    found = {"cluster": ClusterConfig, "gateway": GatewayConfig}
+    for each in ROLES:
+        found |= sections_of(each)
+    return {name: found[name] for name in ALL_SECTIONS}
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:
