@@ -102,6 +102,11 @@ class Child:
     def is_running(self) -> bool:
         return self._process is not None
 
+    @property
+    def has_never_served(self) -> bool:
+        """In no life."""
+        return self.serving_since is None and self.num_restarts == 0
+
     def spawn(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Starts the process. The calling thread must outlive it. Raises: OSError.
 

@@ -236,7 +236,7 @@ class Cluster:
                 refused = next((other for other in self._children if other.address == said["address"]), child)
                 why = f"by {child.name}: {said['refused']}"
                 self._tell(refused, EventKind.REFUSED, why)
-                refused.is_useless |= child.role == ROUTER and child.serving_since is None
+                refused.is_useless |= child.role == ROUTER and child.has_never_served
                 if all(other.is_useless for other in self._children if other.role == DECODE):
                     self._fail(refused, f"{refused.name} is refused {why}")  # the router would wait for ever
             else:
@@ -255,7 +255,7 @@ class Cluster:
             self._become(child, ChildState.ENDED, EventKind.ENDED, child.last_words())
             return
         why, words = describe_status(status), child.last_words()
-        if child.serving_since is None and child.num_restarts == 0:
+        if child.has_never_served:
             early = "" if status > 0 else " before it served"
             self._fail(child, f"{child.name} ended {why}{early}{f': {words}' if words else ''}")
             return

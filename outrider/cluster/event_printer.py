@@ -56,11 +56,12 @@ class EventPrinter:
         is_done = 0 < event.total <= event.done
         now = time.monotonic()
         with self._lock:
-            before, began_at = self._bars.pop(event.name, (None, now))
+            before, began_at = self._bars.get(event.name, (None, now))
             if before is None or before.message != event.message:
                 before, began_at = None, now
-            if not is_done:
-                self._bars[event.name] = event, began_at
+            self._bars[event.name] = event, began_at
+            if is_done:
+                del self._bars[event.name]
         if is_done:
             took = f" in {now - began_at:.0f} s" if now - began_at >= 1 else ""
             self.say(f"{event.name:<10} {event.message} {_amount(event)}{took}")
