@@ -22,7 +22,6 @@ VALID_DAYS = 30
 AUTHORITY = "ca.pem"
 NODE, CLIENT = "node", "client"
 FILES = (AUTHORITY, *(f"{name}{end}" for name in (NODE, CLIENT) for end in (".pem", "-key.pem")))
-
 HERE = ("localhost", "127.0.0.1", "::1")
 
 
