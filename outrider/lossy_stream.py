@@ -90,11 +90,15 @@ class LossyStream(io.TextIOBase):
                     self._thread = None
                     return
             time.sleep(GATHER_SECONDS)
-            while self._pending:
-                self._write_or_lose(self._pending[0])
-                with self._changed:
-                    self._num_pending -= len(self._pending.popleft())
-                    self._changed.notify_all()
+            with self._changed:
+                texts = tuple(self._pending)
+            for text in texts:
+                self._write_or_lose(text)
+            with self._changed:
+                for text in texts:
+                    self._pending.popleft()
+                    self._num_pending -= len(text)
+                self._changed.notify_all()
 
     def _write_or_lose(self, text: str) -> None:
         try:
