@@ -24,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from outrider.bench.machine import describe_machine
 from outrider.client import Client, GenerateOptions
-from outrider.cluster import Cluster, ClusterConfig, Launch
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.plan import Launch
 from outrider.node import NodeRole, NodeStatus
 
 CONTEXT_TOKENS = 500

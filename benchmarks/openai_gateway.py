@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from outrider.bench.machine import describe_machine
 from outrider.client import ChatMessage, Client
-from outrider.cluster import Cluster, ClusterConfig
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig
 
 QUESTION = "Why is the sky blue?"
 WARM_UP_ROUNDS = 20

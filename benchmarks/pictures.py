@@ -23,7 +23,9 @@ from urllib.request import urlopen
 import outrider
 from benchmarks.failover import busiest_decode_node, status_nodes, wait_for
 from outrider.client import ChatMessage, Client
-from outrider.cluster import Cluster, ClusterConfig, Launch
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.plan import Launch
 from tests.support.chromium import screenshot
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"

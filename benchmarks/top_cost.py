@@ -35,7 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from outrider.bench.machine import describe_machine
 from outrider.client import AsyncClient, GenerateOptions
-from outrider.cluster import Cluster, ClusterConfig, Launch
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.plan import Launch
 
 SETTLE_SECONDS = 1.0
 """Of a window, not counted."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from decode_node.config import SECTIONS, DecodeNodeConfig
 from outrider.engine.processor import prepare_environment
+from outrider.extras import run_role
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PeerSecurity
+from outrider.rpc.tls import PeerSecurity
 from outrider.service.config import ServerConfig
-from outrider.service.server import ServiceProcess
 
 if TYPE_CHECKING:
     from decode_node.node import Build, DecodeParts, Emit
@@ -20,6 +19,8 @@ ROLE = "decode_node"
 
 
 def main(argv: list[str] | None = None) -> int:
+    from outrider.service.server import ServiceProcess
+
     process = ServiceProcess(ROLE, SECTIONS, argv)
     sections = process.sections
     prepare_environment(sections["model"].cpus)
@@ -190,4 +191,4 @@ def make_build(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_role(ROLE, main)

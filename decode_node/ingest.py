@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from outrider.kv_transfer.base import DrainState, TransferSpec
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
-from outrider.rpc.peer_security import PeerSecurity
+from outrider.rpc.tls import PeerSecurity
 from outrider.service.address import is_local, is_wildcard, own_host, split_port
 from outrider.service.security import warn_if_exposed
 

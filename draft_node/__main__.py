@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from prometheus_client import REGISTRY
-
-from draft_node.config import SECTIONS, DraftNodeConfig
-from draft_node.held_sequences import max_held_bytes
-from draft_node.node import DraftNode
-from outrider.engine.processor import prepare_environment
-from outrider.service.announce import announce_progress
-from outrider.service.server import ServiceProcess
-from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
+from outrider.extras import run_role
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain."""
+    from prometheus_client import REGISTRY
+
+    from draft_node.config import SECTIONS, DraftNodeConfig
+    from draft_node.held_sequences import max_held_bytes
+    from draft_node.node import DraftNode
+    from outrider.engine.processor import prepare_environment
+    from outrider.service.announce import announce_progress
+    from outrider.service.server import ServiceProcess
+    from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
+
     process = ServiceProcess("draft_node", SECTIONS, argv)
     sections = process.sections
     config: DraftNodeConfig = sections["draft_node"]
@@ -39,4 +40,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_role("draft_node", main)

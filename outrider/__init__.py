@@ -28,11 +28,7 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(importlib.import_module(f"outrider.llm.{_OFFLINE[name]}"), name)
     except ModuleNotFoundError as error:
-        from outrider.extras import extra_of, install_command
+        from outrider.extras import explain_missing
 
-        if extra_of(error.name) is None:
-            raise
-        missing = (
-            f"outrider.{name} starts nodes, and {error.name} is not installed: {install_command('node')} brings it"
-        )
+        missing = f"outrider.{name} starts nodes, and {explain_missing(error, starts_nodes=True)}"
         raise ImportError(missing, name=error.name) from error

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Never
+
+from outrider.errors import ConfigError
 
 _MODULES = {  # the smallest extra first
     "router": "grpc_reflection jinja2 llguidance prometheus_client structlog tokenizers uvloop xxhash",
-    "node": "cryptography gguf numpy psutil safetensors tqdm",
+    "node": "cryptography gguf numpy psutil safetensors tqdm trustme",
     "torch": "accelerate array_api_compat torch transformers",
     "openai": "smg smg_grpc_proto",
     "store": "valkey",
@@ -19,9 +24,27 @@ EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in mod
 """By module, the extra that brings it."""
 
 
-def extra_of(module: str | None) -> str | None:
-    """None: no extra brings it."""
-    return EXTRAS.get((module or "").partition(".")[0])
+def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
+    """What to install, which is all that nodes need where some are to be started.
+
+    Raises: the error itself, where no extra brings the module.
+    """
+    extra = EXTRAS.get((error.name or "").partition(".")[0])
+    if extra is None:
+        raise error
+    extra = "node" if extra == "router" and starts_nodes else extra
+    return f"{error.name} is not installed: {install_command(extra)} brings it"
+
+
+def run_role(role: str, main: Callable[[], int]) -> Never:
+    """Ends the process with the status of `main`. A missing extra (1) and a wrong setting (2) are a line on stderr."""
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as error:
+        sys.exit(f"{role}: {explain_missing(error, starts_nodes=role != 'router')}")
+    except ConfigError as error:
+        sys.stderr.write(f"{role}: {error}\n")
+        sys.exit(2)
 
 
 def install_command(extra: str) -> str:

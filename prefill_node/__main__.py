@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.engine.processor import prepare_environment
+from outrider.extras import run_role
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PeerSecurity
-from outrider.service.server import ServiceProcess
+from outrider.rpc.tls import PeerSecurity
 from prefill_node.config import SECTIONS, PrefillNodeConfig
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ ROLE = "prefill_node"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from outrider.service.server import ServiceProcess
+
     process = ServiceProcess(ROLE, SECTIONS, argv)
     sections = process.sections
     prepare_environment(sections["model"].cpus)
@@ -98,4 +99,4 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_role(ROLE, main)

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import sys
-
 from outrider.errors import ConfigError
-from outrider.service.server import ServiceProcess
-from router.clients import TokenFile
-from router.config import SECTIONS, RouterConfig
-from router.router import Router
+from outrider.extras import run_role
 
 
 def main() -> int:
-    """The exit status, where the service did not get to run."""
+    """Raises: ConfigError."""
+    from outrider.service.server import ServiceProcess
+    from router.clients import TokenFile
+    from router.config import SECTIONS, RouterConfig
+    from router.router import Router
+
     process = ServiceProcess("router", SECTIONS)
     config: RouterConfig = process.sections["router"]
     if not config.decode_targets:
-        sys.stderr.write("router: router.decode_targets is empty; name at least one host:port\n")
-        return 2
-    try:
-        clients = None if config.token_file is None else TokenFile(config.token_file)
-        router = Router(
-            config,
-            name=process.config.name,
-            security=process.security,
-            clients=clients,
-            shows_text=process.telemetry.log_text,
-            tracer=process.tracer,
-            reasoning_parser=process.sections["gateway"].reasoning_parser,
-        )
-    except ConfigError as error:
-        sys.stderr.write(f"router: {error}\n")
-        return 2
+        raise ConfigError("router.decode_targets is empty; name at least one host:port")
+    clients = None if config.token_file is None else TokenFile(config.token_file)
+    router = Router(
+        config,
+        name=process.config.name,
+        security=process.security,
+        clients=clients,
+        shows_text=process.telemetry.log_text,
+        tracer=process.tracer,
+        reasoning_parser=process.sections["gateway"].reasoning_parser,
+    )
     return process.run(router, client_tls=config.tls, authenticate=None if clients is None else clients.authenticate)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_role("router", main)

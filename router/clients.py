@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.errors import CapacityError, ConfigError, NotAllowedError, UnauthenticatedError
-from outrider.rpc.tls_files import file_stamp
+from outrider.rpc.tls import file_stamp
 from outrider.service.telemetry.logging import get_logger
 
 CLIENT_ID_KEY = "client_id"

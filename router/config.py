@@ -7,9 +7,8 @@ from pathlib import Path
 
 from outrider.config.settings import fixed, setting
 from outrider.request import VerificationMethod
-from outrider.rpc.credentials import TlsConfig
-from outrider.service.config import SERVICE_SECTIONS
-from outrider.service.gateway_config import GatewayConfig
+from outrider.rpc.tls import TlsConfig
+from outrider.service.config import SERVICE_SECTIONS, GatewayConfig
 from router.store.address import MEMORY, ValkeyAddress
 
 STORE = "store"

@@ -10,7 +10,7 @@ from functools import partial
 from outrider.errors import MismatchError, PeerLostError
 from outrider.model_hub.checkpoint_text import CheckpointText, read_text, resolved_files
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeRole, NodeState, NodeStatus
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from outrider.errors import ConfigError, PeerLostError
 from outrider.extras import install_command
 from outrider.node import NodeRole
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
 from outrider.service.pages import FindPage
 from outrider.service.request_limits import ENGINE_SERVICE

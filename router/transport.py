@@ -13,8 +13,8 @@ from outrider.errors import InvalidRequestError, MismatchError, NotFoundError, O
 from outrider.node import NodeInfo, NodeReport
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS
-from outrider.rpc.peer_security import PeerSecurity
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.tls import PeerSecurity
 from outrider.service.liveness import REPORT_SECONDS
 from outrider.service.telemetry.tracing import TRACEPARENT
 from outrider.session import SequenceGroupCommand, SequenceGroupEvent
@@ -46,7 +46,7 @@ class NodeTransport:
         self._open_channel()
 
     def _open_channel(self) -> None:
-        self._security_version = self._security.version
+        self._material = self._security.material
         self._channel = channel = self._security.open_channel(self._address)
         self._node = node_pb2_grpc.NodeServiceStub(channel)
         self._decode = session_pb2_grpc.DecodeServiceStub(channel)
@@ -54,7 +54,7 @@ class NodeTransport:
 
     async def identify(self, *, timeout_seconds: float) -> NodeInfo:
         """The first call of a connection: nothing else runs on the channel, and renewed certificates are shown."""
-        if self._security.version != self._security_version:
+        if self._security.material is not self._material:
             old = self._channel
             self._open_channel()
             await old.close()

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client
-from outrider.cluster import Cluster, ClusterConfig, Launch, Supervision
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig, Supervision
+from outrider.cluster.plan import Launch
 from outrider.model_hub.config import DEFAULT_MODEL_ID
-from outrider.rpc.credentials import TlsConfig
-from outrider.rpc.peer_security import SecurityConfig
+from outrider.rpc.tls import SecurityConfig, TlsConfig
 from tests.support import store_server as store_servers
 from tests.support.fault_points import FaultPoints
 from tests.support.traces import Collector

@@ -23,7 +23,7 @@ from decode_node.drafting.link import DraftLink
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.ranks.sharded_cache import KVCache
-from outrider.rpc.peer_security import PLAINTEXT
+from outrider.rpc.tls import PLAINTEXT
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.speculation.draft_stream import DraftHello, SequenceStart

@@ -19,7 +19,7 @@ from outrider.bench.measure import BenchResult
 from outrider.bench.prompts import DEFAULT_PROMPTS, AnswerOptions, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
 from outrider.bench.run import BenchPlan, run_bench
-from outrider.cli.cluster_arguments import add_cluster_arguments
+from outrider.cli.cluster_arguments import WITHOUT_PREFIX_CACHE, add_cluster_arguments
 from outrider.cli.connection import (
     add_connection_arguments,
     add_target_argument,
@@ -27,15 +27,12 @@ from outrider.cli.connection import (
     read_connection,
     targets,
 )
+from outrider.cli.sampling_arguments import seconds
 from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
 from outrider.errors import InvalidRequestError
 
 DEFAULT_CONCURRENCY = (1, 4, 8, 16)
-COMPARED_SETTINGS = (
-    # Both modes get the same prompts, and neither finds them cached.
-    "kv_cache.prefix_cache=false",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +81,7 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     answers.add_argument("--seed", type=int, metavar="S", help="prompt i uses seed S + i; default 0")
     answers.add_argument("--ignore-eos", action="store_true", help="generate --max-tokens tokens in every answer")
     answers.add_argument(
-        "--timeout", type=float, metavar="SECONDS", dest="timeout_seconds", help="limit for one answer; default 600"
+        "--timeout", type=seconds, metavar="SECONDS", dest="timeout_seconds", help="limit for one answer; default 600"
     )
 
 
@@ -147,7 +144,7 @@ def _router(arguments: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...
     from outrider.cli.up import make_cluster
     from outrider.cluster.event_printer import EventPrinter
 
-    arguments.overrides = [*COMPARED_SETTINGS, *arguments.overrides]
+    arguments.overrides = [WITHOUT_PREFIX_CACHE, *arguments.overrides]
     cluster = make_cluster(arguments)
     cluster.on_event = EventPrinter(sys.stderr).show
     with cluster:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from outrider.config.arguments import add_setting_flags, add_settings_arguments
 from outrider.model_hub.config import ModelConfig
 
@@ -23,6 +22,8 @@ CLUSTER_FLAGS = {
     "port": "cluster.port",
 }
 """Settings by the flag that sets them."""
+WITHOUT_PREFIX_CACHE = "kv_cache.prefix_cache=false"
+"""As `--set` takes it, of commands that send a prompt twice: both runs do the same work, KV transfer included."""
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
@@ -45,5 +46,5 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -
         help="what routers share: valkey://host:port; default: memory, each its own",
     )
     parser.set_defaults(**{CLUSTER_FLAGS[name]: value for name, value in defaults.items()})
-    add_settings_arguments(parser, os.environ)
+    add_settings_arguments(parser)
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from outrider.config.arguments import add_settings_arguments, load_arguments, write_warnings
 from outrider.config.imports.translate import Translated, translate
 from outrider.config.resolve import ROLES, parse_reference
@@ -19,7 +19,7 @@ from outrider.config.schema import config_schema
 from outrider.config.values import format_value, to_plain
 from outrider.config.yaml_files import read_entries
 from outrider.errors import ConfigError
-from outrider.service.gateway_config import GatewayConfig
+from outrider.service.config import GatewayConfig
 
 SECRETS = ("api_key", "hf_token")
 """Keys of other servers whose values are not shown."""
@@ -27,7 +27,7 @@ SECRETS = ("api_key", "hf_token")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=ROLES, help="only the settings of this service; default: all")
-    add_settings_arguments(parser, os.environ)
+    add_settings_arguments(parser)
     parser.set_defaults(show=_show)
     actions = parser.add_subparsers(metavar="ACTION", help="default: print the settings in force")
     schema = actions.add_parser("schema", help="print a JSON schema of the configuration file, for editors")
@@ -112,21 +112,13 @@ def sections_of(role: str | None) -> dict[str, type]:
 
     Imported lazily: an install of the router lacks what nodes import.
     """
-    match role:
-        case "router":
-            from router.config import SECTIONS
-        case "prefill_node":
-            from prefill_node.config import SECTIONS
-        case "decode_node":
-            from decode_node.config import SECTIONS
-        case "draft_node":
-            from draft_node.config import SECTIONS
-        case _:
-            found = {"cluster": ClusterConfig, "gateway": GatewayConfig}
-            for each in ROLES:
-                found |= sections_of(each)
-            return {name: found[name] for name in ALL_SECTIONS}
-    return SECTIONS
+    if role is not None:
+        sections: dict[str, type] = importlib.import_module(f"{role}.config").SECTIONS
+        return sections
+    found = {"cluster": ClusterConfig, "gateway": GatewayConfig}
+    for each in ROLES:
+        found |= sections_of(each)
+    return {name: found[name] for name in ALL_SECTIONS}
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:

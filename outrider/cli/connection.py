@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.client.targets import DEFAULT_TARGET, Targets
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.rpc.credentials import TlsConfig
+from outrider.rpc.tls import TlsConfig
 
 TARGET_VARIABLE = "OUTRIDER_TARGET"
 SYSTEM = "system"

@@ -16,21 +16,18 @@ from pathlib import Path
 from outrider import __version__
 from outrider.bench.load import RequestRecord
 from outrider.bench.measure import gaps, stream_rate
-from outrider.cli.cluster_arguments import add_cluster_arguments
+from outrider.cli.cluster_arguments import WITHOUT_PREFIX_CACHE, add_cluster_arguments
 from outrider.cli.up import announce_serving, make_cluster
 from outrider.client import ChatMessage, Client, GenerateOptions
 from outrider.client.replay import describe_gap
-from outrider.cluster import Cluster, ClusterEvent, EventKind
+from outrider.cluster.child import ClusterEvent, EventKind
+from outrider.cluster.cluster import Cluster
 from outrider.cluster.event_printer import EventPrinter
 from outrider.errors import NotFoundError
 from outrider.node import NodeRole
 
 STOP_LIMIT_SECONDS = 5.0
 DEFAULT_MAX_TOKENS = 128
-DEMO_SETTINGS = (
-    # Both runs of a prompt do the same work, including the KV transfer.
-    "kv_cache.prefix_cache=false",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    arguments.overrides = [*DEMO_SETTINGS, *arguments.overrides]
+    arguments.overrides = [WITHOUT_PREFIX_CACHE, *arguments.overrides]
     printer = EventPrinter(sys.stdout)
     cluster = make_cluster(arguments)
     cluster.on_event = lambda event: _show(printer, event)

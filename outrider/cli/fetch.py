@@ -6,11 +6,10 @@ In a cluster of containers it runs once, before the nodes: one download with vis
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from functools import partial
 
 from outrider.cli.config import sections_of
-from outrider.cluster import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import add_setting_flags, add_settings_arguments, load_arguments
 from outrider.model_hub.config import ModelConfig
@@ -20,7 +19,7 @@ from outrider.model_hub.locate import locate_model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting_flags(parser, {"model": "model.id"}, {"model": ModelConfig})
-    add_settings_arguments(parser, os.environ)
+    add_settings_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,9 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(config: ModelConfig, name: str, printer: EventPrinter) -> None:
-    def progress(stage: str, done: int, total: int) -> None:
-        printer.show(ClusterEvent(kind=EventKind.PROGRESS, name=name, message=stage, done=done, total=total))
-
+    progress = partial(printer.progress, name)
     location = locate_model(config, progress=progress)
     check_whole_files(location.directory, progress=progress)
     printer.say(f"{name:<10} {location.name} is in {location.directory}")

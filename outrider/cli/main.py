@@ -13,7 +13,7 @@ from typing import Never
 
 from outrider import __version__
 from outrider.errors import OutriderError, UnauthenticatedError
-from outrider.extras import extra_of, install_command
+from outrider.extras import explain_missing
 
 COMMANDS = {
     "up": "start a local cluster: router, prefill, decode and draft nodes; `up MODEL` is `up --model MODEL`",
@@ -79,11 +79,7 @@ def _explained(error: OutriderError | ModuleNotFoundError | UnicodeError | OSErr
             is_away = error.reason == "UNREACHABLE"
             return f"{error}; `outrider up` starts a cluster, --target names one" if is_away else str(error)
         case ModuleNotFoundError():
-            extra = extra_of(error.name)
-            if extra is None:
-                raise error
-            extra = "node" if extra == "router" and chosen in STARTERS else extra
-            return f"{error.name} is not installed: {install_command(extra)} brings it"
+            return explain_missing(error, starts_nodes=chosen in STARTERS)
         case UnicodeDecodeError():
             return f"the input is not text in {error.encoding}: byte {error.object[error.start]:#04x}"
         case UnicodeError():

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cli.connection import add_connection_arguments, read_tls, targets
 from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError, NotFoundError, OutriderError, PeerLostError
 from outrider.rpc.channels import open_sync_channel
-from outrider.rpc.credentials import client_credentials
+from outrider.rpc.tls import client_credentials
 
 DEFAULT_TIMEOUT_SECONDS = 3.0
 
@@ -58,13 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidRequestError(f"--timeout {arguments.timeout:g} is not above 0", field="timeout")
     credentials = client_credentials(tls, None)
     with open_sync_channel(arguments.target, credentials=credentials, server_name=arguments.server_name) as channel:
-        check = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=arguments.service)
         try:
-            answer = check(health_pb2.HealthCheckRequest(service=arguments.service), timeout=arguments.timeout)
+            answer = health.Check(request, timeout=arguments.timeout)
         except grpc.RpcError as error:
             raise _explained(error, arguments) from error
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -34,7 +34,7 @@ from outrider.profile import (
     ProfileOptions,
 )
 from outrider.rpc.channels import open_channel
-from outrider.rpc.credentials import TlsConfig, client_credentials
+from outrider.rpc.tls import TlsConfig, client_credentials
 from outrider.service.profiling import fetch_profile
 
 ROLES = {"prefill_node": NodeRole.PREFILL, "decode_node": NodeRole.DECODE}

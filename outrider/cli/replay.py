@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|valkey://URL",
         help="where the receipt of an ID is: a directory, or a store; default: router.receipts",
     )
-    add_settings_arguments(parser, os.environ)
+    add_settings_arguments(parser)
     add_connection_arguments(parser)
 
 

@@ -10,12 +10,12 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from outrider.cli.cluster_arguments import add_cluster_arguments
 from outrider.cli.config import sections_of
 from outrider.cli.up import make_cluster
-from outrider.cluster import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError
@@ -51,9 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
 
-    def progress(stage: str, done: int, total: int) -> None:
-        printer.show(ClusterEvent(kind=EventKind.PROGRESS, name="train-head", message=stage, done=done, total=total))
-
     @contextlib.contextmanager
     def serve() -> Iterator[str]:
         cluster = make_cluster(arguments)
@@ -62,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             yield cluster.router_address
 
     try:
-        printer.say(train_head(plan, serve, say=printer.say, progress=progress))
+        printer.say(train_head(plan, serve, say=printer.say, progress=partial(printer.progress, "train-head")))
     except KeyboardInterrupt:
         printer.say(f"interrupted; the same command goes on with what {plan.work} keeps")
         raise

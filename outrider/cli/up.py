@@ -16,13 +16,13 @@ from typing import Any
 from outrider import __version__
 from outrider.cli.cluster_arguments import HEAD, SECTIONS, add_cluster_arguments
 from outrider.cli.config import sections_of
-from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
-from outrider.cluster.cluster import SIGNAL_SECONDS
-from outrider.cluster.cpu_shares import has_shared_cpus
+from outrider.cluster.child import ChildState, ClusterEvent
+from outrider.cluster.cluster import SIGNAL_SECONDS, Cluster
+from outrider.cluster.config import ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gateway_arguments import require_gateway
-from outrider.cluster.gpu_shares import memory_shares
-from outrider.cluster.plan import DECODE, DRAFT, ROUTER
+from outrider.cluster.gateway import require_gateway
+from outrider.cluster.plan import DECODE, DRAFT, ROUTER, Launch
+from outrider.cluster.shares import has_shared_cpus, memory_shares
 from outrider.config.arguments import (
     add_setting_flags,
     given_settings,

@@ -32,7 +32,7 @@ from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client, GenerateStream
 from outrider.node import ClusterStatus, Model, NodeStatus
 from outrider.request import ChatMessage
-from outrider.rpc.credentials import TlsConfig
+from outrider.rpc.tls import TlsConfig
 
 __all__ = [
     "AsyncClient",

@@ -16,14 +16,13 @@ from outrider.client.options import (
     Prompt,
     make_request,
     with_request_id,
-    with_resume_window,
 )
 from outrider.client.record import StreamRecord, StreamRequest
 from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
 from outrider.client.targets import DEFAULT_TARGET, Targets
 from outrider.errors import OutriderError
-from outrider.rpc.credentials import TlsConfig, client_credentials
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.tls import TlsConfig, client_credentials
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
@@ -83,6 +82,7 @@ class BaseClient(Generic[StreamT]):
         retry: RetryPolicy = ONE_ATTEMPT,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
+        Attempts(retry, timeout_seconds=timeout_seconds)  # or an error
         self._targets = Targets(target)
         self._timeout_seconds = timeout_seconds
         self._retry = retry
@@ -107,8 +107,10 @@ class BaseClient(Generic[StreamT]):
     # ------------------------------------------------------------ streams
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> StreamT:
-        """Streams an answer."""
-        request = make_request(prompt, with_resume_window(options, self._targets))
+        """Streams an answer. With several routers it is resumable by default."""
+        if len(self._targets) > 1:
+            options.setdefault("resume_window_seconds", DEFAULT_RESUME_WINDOW_SECONDS)
+        request = make_request(prompt, options)
         return self.generate_message(request, timeout_seconds=options.get("timeout_seconds"))
 
     def generate_message(self, request: router_pb2.GenerateRequest, *, timeout_seconds: float | None = None) -> StreamT:

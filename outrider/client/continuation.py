@@ -110,7 +110,8 @@ class Continuation:
             return self._sent_again(error)
         if isinstance(error, AlreadyRunningError) and not is_first:
             return self._paused(step.target, self._resume())  # an earlier call has reached it after all
-        if not isinstance(error, (PeerLostError, CapacityError)) and not _was_cancelled_there(error):
+        was_cancelled_there = isinstance(error, AbortedError) and error.reason == "CANCELLED"  # by a router that stops
+        if not isinstance(error, (PeerLostError, CapacityError)) and not was_cancelled_there:
             raise error
         self._is_draining |= error.reason == "DRAINING"
         no_router_answers = not self._record.has_started and self._num_failures >= len(self._targets)
@@ -189,8 +190,3 @@ class Continuation:
             raise error
         self._record.forget_start()  # the next attempt starts afresh
         return Step(target, self._resume() if self._request is None else self._request, seconds)
-
-
-def _was_cancelled_there(error: OutriderError) -> bool:
-    """A router that stops may cancel its calls. (A call that is cancelled here is not continued.)"""
-    return isinstance(error, AbortedError) and error.reason == "CANCELLED"

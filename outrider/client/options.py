@@ -12,7 +12,6 @@ from uuid import uuid4
 from google.protobuf import duration_pb2
 
 from outrider.client.messages import is_chat, read_message, read_token_ids
-from outrider.client.targets import Targets
 from outrider.errors import InvalidRequestError
 from outrider.request import ChatMessage
 from outrider.v1 import router_pb2
@@ -148,13 +147,6 @@ def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateR
     named = router_pb2.GenerateRequest(request_id=str(uuid4()))
     named.MergeFrom(request)
     return named
-
-
-def with_resume_window(options: GenerateOptions, targets: Targets) -> GenerateOptions:
-    """With several routers answers are resumable by default."""
-    if len(targets) == 1 or "resume_window_seconds" in options:
-        return options
-    return {**options, "resume_window_seconds": DEFAULT_RESUME_WINDOW_SECONDS}
 
 
 def make_detokenize_request(

@@ -64,6 +64,9 @@ class Attempts:
         timeout_seconds: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Raises: ValueError."""
+        if timeout_seconds is not None and not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds must be above 0, not {timeout_seconds}")
         self._policy = policy
         self._clock = clock
         self._deadline = None if timeout_seconds in (None, math.inf) else clock() + timeout_seconds

@@ -103,7 +103,7 @@ class Client(BaseClient[GenerateStream]):
     and holds for all of its attempts together.
 
     Raises: ConfigError for a file of `tls` that cannot be read, and for a token without TLS;
-    ValueError without a target.
+    ValueError without a target, and for a timeout that is not above 0, here or of a request.
     """
 
     _make_stream = GenerateStream

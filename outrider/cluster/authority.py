@@ -1,32 +1,27 @@
 """A throw-away certificate authority in a folder, so that mutual TLS is one flag away.
 
-Its key is never written: nobody can issue another certificate, and a folder that lacks a file is made anew.
+Its key is never written: nobody can issue another certificate.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import ipaddress
 import os
 import socket
 from pathlib import Path
 
+import idna
+import trustme
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from outrider.errors import ConfigError
-from outrider.rpc.credentials import TlsConfig
-from outrider.rpc.peer_security import SecurityConfig
-from outrider.service.address import own_host
+from outrider.rpc.tls import SecurityConfig, TlsConfig
+from outrider.service.address import ip_of, own_host
 
 VALID_DAYS = 30
-CLOCK_SKEW = dt.timedelta(minutes=5)
 AUTHORITY = "ca.pem"
 NODE, CLIENT = "node", "client"
 FILES = (AUTHORITY, *(f"{name}{end}" for name in (NODE, CLIENT) for end in (".pem", "-key.pem")))
-
 HERE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -34,40 +29,30 @@ class Authority:
     """Issues certificates; its key exists in this object only."""
 
     def __init__(self) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Outrider throw-away authority")])
-        self._certificate = (
-            _builder(name, name, self._key)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_key_usage(is_authority=True), critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
+        self._authority = trustme.CA(path_length=0, organization_name="Outrider", organization_unit_name="throw-away")
 
     def write(self, folder: Path) -> None:
         """`ca.pem`. Raises: OSError."""
-        _write(folder / AUTHORITY, self._certificate.public_bytes(serialization.Encoding.PEM))
+        _write(folder / AUTHORITY, self._authority.cert_pem.bytes())
 
     def issue(self, folder: Path, file: str, *names: str) -> TlsConfig:
-        """`FILE.pem` and `FILE-key.pem`, for these DNS names and addresses. Raises: OSError."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
-        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        certificate = (
-            _builder(subject, self._certificate.subject, key)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_key_usage(is_authority=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
-        private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        """`FILE.pem` and `FILE-key.pem`, for these DNS names and addresses.
+
+        Raises: OSError; UnicodeError for what is no DNS name.
+        """
+        until = dt.datetime.now(dt.UTC) + dt.timedelta(days=VALID_DAYS)
+        issued = self._authority.issue_cert(
+            *names,
+            organization_name="Outrider",
+            organization_unit_name=file,
+            common_name=names[0][:64],
+            not_after=until,
         )
         tls = _tls_of(folder, file)
         assert tls.certificate is not None
         assert tls.private_key is not None
-        _write(tls.private_key, private)
-        _write(tls.certificate, certificate.public_bytes(serialization.Encoding.PEM))
+        _write(tls.private_key, issued.private_key_pem.bytes())
+        _write(tls.certificate, issued.cert_chain_pems[0].bytes())
         return tls
 
 
@@ -81,10 +66,12 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
     there = [name for name in FILES if (folder / name).exists()]
     try:
         if not there:
+            if wrong := [name for name in (config.peer_name, config.operator_name) if not _can_be_certified(name)]:
+                raise ConfigError(f"--tls: certificates are for DNS names, and {wrong[0]} is none")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             authority = Authority()
+            machine = filter(_can_be_certified, (socket.gethostname(), own_host().strip("[]")))
             authority.write(folder)
-            machine = (socket.gethostname(), own_host().strip("[]"))
             authority.issue(folder, NODE, *dict.fromkeys((config.peer_name, *HERE, *machine)))
             authority.issue(folder, CLIENT, config.operator_name)
         elif missing := [name for name in FILES if name not in there]:
@@ -96,6 +83,14 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
     except OSError as error:
         raise ConfigError(f"--tls {error.filename or folder}: {error.strerror}") from error
     return _tls_of(folder, NODE)
+
+
+def _can_be_certified(name: str) -> bool:
+    """A DNS name or an address. A machine's own name may be neither: DNS has no underscore."""
+    try:
+        return ip_of(name) is not None or bool(idna.encode(name, uts46=True))
+    except idna.IDNAError:
+        return False
 
 
 def _tls_of(folder: Path, file: str) -> TlsConfig:
@@ -115,40 +110,6 @@ def _check_dates(folder: Path) -> None:
             raise ConfigError(f"--tls: {folder / name} is not a certificate") from error
         if until < dt.datetime.now(dt.UTC):
             raise ConfigError(f"--tls: {folder / name} expired on {until:%Y-%m-%d}; remove the folder for new files")
-
-
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-    now = dt.datetime.now(dt.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(now + dt.timedelta(days=VALID_DAYS))
-    )
-
-
-def _key_usage(*, is_authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not is_authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=is_authority,
-        crl_sign=is_authority,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _general_name(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        return x509.DNSName(name)
 
 
 def _write(path: Path, content: bytes) -> None:

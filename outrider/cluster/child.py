@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class Child:
 
     def __init__(self, spec: ChildSpec, log_path: Path) -> None:
         self.spec = spec
+        self.name, self.role, self.is_one_shot = spec.name, spec.role, spec.is_one_shot
         self.log_path = log_path
         self.state = ChildState.PLANNED
         self.address = ""
@@ -83,12 +84,12 @@ class Child:
         self.exit_status: int | None = None
         self.num_restarts = 0
         self.num_failures = 0
+        self.is_useless = False  # a router that waits for nodes refused it
         self.start_at = 0.0
         self.serving_since: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._descriptor: int | None = None
+        self._announced: FileIO | None = None  # what the process announces, while it runs
         self._buffer = b""
-        self._unheard: list[dict[str, Any]] = []  # announcements of a process that has ended
         self._failure = ""  # as it announced
         self._log: FileIO | None = None  # while the process runs
         self._log_start = 0  # where this life's part of the log begins
@@ -101,16 +102,21 @@ class Child:
     def is_running(self) -> bool:
         return self._process is not None
 
+    @property
+    def has_never_served(self) -> bool:
+        """In no life."""
+        return self.serving_since is None and self.num_restarts == 0
+
     def spawn(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Starts the process. The calling thread must outlive it. Raises: OSError.
 
         It starts without a log where none can be opened: a disk that is full later, or a cleaner of temporary files,
         must not keep a process from being started again.
         """
+        log = self._open_log()
+        log_start = log.seek(0, os.SEEK_END)
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
-            log = self._open_log()
-            self._log_start = log.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(  # noqa: S603 the cluster's own command
                 tied(command),
                 stdin=subprocess.DEVNULL,
@@ -122,27 +128,26 @@ class Child:
             )
         except OSError:
             os.close(reader)
+            log.close()
             raise
         finally:
             os.close(writer)
         os.set_blocking(reader, False)
-        self._descriptor, self._buffer, self._failure = reader, b"", ""
+        self._announced, self._buffer, self._failure = FileIO(reader), b"", ""
+        self._log, self._log_start = log, log_start
         self.state, self.serving_since = ChildState.STARTING, None
 
     def announcements(self) -> list[dict[str, Any]]:
         """New announcements since the last call."""
-        said, self._unheard = self._unheard, []
-        if self._descriptor is None:
-            return said
-        try:
-            while data := os.read(self._descriptor, 65536):
-                self._buffer += data
-        except BlockingIOError:
-            pass  # nothing more for now
+        self._hear()
         *lines, self._buffer = self._buffer.split(b"\n")
-        said += [json.loads(line) for line in lines if line.startswith(b"{")]
+        said = [json.loads(line) for line in lines if line.startswith(b"{")]
         self._failure = next((each["failed"] for each in said if "failed" in each), self._failure)
         return [each for each in said if "failed" not in each]
+
+    def _hear(self) -> None:
+        if self._announced is not None:
+            self._buffer += self._announced.readall() or b""  # None: nothing new for now
 
     def bound_log(self, max_bytes: int) -> None:
         """A log that has grown beyond this goes to `LOG.1`, whose content is lost. Raises: OSError.
@@ -161,18 +166,11 @@ class Child:
             self._log_start = 0
 
     def _open_log(self) -> FileIO:
-        self._close_log()
         try:
             self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._log = FileIO(self.log_path, "a+")
+            return FileIO(self.log_path, "a+")
         except OSError:
-            self._log = FileIO(os.devnull, "a+")
-        return self._log
-
-    def _close_log(self) -> None:
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+            return FileIO(os.devnull, "a+")
 
     def reap(self) -> int | None:
         """The exit status once the process has ended (negative: the signal's number), else None."""
@@ -181,12 +179,10 @@ class Child:
         status = self._process.poll()
         if status is None:
             return None
-        self._process = None
-        self._close_log()
-        self._unheard = self.announcements()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._hear()
+        for file in filter(None, (self._announced, self._log)):
+            file.close()
+        self._process = self._announced = self._log = None
         self.exit_status = status
         return status
 
@@ -217,14 +213,4 @@ class Child:
         return ""
 
     def snapshot(self) -> NodeProcess:
-        return NodeProcess(
-            name=self.spec.name,
-            role=self.spec.role,
-            state=self.state,
-            pid=self.pid,
-            address=self.address,
-            metrics_address=self.metrics_address,
-            num_restarts=self.num_restarts,
-            log_path=self.log_path,
-            description=self.description,
-        )
+        return NodeProcess(**{field.name: getattr(self, field.name) for field in fields(NodeProcess)})

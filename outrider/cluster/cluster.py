@@ -103,7 +103,7 @@ class Cluster:
         if failure is not None:
             raise PeerLostError(failure, reason="START_FAILED")
         if not reached or not self._all_serve():
-            missing = ", ".join(child.spec.name for child in self._children if child.state is not ChildState.SERVING)
+            missing = ", ".join(child.name for child in self._children if child.state is not ChildState.SERVING)
             raise PeerLostError(f"does not serve: {missing}; logs in {self.log_directory}", reason="START_FAILED")
 
     @property
@@ -112,7 +112,7 @@ class Cluster:
 
         Raises: InternalError before every router listens.
         """
-        addresses = [child.address for child in self._children if child.spec.role == ROUTER]
+        addresses = [child.address for child in self._children if child.role == ROUTER]
         if not all(addresses):
             raise InternalError("the router does not listen yet")
         return ",".join(filter(None, addresses))
@@ -126,7 +126,7 @@ class Cluster:
     def nodes(self) -> tuple[NodeProcess, ...]:
         """Every service process, the router included, as it is now."""
         with self._changed:
-            return tuple(child.snapshot() for child in self._children if not child.spec.is_one_shot)
+            return tuple(child.snapshot() for child in self._children if not child.is_one_shot)
 
     def node(self, name: str) -> NodeProcess:
         """By name: "router" ("router-0" of several), "decode-0". Raises: NotFoundError."""
@@ -155,7 +155,7 @@ class Cluster:
     @property
     def exit_statuses(self) -> dict[str, int]:
         """Of each child's last process that ended; negative is a signal's number."""
-        return {child.spec.name: child.exit_status for child in self._children if child.exit_status is not None}
+        return {child.name: child.exit_status for child in self._children if child.exit_status is not None}
 
     @property
     def has_ended_well(self) -> bool:
@@ -231,11 +231,14 @@ class Cluster:
             elif said.get("serving"):
                 child.description = said
                 child.serving_since = time.monotonic()
-                self._become(child, ChildState.SERVING)
-                self._tell(child, EventKind.SERVING, f"on {child.address}")
+                self._become(child, ChildState.SERVING, EventKind.SERVING, f"on {child.address}")
             elif "refused" in said:
                 refused = next((other for other in self._children if other.address == said["address"]), child)
-                self._tell(refused, EventKind.REFUSED, f"by {child.spec.name}: {said['refused']}")
+                why = f"by {child.name}: {said['refused']}"
+                self._tell(refused, EventKind.REFUSED, why)
+                refused.is_useless |= child.role == ROUTER and child.has_never_served
+                if all(other.is_useless for other in self._children if other.role == DECODE):
+                    self._fail(refused, f"{refused.name} is refused {why}")  # the router would wait for ever
             else:
                 child.address = str(said["address"])
                 child.metrics_address = said.get("metrics_address")
@@ -248,14 +251,13 @@ class Cluster:
         if status is None:
             return
         self._listen(child)
-        if child.spec.is_one_shot and status == 0:
-            self._become(child, ChildState.ENDED)
-            self._tell(child, EventKind.ENDED, child.last_words())
+        if child.is_one_shot and status == 0:
+            self._become(child, ChildState.ENDED, EventKind.ENDED, child.last_words())
             return
         why, words = describe_status(status), child.last_words()
-        if child.serving_since is None and child.num_restarts == 0:
+        if child.has_never_served:
             early = "" if status > 0 else " before it served"
-            self._fail(child, f"{child.spec.name} ended {why}{early}{f': {words}' if words else ''}")
+            self._fail(child, f"{child.name} ended {why}{early}{f': {words}' if words else ''}")
             return
         self._start_again_later(child, f"{why}: {words}" if words and status > 0 else why)
 
@@ -267,8 +269,7 @@ class Cluster:
         child.num_failures += 1
         child.num_restarts += 1
         child.start_at = time.monotonic() + delay
-        self._become(child, ChildState.DOWN)
-        self._tell(child, EventKind.DIED, f"{why}; restarts {f'in {delay:g} s' if delay else 'now'}")
+        self._become(child, ChildState.DOWN, EventKind.DIED, f"{why}; restarts {f'in {delay:g} s' if delay else 'now'}")
 
     def _is_due(self, child: Child) -> bool:
         if child.state is ChildState.DOWN:
@@ -276,20 +277,20 @@ class Cluster:
         if child.state is not ChildState.PLANNED:
             return False
         before = [other for other in self._children if other is not child]
-        if any(other.spec.is_one_shot and other.state is not ChildState.ENDED for other in before):
+        if any(other.is_one_shot and other.state is not ChildState.ENDED for other in before):
             return False
-        if child.spec.role == GATEWAY:  # it asks routers about their model, and again only a second later
-            return all(other.serving_since for other in before if other.spec.role == ROUTER)
-        if child.spec.role == ROUTER:  # which waits for nodes that do not serve yet
-            nodes = [other for other in before if other.spec.role not in (ROUTER, GATEWAY)]
-            return all(other.spec.is_one_shot or other.address for other in nodes)
-        if child.spec.role == DECODE:
-            return all(other.address for other in before if other.spec.role == DRAFT)
+        if child.role == GATEWAY:  # it asks routers about their model, and again only a second later
+            return all(other.serving_since for other in before if other.role == ROUTER)
+        if child.role == ROUTER:  # which waits for nodes that do not serve yet
+            nodes = [other for other in before if other.role not in (ROUTER, GATEWAY)]
+            return all(other.is_one_shot or other.address for other in nodes)
+        if child.role == DECODE:
+            return all(other.address for other in before if other.role == DRAFT)
         return True
 
     def _spawn(self, child: Child) -> None:
         targets = {
-            role: [other.address for other in self._children if other.spec.role == role]
+            role: [other.address for other in self._children if other.role == role]
             for role in (DRAFT, PREFILL, DECODE, ROUTER)
         }
         assert self._turns_directory is not None, "start comes first"
@@ -309,16 +310,15 @@ class Cluster:
             if child.num_restarts:
                 self._start_again_later(child, f"cannot be started: {error}")
             else:
-                self._fail(child, f"{child.spec.name} cannot be started: {error}")
+                self._fail(child, f"{child.name} cannot be started: {error}")
             return
-        self._become(child, ChildState.STARTING)
-        self._tell(child, EventKind.STARTING, f"pid {child.pid}")
+        self._become(child, ChildState.STARTING, EventKind.STARTING, f"pid {child.pid}")
 
     def _stop_children(self) -> None:
         """SIGTERM to router and gateway, then to the nodes; SIGKILL to each when its time is over, frozen or not."""
         running = [child for child in self._children if child.is_running]
-        routers = [child for child in running if child.spec.role == ROUTER]
-        first = [*routers, *(child for child in running if child.spec.role == GATEWAY)]
+        routers = [child for child in running if child.role == ROUTER]
+        first = [*routers, *(child for child in running if child.role == GATEWAY)]
         rest = [child for child in running if child not in first]
         self._terminate(first)
         router_seconds = self._seconds_to_end(first)
@@ -346,10 +346,9 @@ class Cluster:
 
     def _terminate(self, children: list[Child]) -> None:
         for child in children:
-            self._become(child, ChildState.STOPPING)
+            self._become(child, ChildState.STOPPING, EventKind.STOPPING)
             with self._changed:
                 child.send_signal(signal.SIGTERM)
-            self._tell(child, EventKind.STOPPING)
 
     def _reap_stopped(self, children: list[Child], deadline: float) -> None:
         for child in children:
@@ -367,23 +366,26 @@ class Cluster:
             self._changed.notify_all()
         self._tell(child, EventKind.FAILED, message)
 
-    def _become(self, child: Child, state: ChildState) -> None:
+    def _become(self, child: Child, state: ChildState, kind: EventKind | None = None, message: str = "") -> None:
+        """`kind`: of the event that tells it, where one does."""
         with self._changed:
             child.state = state
             self._changed.notify_all()
+        if kind is not None:
+            self._tell(child, kind, message)
 
     def _tell(self, child: Child, kind: EventKind, message: str = "", *, done: int = 0, total: int = 0) -> None:
         with contextlib.suppress(Exception):  # a listener that fails must not end the supervision
-            self.on_event(ClusterEvent(kind=kind, name=child.spec.name, message=message, done=done, total=total))
+            self.on_event(ClusterEvent(kind=kind, name=child.name, message=message, done=done, total=total))
 
     def _all_serve(self) -> bool:
-        return all(child.spec.is_one_shot or child.state is ChildState.SERVING for child in self._children)
+        return all(child.is_one_shot or child.state is ChildState.SERVING for child in self._children)
 
     def _child(self, name: str) -> Child:
         for child in self._children:
-            if child.spec.name == name:
+            if child.name == name:
                 return child
-        raise NotFoundError(f"no node {name}; there are {', '.join(child.spec.name for child in self._children)}")
+        raise NotFoundError(f"no node {name}; there are {', '.join(child.name for child in self._children)}")
 
 
 def describe_status(status: int) -> str:

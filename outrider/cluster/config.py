@@ -8,9 +8,6 @@ from outrider.config.settings import setting
 from outrider.service.config import ROUTER_PORT
 from outrider.speculation.proposers.factory import DRAFT_CHOICES, DraftChoice, parse_draft_choice
 
-MAX_DOUBLINGS = 64
-"""Of the restart delay."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
@@ -26,7 +23,6 @@ class ClusterConfig:
     port: int = setting(
         ROUTER_PORT, at_least=0, at_most=65535, help="The (first) router's port; 0: the system chooses."
     )
-
     openai_port: int | None = setting(
         None,
         at_least=0,
@@ -63,5 +59,5 @@ class Supervision:
         """
         if num_failures == 0 and has_served:
             return 0.0
-        doublings = min(max(num_failures - 1, 0), MAX_DOUBLINGS)  # 2.0**1024 would be an error
+        doublings = min(max(num_failures - 1, 0), 64)  # 2.0**1024 would be an error
         return min(self.restart_seconds * 2.0**doublings, self.max_restart_seconds)

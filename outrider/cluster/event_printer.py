@@ -36,11 +36,15 @@ class EventPrinter:
         if event.kind is EventKind.FAILED:
             return
         if event.kind is EventKind.PROGRESS:
-            self._progress(event)
+            self._show_progress(event)
             return
         with self._lock:
             self._bars.pop(event.name, None)
         self.say(f"{event.name:<10} {event.kind.value} {event.message}".rstrip())
+
+    def progress(self, name: str, stage: str, done: int, total: int) -> None:
+        """Of work in this process."""
+        self.show(ClusterEvent(kind=EventKind.PROGRESS, name=name, message=stage, done=done, total=total))
 
     def say(self, text: str) -> None:
         with self._lock:
@@ -48,7 +52,7 @@ class EventPrinter:
             self._stream.write(text + "\n")
             self._stream.flush()
 
-    def _progress(self, event: ClusterEvent) -> None:
+    def _show_progress(self, event: ClusterEvent) -> None:
         is_done = 0 < event.total <= event.done
         now = time.monotonic()
         with self._lock:
@@ -56,9 +60,9 @@ class EventPrinter:
             if before is None or before.message != event.message:
                 before, began_at = None, now
             self._bars[event.name] = event, began_at
-        if is_done:
-            with self._lock:
+            if is_done:
                 del self._bars[event.name]
+        if is_done:
             took = f" in {now - began_at:.0f} s" if now - began_at >= 1 else ""
             self.say(f"{event.name:<10} {event.message} {_amount(event)}{took}")
         elif not self._is_terminal:

@@ -7,21 +7,25 @@ thread announces when it can answer.
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
+import math
 import os
+import secrets
 import socket
 import sys
 import threading
 import time
+import urllib.request
+from dataclasses import dataclass
 
-from outrider.cluster.gateway_arguments import ENVIRONMENT, GatewayPorts, gateway_arguments, may_trace, require_gateway
 from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
+from outrider.extras import install_command
 from outrider.lossy_stream import guard_standard_streams
 from outrider.service.address import host_port, is_wildcard, loopback
 from outrider.service.announce import announce, announce_uncaught_errors
-from outrider.service.config import ServerConfig, TelemetryConfig
-from outrider.service.gateway_config import GatewayConfig
+from outrider.service.config import NO_PARSER, GatewayConfig, ServerConfig, TelemetryConfig
 from outrider.service.security import warn_if_exposed
 from outrider.service.server import probe_port
 from outrider.service.telemetry.logging import configure_logging, get_logger
@@ -29,6 +33,12 @@ from outrider.service.telemetry.logging import configure_logging, get_logger
 MODULE = "outrider.cluster.gateway"
 TICK_SECONDS = 0.1
 PROBE_SECONDS = 2.0
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""Largest HTTP request. Routers take 2 MiB by default, in which token ids need less room than their text."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+"""The gateway asks a hub for a tokenizer that is not on its machine, before it asks the router: it finds none, since
+nothing listens there (the discard port).
+"""
 
 _log = get_logger("gateway")
 
@@ -100,22 +110,88 @@ def _free_port(host: str) -> int:
 
 def served_model(ports: GatewayPorts) -> str | None:
     """The model's name as clients give it, once the gateway has a healthy router and its tokenizer; else None."""
-    host = loopback() if is_wildcard(ports.host) else ports.host
-    connection = http.client.HTTPConnection(host, ports.port, timeout=PROBE_SECONDS)
+    url = f"http://{host_port(loopback() if is_wildcard(ports.host) else ports.host, ports.port)}"
+    ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
     try:
-        connection.request("GET", "/readiness")
-        answer = connection.getresponse()
-        answer.read()
-        if answer.status != http.HTTPStatus.OK:
-            return None
-        connection.request("GET", "/v1/models")
-        answer = connection.getresponse()
-        models = json.load(answer)["data"] if answer.status == http.HTTPStatus.OK else []
-    except (OSError, http.client.HTTPException):  # it does not listen yet
+        ask(f"{url}/readiness", timeout=PROBE_SECONDS).close()
+        with ask(f"{url}/v1/models", timeout=PROBE_SECONDS) as answer:
+            models = json.load(answer)["data"]
+    except (OSError, http.client.HTTPException):  # it does not listen yet, or answers with an error
         return None
-    finally:
-        connection.close()
     return str(models[0]["id"]) if models else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayPorts:
+    """Where a gateway listens. Both ports are known before it starts: smg chooses none by itself."""
+
+    host: str
+    port: int
+    metrics_host: str
+    metrics_port: int
+
+
+def require_gateway() -> None:
+    """Raises: ConfigError when smg is not installed."""
+    if importlib.util.find_spec("smg") is None:
+        raise ConfigError(f"the OpenAI API needs the SMG gateway, which is not installed: {install_command('openai')}")
+
+
+def may_trace(telemetry: TelemetryConfig) -> bool:
+    """The gateway's exporter is built without TLS: with https:// it would not start."""
+    return telemetry.otlp_endpoint.startswith("http://")
+
+
+def gateway_arguments(
+    config: GatewayConfig, telemetry: TelemetryConfig, ports: GatewayPorts, drain_seconds: float
+) -> list[str]:
+    """In front of `config.router_targets`. Comments say what would happen with its defaults.
+
+    Raises: ConfigError for keys that cannot be read.
+    """
+    flags = ["--host", ports.host, "--port", str(ports.port)]
+    flags += ["--prometheus-host", ports.metrics_host, "--prometheus-port", str(ports.metrics_port)]
+    flags += ["--worker-urls", *(f"grpc://{target}" for target in config.router_targets)]
+    flags += ["--policy", "round_robin"]  # routers place by load and cached prefix themselves
+    flags += ["--disable-retries"]  # overload would be told after five tries; routers retry what can be retried
+    flags += ["--disable-circuit-breaker"]  # ten failures would refuse everything for a minute
+    # A router that was away would be back after up to two minutes.
+    flags += ["--health-check-interval-secs", "1", "--health-success-threshold", "1"]
+    flags += ["--health-check-timeout-secs", "2"]
+    flags += ["--worker-startup-check-interval", "1"]  # a router that starts later would be seen after 30 s
+    flags += ["--shutdown-grace-period-secs", str(math.ceil(drain_seconds))]
+    flags += ["--max-payload-size", str(MAX_BODY_BYTES)]
+    # Adding workers, flushing caches and the like would be open to every caller: this key is told to nobody.
+    flags += ["--control-plane-api-keys", f"outrider:outrider:admin:{secrets.token_hex(16)}"]
+    if config.tool_call_parser:
+        flags += ["--tool-call-parser", config.tool_call_parser]
+    flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # by the model's name, unknown to routers
+    # A client's own id would be the request's, by whose form routers tell completions from chats.
+    flags += ["--request-id-headers", "x-outrider-request-id"]
+    if config.cors_allowed_origins:
+        flags += ["--cors-allowed-origins", *config.cors_allowed_origins]
+    for number, key in enumerate(_read_keys(config)):
+        flags += ["--tenant-api-key", f"client-{number}:{key}"]  # --api-key would open the administration as well
+    traces = telemetry.otlp_endpoint if may_trace(telemetry) else ""
+    if traces:
+        flags += ["--enable-trace", "--otlp-traces-endpoint", traces]
+    is_verbose = telemetry.log_level == "debug" or bool(traces)  # below "info" it makes no spans
+    flags += ["--log-level", "info" if is_verbose else "warn"]  # info: two lines a request
+    flags += [] if telemetry.log_format == "text" else ["--log-json"]
+    return [*flags, *config.extra_arguments]
+
+
+def _read_keys(config: GatewayConfig) -> list[str]:
+    """Of `key_file`. Raises: ConfigError, also for a file without a key, which would ask nobody."""
+    if config.key_file is None:
+        return []
+    try:
+        keys = config.key_file.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"gateway.key_file cannot be read: {error}") from error
+    if not keys:
+        raise ConfigError(f"gateway.key_file {config.key_file} has no key")
+    return keys
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import ClusterConfig
-from outrider.cluster.cpu_shares import divide_cpus
+from outrider.cluster.shares import divide_cpus
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.heads.locate import AUTO_HEAD
 from outrider.own_modules import module_command

@@ -24,13 +24,12 @@ def parse_role_arguments(
     sections: Mapping[str, type],
     argv: Sequence[str] | None = None,
     *,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     """Reads a role's command line: `--config FILE`, `--set KEY=VALUE`, `--help` with every key.
 
     A mistake ends the process with status 2 and one line on stderr.
     """
-    environ = os.environ if environ is None else environ
     parser = argparse.ArgumentParser(
         prog=f"python -m {role}",
         description=f"Outrider's {role}.",
@@ -60,7 +59,7 @@ def parse_role_arguments(
     return resolved.sections
 
 
-def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
     """What every command with settings has, for `load_arguments`. A flag whose `dest` is a key is that setting."""
     default = environ.get(CONFIG_FILE_VARIABLE)
     parser.add_argument(

@@ -18,7 +18,7 @@ from outrider.kv_transfer.sender import Carrier, Sender
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.kv_transfer.shared_memory import ArenaSource
 from outrider.kv_transfer.shared_window import SharedWindow
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity, TlsMaterial
 
 MAX_CHANNELS = 256
 
@@ -50,7 +50,7 @@ class Connector:
         self._config = config
         self._lock = threading.Lock()
         self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # last used last
-        self._security_version = 0  # of the channels
+        self._material: TlsMaterial | None = None  # of the channels
 
     def connect(self, address: str, spec: TransferSpec) -> Sender:
         """Attaches to the transfer that the receiver at host:port has opened.
@@ -91,11 +91,11 @@ class Connector:
         )
 
     def _link(self, address: str) -> tuple[grpc.Channel, SharedWindow]:
-        version = self._security.version
+        material = self._security.material
         with self._lock:
-            if version != self._security_version:
+            if material is not self._material:
                 self._links.clear()  # each ends with its last transfer
-                self._security_version = version
+                self._material = material
             link = self._links.get(address)
             if link is None:
                 channel = self._security.open_bulk_channel(address, max_message_bytes=MAX_MESSAGE_BYTES)

@@ -21,7 +21,7 @@ from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from outrider.kv_transfer.watchdog import Watchdog
 from outrider.rpc.channels import server_options
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 
 HELLO_SECONDS = 2.0
 """How long a stream may take to attach to a transfer."""

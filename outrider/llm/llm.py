@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.client import GenerateOptions
-from outrider.cluster import Cluster, ClusterConfig, ClusterEvent, EventKind, Launch
+from outrider.cluster.child import ClusterEvent, EventKind
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gpu_shares import memory_shares
-from outrider.cluster.plan import DECODE
+from outrider.cluster.plan import DECODE, Launch
+from outrider.cluster.shares import memory_shares
 from outrider.config.imports import vllm_entries
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, load_config
 from outrider.config.values import is_null

@@ -12,6 +12,7 @@ descriptor's number is in OUTRIDER_ANNOUNCE_FD; without it nothing is announced.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -27,53 +28,37 @@ PROGRESS_INTERVAL_SECONDS = 0.1
 LOG_INTERVAL_SECONDS = 3.0
 
 
-class Announcer:
-    """Writes announcements; a no-op without a descriptor. Thread-safe. A reader that left is no error."""
+_text = os.environ.get(ANNOUNCE_VARIABLE, "")
+_descriptor = int(_text) if _text.isdigit() else None
+_lock = threading.Lock()
+_failure_log = get_logger("service")
 
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-        self._lock = threading.Lock()
-        self._last_progress = 0.0
 
-    @classmethod
-    def from_environment(cls) -> Announcer:
-        text = os.environ.get(ANNOUNCE_VARIABLE, "")
-        return cls(int(text) if text.isdigit() else None)
-
-    def say(self, **fields: Any) -> None:
-        """One line. Fields must be JSON values."""
-        if self._descriptor is None:
-            return
+def announce(**fields: Any) -> None:
+    """One line, where somebody listens. Fields must be JSON values. Thread-safe. A reader that left is no error."""
+    if _descriptor is not None:
         line = (json.dumps(fields) + "\n").encode()
-        with self._lock:
-            try:
-                os.write(self._descriptor, line)
-            except OSError:  # nobody listens any more: stop announcing
-                self._descriptor = None
-
-    def progress(self, stage: str, done: int, total: int) -> None:
-        """How far a long start has come, at most ten times a second; fits `open_model(progress=…)`."""
-        now = time.monotonic()
-        if done < total and now - self._last_progress < PROGRESS_INTERVAL_SECONDS:
-            return
-        self._last_progress = now
-        self.say(progress=stage, done=done, total=total)
+        with _lock, contextlib.suppress(OSError):
+            os.write(_descriptor, line)
 
 
-class ProgressLog:
-    """Lines for whoever watches a log: every few seconds while a stage goes on, and its end if it had any. One thread.
-
-    A stage that is over sooner says nothing.
+class Progress:
+    """Tells the process that started this one ten times a second at most how far a long start has come, and the log
+    every few seconds while a stage goes on, and its end if it had any line. One thread.
     """
 
     def __init__(self) -> None:
         self._log = get_logger("progress")
         self._stage = ""
+        self._announced_at = 0.0
         self._next_line_at = 0.0
         self._has_spoken = False
 
-    def progress(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
+        if done >= total or now - self._announced_at >= PROGRESS_INTERVAL_SECONDS:
+            self._announced_at = now
+            announce(progress=stage, done=done, total=total)
         if stage != self._stage:
             self._stage, self._has_spoken = stage, False
             self._next_line_at = now + LOG_INTERVAL_SECONDS
@@ -84,6 +69,9 @@ class ProgressLog:
         self._next_line_at = now + LOG_INTERVAL_SECONDS
         self._log.info(_STAGES.get(stage, stage), stage=stage, done=done, **({"total": total} if total else {}))
 
+
+announce_progress = Progress()
+"""For `open_model(config, progress=announce_progress)`."""
 
 _STAGES = {
     "download": "downloading the model",
@@ -104,15 +92,3 @@ def announce_failure(event: str, error: BaseException) -> None:
 def announce_uncaught_errors() -> None:
     """From now on, an exception that ends the main thread is announced as a failed start."""
     sys.excepthook = lambda _kind, error, _trace: announce_failure("cannot start", error)
-
-
-def announce_progress(stage: str, done: int, total: int) -> None:
-    """Tells the process that started this one, and the log: `open_model(config, progress=announce_progress)`."""
-    _process_announcer.progress(stage, done, total)
-    _process_log.progress(stage, done, total)
-
-
-_process_announcer = Announcer.from_environment()
-announce = _process_announcer.say
-_failure_log = get_logger("service")
-_process_log = ProgressLog()

@@ -18,7 +18,7 @@ from outrider.errors import (
     OutriderError,
     UnauthenticatedError,
 )
-from outrider.rpc.peer_security import PeerSecurity
+from outrider.rpc.tls import PeerSecurity
 from outrider.service.health import HEALTH_SERVICE
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE
 from outrider.service.open_calls import OpenCalls

@@ -32,9 +32,7 @@ from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
 from outrider.lossy_stream import exit_now, guard_standard_streams
 from outrider.rpc.channels import server_options
-from outrider.rpc.credentials import TlsConfig
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
-from outrider.rpc.tls_files import TlsFiles
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity, TlsConfig, TlsFiles
 from outrider.service.address import host_port, is_loopback, reachable_address
 from outrider.service.announce import announce, announce_failure, announce_uncaught_errors
 from outrider.service.config import ServerConfig, TelemetryConfig
@@ -45,7 +43,7 @@ from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
-from outrider.service.telemetry.tracer_factory import make_role_tracer
+from outrider.service.telemetry.tracer_factory import make_tracer
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -111,7 +109,8 @@ class ServiceProcess:
     def __init__(self, role: str, sections: Mapping[str, type], argv: Sequence[str] | None = None) -> None:
         """`sections`: what the role reads, `SERVICE_SECTIONS` among them.
 
-        A mistake in them ends the process with status 2 and one line on stderr.
+        A mistake on the command line ends the process with status 2 and one line on stderr. Raises: ConfigError for
+        traces that cannot be sent.
         """
         _share_heaps()
         guard_standard_streams()
@@ -122,7 +121,7 @@ class ServiceProcess:
         configure_logging(self.telemetry, role=role)
         announce_uncaught_errors()
         self.security = PeerSecurity(self.sections["security"], on_refused=log_refused_files)  # between services
-        self.tracer = make_role_tracer(self.telemetry, role=role)
+        self.tracer = make_tracer(self.telemetry, role=role)
         self._stopping = asyncio.Event()
         self._server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.errors import InvalidRequestError, NotSupportedError
 from outrider.node import ModelInfo
-from outrider.service.gateway_config import NO_PARSER
+from outrider.service.config import NO_PARSER
 from outrider.v1 import router_pb2
 from router.node_directory import ServedModel
 from router.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ import numpy as np
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PLAINTEXT
+from outrider.rpc.tls import PLAINTEXT
 from prefill_node.__main__ import make_build
 from prefill_node.config import PrefillNodeConfig
 from tests.decode_node.tiny_node import PROMPT, TinyNode

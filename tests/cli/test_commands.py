@@ -154,6 +154,21 @@ def test_what_is_not_installed_is_one_line_with_the_smallest_extra(installed, co
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("role", ["router", "prefill_node", "decode_node", "draft_node"])
+def test_a_role_whose_extra_is_not_installed_is_one_line_too(role):
+    start = "import runpy\nrunpy.run_module(sys.argv[2], run_name='__main__')"
+    script = WITHOUT.replace("from outrider.cli.main import main, parse\n", "").replace(
+        "sys.exit(main(sys.argv[2:]))", start
+    )
+    process = [sys.executable, "-c", script, "client", role]
+    done = subprocess.run(process, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    extra = "router" if role == "router" else "node"
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{role}: ")
+    assert done.stderr.endswith(f" is not installed: pip install 'outrider[{extra}]' brings it\n")
+    assert done.stderr.count("\n") == 1
+
+
 def test_each_extra_brings_the_modules_that_are_said_to_come_with_it():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     for module, extra in EXTRAS.items():

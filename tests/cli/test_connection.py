@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
 from outrider.cli.main import main
-from outrider.rpc.tls_files import TlsFiles
+from outrider.rpc.tls import TlsFiles
 from outrider.v1 import router_pb2_grpc
 
 WAIT_SECONDS = 60.0

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.client import AsyncClient, Client, TlsConfig
 from outrider.errors import ConfigError, PeerLostError
-from outrider.rpc.tls_files import TlsFiles
+from outrider.rpc.tls import TlsFiles
 from outrider.v1 import router_pb2, router_pb2_grpc
 from tests.client.answering_router import Serving
 

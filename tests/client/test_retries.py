@@ -205,6 +205,16 @@ def test_attempts_end_at_the_deadline():
     assert Attempts(RetryPolicy(), timeout_seconds=None).remaining_seconds() is None
 
 
+@pytest.mark.parametrize("seconds", [0, -1.5, float("nan")])
+def test_a_timeout_that_is_not_above_0_is_named_before_anybody_is_asked(seconds):
+    with Client("127.0.0.1:1") as client:
+        for call in (client.complete, client.generate):
+            with pytest.raises(ValueError, match=f"timeout_seconds must be above 0, not {seconds}"):
+                call("hi", timeout_seconds=seconds)
+    with pytest.raises(ValueError, match=f"timeout_seconds must be above 0, not {seconds}"):
+        Client("127.0.0.1:1", timeout_seconds=seconds)
+
+
 @pytest.mark.parametrize(
     "fields", [{"max_attempts": 0}, {"initial_backoff_seconds": -1.0}, {"initial_backoff_seconds": 9.0}]
 )

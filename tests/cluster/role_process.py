@@ -97,7 +97,8 @@ class RoleService:
                 os.write(2, b"x" * 255 * 1024 + b"\n")
                 await asyncio.sleep(0.01)
         if self._role in os.environ.get("ROLE_REFUSES", ""):
-            announce(refused="its dtype is bfloat16", address=self._config.prefill_targets[0])
+            refused = getattr(self._config, os.environ.get("ROLE_REFUSED", "prefill_targets"))
+            announce(refused="its dtype is bfloat16", address=refused[0])
         announce_progress("weights", 10, 10)
         while not may_start():
             await asyncio.sleep(0.01)  # polls

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import stat
 
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.rpc.peer_security import SecurityConfig
+from outrider.rpc.tls import SecurityConfig
 
 authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
 
@@ -37,7 +36,16 @@ def test_a_folder_that_lacks_something_is_left_as_it_is(tmp_path):
 
 def test_expired_files_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(authority, "VALID_DAYS", -1)
-    monkeypatch.setattr(authority, "CLOCK_SKEW", dt.timedelta(days=2))
     authority.prepare_tls_folder(tmp_path, CONFIG)
-    with pytest.raises(ConfigError, match=r"ca\.pem expired on .*; remove the folder"):
+    with pytest.raises(ConfigError, match=r"node\.pem expired on .*; remove the folder"):
         authority.prepare_tls_folder(tmp_path, CONFIG)
+
+
+def test_a_machine_whose_name_dns_cannot_have_is_left_out_and_a_service_with_such_a_name_is_an_error(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(authority.socket, "gethostname", lambda: "my_host")
+    authority.prepare_tls_folder(tmp_path / "made", CONFIG)
+    with pytest.raises(ConfigError, match="DNS names, and my_node is none"):
+        authority.prepare_tls_folder(tmp_path / "refused", SecurityConfig(peer_name="my_node"))
+    assert not (tmp_path / "refused").exists()

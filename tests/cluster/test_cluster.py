@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from outrider.client import Client
-from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch, Supervision
-from outrider.cluster.child import Child
-from outrider.cluster.plan import ChildSpec
+from outrider.cluster.child import Child, ChildState, EventKind
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig, Supervision
+from outrider.cluster.plan import ChildSpec, Launch
 from outrider.errors import NotFoundError, PeerLostError
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.waiting import wait_for
@@ -205,6 +206,19 @@ def test_a_node_that_another_refuses_is_told_by_its_name(tmp_path):
         pass
     (refused,) = (event for event in events if event.kind is EventKind.REFUSED)
     assert (refused.name, refused.message) == ("prefill-0", "by router: its dtype is bfloat16")
+
+
+@pytest.mark.parametrize("decode_nodes", [1, 2])
+def test_a_start_ends_when_the_router_refuses_every_decode_node(tmp_path, decode_nodes):
+    environ = {"ROLE_REFUSES": "router", "ROLE_REFUSED": "decode_targets", "START_WHEN": str(tmp_path / "never")}
+    cluster = make_cluster(tmp_path, draft_nodes=0, decode_nodes=decode_nodes, environ=environ, end_seconds=1.0)
+    cluster.start()
+    try:
+        reason = "decode-0 is refused by router: its dtype" if decode_nodes == 1 else "does not serve"
+        with pytest.raises(PeerLostError, match=reason):
+            cluster.wait_serving(WAIT_SECONDS if decode_nodes == 1 else 3.0)
+    finally:
+        cluster.stop()
 
 
 def test_folders_of_clusters_that_are_gone_are_removed_after_a_day(tmp_path, monkeypatch):

@@ -1,8 +1,7 @@
 import pytest
 
 from outrider.cluster.config import ClusterConfig
-from outrider.cluster.cpu_shares import CpuShare, divide_cpus
-from outrider.cluster.gpu_shares import memory_shares
+from outrider.cluster.shares import CpuShare, divide_cpus, memory_shares
 from outrider.config.resolve import load_config
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig

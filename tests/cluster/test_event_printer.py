@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from outrider.cluster import ClusterEvent, EventKind, event_printer
+from outrider.cluster import event_printer
+from outrider.cluster.child import ClusterEvent, EventKind
 from outrider.cluster.event_printer import EventPrinter
 
 MIB = 1 << 20

@@ -24,13 +24,13 @@ import psutil
 import pytest
 
 from outrider.cli.main import main
-from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervision
-from outrider.cluster.gateway import served_model
-from outrider.cluster.gateway_arguments import GatewayPorts, gateway_arguments
-from outrider.cluster.plan import GATEWAY
+from outrider.cluster.child import ChildState
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig, Supervision
+from outrider.cluster.gateway import GatewayPorts, gateway_arguments, served_model
+from outrider.cluster.plan import GATEWAY, Launch
 from outrider.errors import ConfigError
-from outrider.service.config import TelemetryConfig
-from outrider.service.gateway_config import GatewayConfig
+from outrider.service.config import GatewayConfig, TelemetryConfig
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.traces import CALLER_ID, TRACE_ID, TRACEPARENT, Collector

@@ -11,8 +11,9 @@ import pytest
 from decode_node.config import DecodeNodeConfig
 from draft_node.config import DraftNodeConfig
 from outrider.cli.up import add_cluster_arguments, make_cluster
-from outrider.cluster import Cluster, ClusterConfig, Launch
-from outrider.cluster.plan import child_command, plan_children
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.plan import Launch, child_command, plan_children
 from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster import ClusterConfig, Launch, plan
-from outrider.cluster.plan import child_command, plan_children
+from outrider.cluster import plan
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.plan import Launch, child_command, plan_children
 
 TURNS_FILE = Path("/run/turns")
 

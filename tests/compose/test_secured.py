@@ -9,8 +9,7 @@ import pytest
 from outrider.client import Client
 from outrider.cluster.authority import prepare_tls_folder
 from outrider.errors import PeerLostError
-from outrider.rpc.credentials import TlsConfig
-from outrider.rpc.peer_security import SecurityConfig
+from outrider.rpc.tls import SecurityConfig, TlsConfig
 from tests.compose.project import Project, with_models
 from tests.compose.story import PROMPT
 

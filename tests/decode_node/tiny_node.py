@@ -6,7 +6,7 @@ from decode_node.__main__ import make_build
 from decode_node.config import DecodeNodeConfig
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PLAINTEXT
+from outrider.rpc.tls import PLAINTEXT
 from outrider.service.config import ServerConfig
 from tests.decode_node.driven_node import DrivenNode
 

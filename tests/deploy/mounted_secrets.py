@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.cluster.authority import Authority
-from outrider.rpc.credentials import TlsConfig
+from outrider.rpc.tls import TlsConfig
 
 
 class MountedSecret:

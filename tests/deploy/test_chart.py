@@ -13,9 +13,8 @@ from outrider.cli import probe
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.connection import read_tls
 from outrider.config.resolve import load_config
-from outrider.rpc.peer_security import SecurityConfig
-from outrider.service.config import ServerConfig, TelemetryConfig
-from outrider.service.gateway_config import GatewayConfig
+from outrider.rpc.tls import SecurityConfig
+from outrider.service.config import GatewayConfig, ServerConfig, TelemetryConfig
 from outrider.service.health import LIVENESS
 from outrider.service.server import DRAIN_SLACK_SECONDS, STOP_SECONDS
 from outrider.service.telemetry.metrics import EngineMetrics, PrefillMetrics, RouterMetrics

@@ -16,7 +16,7 @@ from outrider.cli.config import ROLES, sections_of
 from outrider.cli.connection import read_tls
 from outrider.config.resolve import load_config
 from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS
-from outrider.rpc.peer_security import SecurityConfig
+from outrider.rpc.tls import SecurityConfig
 from outrider.service.server import DRAIN_SLACK_SECONDS, STOP_SECONDS
 from router.config import RouterConfig
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from outrider.client import AsyncClient, ChatMessage
-from outrider.cluster import ChildState
+from outrider.cluster.child import ChildState
 from tests.support.cluster_nodes import wait_for_node
 
 pytestmark = pytest.mark.real_model

@@ -14,7 +14,7 @@ from outrider.cli.up import add_arguments, make_cluster
 from outrider.client import Client, TlsConfig
 from outrider.errors import PeerLostError, UnauthenticatedError
 from outrider.rpc.channels import open_sync_channel
-from outrider.rpc.credentials import client_credentials
+from outrider.rpc.tls import client_credentials
 from tests.conftest import START_SECONDS
 
 WAIT_SECONDS = 60.0

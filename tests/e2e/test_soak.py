@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.e2e.random_requests import assert_exact, bench_texts, soak
 from tests.support.tiny_model import make_tiny_model

@@ -13,7 +13,10 @@ from typing import Any, Self
 import psutil
 
 from outrider.client import Client
-from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervision
+from outrider.cluster.child import ChildState
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig, Supervision
+from outrider.cluster.plan import Launch
 from outrider.errors import NotFoundError, PeerLostError
 from outrider.faults import FAULT_POINTS
 from outrider.kv_transfer.arena import NAME_PREFIX

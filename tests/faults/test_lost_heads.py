@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from outrider.errors import NotFoundError
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.support.tiny_head import make_tiny_head

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client
-from outrider.cluster import ChildState
+from outrider.cluster.child import ChildState
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, SharedTurns

@@ -12,7 +12,8 @@ import time
 import pytest
 
 from outrider.client import Client
-from outrider.cluster import ChildState, ClusterConfig
+from outrider.cluster.child import ChildState
+from outrider.cluster.config import ClusterConfig
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.store_server import STORE_PATIENCE, StoreServer

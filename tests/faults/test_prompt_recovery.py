@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from outrider.errors import NotFoundError
 from outrider.faults import FAULTS_VARIABLE, ONCE_VARIABLE
 from tests.conftest import START_SECONDS, RunningCluster

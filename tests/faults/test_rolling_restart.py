@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.faults.matrix import assert_same
 from tests.faults.requests import Request

@@ -17,7 +17,7 @@ from outrider.heads.locate import DEFAULT_HEAD, head_folder
 from outrider.heads.of_target import HeadOfTarget
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.rpc.peer_security import PLAINTEXT
+from outrider.rpc.tls import PLAINTEXT
 from outrider.service.config import ServerConfig
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from prefill_node.__main__ import make_build as make_prefill

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster import ChildState, NodeProcess
+from outrider.cluster.child import ChildState, NodeProcess
 from outrider.llm import llm as llm_module
 from tests.client.answering_router import Serving
 from tests.llm.scripted_router import ScriptedRouter

@@ -9,8 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError
 from outrider.rpc.channels import channel_options, open_channel, server_options
-from outrider.rpc.credentials import TlsConfig, client_credentials
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity, SecurityConfig, TlsConfig, client_credentials
 from outrider.service.config import ServerConfig
 from outrider.service.health import Health
 from outrider.service.server import bind

@@ -7,7 +7,7 @@ import pytest
 
 from outrider.errors import NotFoundError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.rpc.peer_security import PLAINTEXT
+from outrider.rpc.tls import PLAINTEXT
 from outrider.service.node_service import NodeServicer, default_node_name
 from outrider.v1 import node_pb2_grpc
 from router.transport import NodeTransport

@@ -16,9 +16,8 @@ from outrider.errors import CapacityError, ConfigError
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD, Hello, encode_hello
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.rpc.channels import open_channel
-from outrider.rpc.credentials import TlsConfig, client_credentials
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity, SecurityConfig, TlsConfig, client_credentials
 from outrider.service.config import ServerConfig
 from outrider.service.health import Health
 from outrider.service.node_service import NodeServicer

@@ -12,7 +12,7 @@ from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.receiver import KvReceiver
-from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
+from outrider.rpc.tls import PeerSecurity, SecurityConfig
 from outrider.service import security as security_module
 from outrider.service.config import ServerConfig
 from outrider.service.node_service import NodeServicer

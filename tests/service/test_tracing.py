@@ -93,7 +93,7 @@ def test_off_is_free():
     assert make_tracer(TelemetryConfig(), role="router") is NO_TRACER
     script = """
 import sys
-import router.__main__, prefill_node.servicer, decode_node.sessions, draft_node.servicer
+import router.__main__, router.router, prefill_node.servicer, decode_node.sessions, draft_node.servicer
 from outrider.service.config import TelemetryConfig
 from outrider.service.telemetry.tracer_factory import make_tracer
 make_tracer(TelemetryConfig(), role="router").start("r")

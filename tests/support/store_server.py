@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Self
 
-from outrider.rpc.credentials import TlsConfig
+from outrider.rpc.tls import TlsConfig
 
 WAIT_SECONDS = 60.0
 STORE_PATIENCE = "router.store_timeout_seconds=30"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from urllib.parse import urlsplit
 
 from outrider.errors import ConfigError
@@ -25,15 +24,6 @@ def make_tracer(config: TelemetryConfig, *, role: str) -> Tracer:
             raise
         raise ConfigError(f"{KEY} needs OpenTelemetry: {install_command('otel')} brings it") from error
     return OtelTracer(config.otlp_endpoint, role=role)
-
-
-def make_role_tracer(config: TelemetryConfig, *, role: str) -> Tracer:
-    """For a role's command: a mistake ends the process with status 2 and one line on stderr."""
-    try:
-        return make_tracer(config, role=role)
-    except ConfigError as error:
-        sys.stderr.write(f"{role}: {error}\n")
-        raise SystemExit(2) from error
 
 
 def _check(endpoint: str) -> None:

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import openai
 
-from outrider.cluster.gateway import choose_ports, served_model
-from outrider.cluster.gateway_arguments import ENVIRONMENT, gateway_arguments
-from outrider.service.config import ServerConfig, TelemetryConfig
-from outrider.service.gateway_config import GatewayConfig
+from outrider.cluster.gateway import ENVIRONMENT, choose_ports, gateway_arguments, served_model
+from outrider.service.config import GatewayConfig, ServerConfig, TelemetryConfig
 from tests.support.waiting import wait_for
 
 MODEL = "fake-model"

@@ -1,0 +1,266 @@
+"""TLS and tokens of channels and servers, and mutual TLS between the services of a cluster."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider.config.settings import setting
+from outrider.errors import ConfigError
+from outrider.rpc.channels import open_channel, open_sync_channel
+
+AuthContext = Mapping[str, Any]
+"""`ServicerContext.auth_context()`: lists of bytes by property (the stubs of grpcio say otherwise)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Files in PEM form. As a server: certificate and private key turn TLS on; as a client: any of them does."""
+
+    certificate: Path | None = setting(None, help="This side's certificate chain.")
+    private_key: Path | None = setting(None, help="This side's private key.")
+    authority: Path | None = setting(
+        None, help="Certificates that vouch for the other side. On a server: clients must show one (mutual TLS)."
+    )
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.private_key is None):
+            raise ValueError("certificate and private_key go together")
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.certificate is not None or self.authority is not None
+
+    @property
+    def files(self) -> tuple[Path | None, Path | None, Path | None]:
+        return self.certificate, self.private_key, self.authority
+
+
+@dataclass(frozen=True, slots=True)
+class TlsMaterial:
+    """What the files of a `TlsConfig` contain."""
+
+    certificate: bytes | None
+    private_key: bytes | None
+    authority: bytes | None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Without an authority the system's are trusted."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.authority, private_key=self.private_key, certificate_chain=self.certificate
+        )
+
+    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        assert self.private_key is not None, "TlsConfig has checked it"
+        assert self.certificate is not None, "TlsFiles.server_credentials has checked it"
+        return grpc.ssl_server_certificate_configuration(
+            [(self.private_key, self.certificate)], root_certificates=self.authority
+        )
+
+
+def read_tls(tls: TlsConfig) -> TlsMaterial:
+    """Raises: ConfigError when a file cannot be read."""
+    try:
+        return TlsMaterial(*(None if path is None else path.read_bytes() for path in tls.files))
+    except OSError as error:
+        raise ConfigError(f"tls: {error.filename}: {error.strerror}") from error
+
+
+def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.ChannelCredentials | None:
+    """None: plaintext. A `tls` that names no authority trusts the system's.
+
+    Raises: ConfigError for a file that cannot be read, and for a token that would travel in plaintext.
+    """
+    if tls is None:
+        if token is not None:
+            raise ConfigError("a token needs tls=TlsConfig(…): in plaintext everybody on the way could read it")
+        return None
+    credentials = read_tls(tls).channel_credentials()
+    if token is None:
+        return credentials
+    return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+
+
+class TlsFiles:
+    """The newest files of a `TlsConfig` that are readable and fit together. Thread-safe.
+
+    Files are looked at whenever somebody connects, so a renewed certificate needs no restart. Half-written files
+    and a certificate without its key are refused: what was read before stays in force, and `on_refused` says why.
+    """
+
+    def __init__(self, config: TlsConfig, *, on_refused: Callable[[str], None] = lambda _message: None) -> None:
+        self._config = config
+        self._on_refused = on_refused
+        self._lock = threading.Lock()
+        self._stamps: list[FileStamp] = []
+        self._material: TlsMaterial | None = None
+
+    def newest(self) -> TlsMaterial:
+        """Raises: ConfigError where the files have never been usable."""
+        with self._lock:
+            stamps = [file_stamp(path) for path in self._config.files if path]
+            if self._material is None or stamps != self._stamps:
+                self._stamps = stamps
+                try:
+                    material = read_tls(self._config)
+                    _check_pair(self._config)
+                except ConfigError as error:
+                    if self._material is None:
+                        raise
+                    self._on_refused(error.message)
+                else:
+                    self._material = material
+            return self._material
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Of a server whose clients show a certificate, where there is an authority. Raises: ConfigError."""
+        if self._config.certificate is None:
+            raise ConfigError("tls: a server needs a certificate and its private key")
+        in_force = self.newest()
+
+        def renewed() -> Any:  # the stubs know of no None
+            """Asked before each handshake; None where nothing has changed.
+
+            gRPC's core (1.85) crashes when a configuration is replaced while another handshake fails: replacing it
+            each time, a few hundred plaintext connections in parallel ended a process.
+            """
+            nonlocal in_force
+            newest = self.newest()
+            if newest is in_force:
+                return None
+            in_force = newest
+            return newest.server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            in_force.server_configuration(),
+            renewed,
+            require_client_authentication=self._config.authority is not None,
+        )
+
+
+def _check_pair(config: TlsConfig) -> None:
+    """GRPC would say nothing before the first handshake fails. Raises: ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        if config.certificate is not None and config.private_key is not None:
+            where = f"{config.certificate}, {config.private_key}"
+            context.load_cert_chain(config.certificate, config.private_key, password=lambda: "")
+        if config.authority is not None:
+            where = str(config.authority)
+            context.load_verify_locations(config.authority)
+    except (OSError, ssl.SSLError) as error:
+        reason = getattr(error, "reason", None) or error.strerror or str(error)
+        raise ConfigError(f"tls: {where}: {reason}") from error
+
+
+FileStamp = tuple[int, int, int]
+"""Inode, size and time of the last change in nanoseconds."""
+
+
+def file_stamp(path: Path) -> FileStamp:
+    """What differs once a file was changed; zeros where it is missing."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityConfig:
+    """Section `security`: mutual TLS between the services of a cluster. All three files, or none: plaintext."""
+
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    peer_name: str = setting(
+        "outrider-node",
+        help="DNS name in the certificate of every service of the cluster. Each side of a connection between services "
+        "asks the other for it, instead of for an address.",
+    )
+    operator_name: str = setting(
+        "outrider-operator", help="DNS name in certificates that may use NodeService besides (`outrider profile`)."
+    )
+
+    def __post_init__(self) -> None:
+        if any(self.tls.files) and not all(self.tls.files):
+            raise ValueError("tls: certificate, private_key and authority go together: TLS between services is mutual")
+        if not self.peer_name or not self.operator_name:
+            raise ValueError("peer_name and operator_name must not be empty")
+
+
+class PeerSecurity:
+    """This process's certificate, and the names that it requires of others. Thread-safe.
+
+    Everything is plaintext, and everybody a peer, unless `is_enabled`. Files are read on first use.
+    """
+
+    def __init__(
+        self, config: SecurityConfig | None = None, *, on_refused: Callable[[str], None] = lambda _message: None
+    ) -> None:
+        """`on_refused` is told why changed files are not taken (see `TlsFiles`)."""
+        self._config = SecurityConfig() if config is None else config
+        self._files = TlsFiles(self._config.tls, on_refused=on_refused) if self._config.tls.is_enabled else None
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._files is not None
+
+    @property
+    def material(self) -> TlsMaterial | None:
+        """What a new connection shows and trusts: a channel that was opened with another goes on with that one.
+
+        None: plaintext. Raises: ConfigError.
+        """
+        return None if self._files is None else self._files.newest()
+
+    # ------------------------------------------------------------ dialling
+
+    def open_channel(self, address: str) -> grpc.aio.Channel:
+        """To a service of the cluster at "host:port". Raises: ConfigError."""
+        return open_channel(address, credentials=self._credentials(), server_name=self._config.peer_name)
+
+    def open_bulk_channel(self, address: str, *, max_message_bytes: int) -> grpc.Channel:
+        """For payload, over a connection of its own, and threads without an event loop. Raises: ConfigError."""
+        return open_sync_channel(
+            address,
+            credentials=self._credentials(),
+            server_name=self._config.peer_name,
+            max_message_bytes=max_message_bytes,
+            bulk=True,
+        )
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        return None if self._files is None else self._files.newest().channel_credentials()
+
+    # ------------------------------------------------------------ serving
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """None: plaintext. Raises: ConfigError."""
+        return None if self._files is None else self._files.server_credentials()
+
+    def is_peer(self, auth_context: AuthContext) -> bool:
+        """Whether a caller is a service of the cluster."""
+        return not self.is_enabled or self._config.peer_name in names_of(auth_context)
+
+    def is_operator(self, auth_context: AuthContext) -> bool:
+        """Whether a caller may use NodeService."""
+        return not self.is_enabled or self._config.operator_name in names_of(auth_context)
+
+    def explain_refusal(self, auth_context: AuthContext) -> str:
+        """Error message for a caller that is no peer."""
+        shown = ", ".join(sorted(names_of(auth_context))) or "no name"
+        return f"this call is for services whose certificate has the name {self._config.peer_name}; yours has {shown}"
+
+
+PLAINTEXT = PeerSecurity()
+
+
+def names_of(auth_context: AuthContext) -> set[str]:
+    """The subject alternative names of the certificate that a caller has shown."""
+    return {name.decode(errors="replace") for name in auth_context.get("x509_subject_alternative_name", ())}
