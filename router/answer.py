@@ -17,10 +17,9 @@ from outrider.request import FinishReason, Request, TokenLogprobs
 from outrider.session import SampleDone, SampleStart, SampleTokens
 from outrider.wire.answer import PackedLogprobs, pack_logprobs
 from router.answer_reader import AnswerReader, DeliveryBatcher
+from router.answer_text import AnswerText
 from router.detokenizer import ByteDetokenizer
 from router.sample_answer import SampleAnswer
-from router.stop_strings import StopStringMatcher
-from router.text import AnswerText
 from router.tokenizer import Tokenizer
 
 Message = TypeVar("Message")
@@ -195,8 +194,12 @@ def make_answer(request: Request, *, tokenizer: Tokenizer, started: Started, bat
             if needs_text
             else ByteDetokenizer(())  # nobody looks at it
         )
-        matcher = StopStringMatcher(stop.strings, include_match=stop.include_match)
-        return AnswerText(detokenizer, matcher, min_tokens=request.options.sampling.min_tokens)
+        return AnswerText(
+            detokenizer,
+            stop.strings,
+            include_match=stop.include_match,
+            min_tokens=request.options.sampling.min_tokens,
+        )
 
     token_bytes = tokenizer.token_bytes if output.token_bytes else None
     return Answer(request, started, make_text=make_text, token_bytes=token_bytes, batcher=batcher)
