@@ -354,8 +354,9 @@ class DecodeLink(NodeLink):
         return super().is_serving and self.session is not None and self.session.is_open
 
     async def _follow(self, info: NodeInfo) -> None:
-        stream = await self.transport.open_session(self._identity, fingerprint=self._fingerprint)
-        session = self.session = DecodeSession(stream, node=info, on_report=self._take_report)
+        hello = self._identity.hello(fingerprint=self._fingerprint, reached_at=self.address)
+        call = self.transport.open_session()
+        session = self.session = DecodeSession(call, hello=hello, node=info, on_report=self._take_report)
         error: OutriderError = PeerLostError("the router is stopping", node=info.name, reason="ROUTER_STOPPING")
         try:
             await self._until_lost(session.run())

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from outrider.errors import MismatchError, OutriderError, PeerLostError
+import grpc
+
+from outrider.errors import InvalidRequestError, MismatchError, OutriderError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
+from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     CancelSequenceGroup,
@@ -18,9 +21,12 @@ from outrider.session import (
     SequenceGroupCommand,
     SequenceGroupEvent,
 )
-from router.transport import SessionStream
+from outrider.v1 import session_pb2
+from outrider.wire.session import command_to_proto, report_message_from_proto
+from router.transport import SessionCall
 
 HEARTBEAT_SECONDS = 0.5
+_HEARTBEAT = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
 
 _log = get_logger("sessions")
 
@@ -42,8 +48,17 @@ class DecodeSession:
     listens to any more are dropped.
     """
 
-    def __init__(self, stream: SessionStream, *, node: NodeInfo, on_report: Callable[[NodeReport], None]) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        call: SessionCall,
+        *,
+        hello: session_pb2.SessionHello,
+        node: NodeInfo,
+        on_report: Callable[[NodeReport], None],
+    ) -> None:
+        """`hello`: this router's, which is sent first."""
+        self._call = call
+        self._hello = hello
         self._node = node
         self._on_report = on_report
         self._commands: asyncio.Queue[SequenceGroupCommand] = asyncio.Queue()
@@ -79,17 +94,20 @@ class DecodeSession:
             for task in tasks:
                 if task.done():
                     task.result()  # the reader's comes first: it knows best why the session ended
-        except MismatchError:
+        except grpc.RpcError as failure:
+            error = from_rpc_error(failure, target=self._node.name)
+            if isinstance(error, MismatchError):
+                raise error from failure
+            raise self._lost(f"is lost: {error.message}") from failure
+        except PeerLostError:
             raise
-        except OutriderError as failure:
-            raise self._lost(f"is lost: {failure.message}") from failure
         except Exception as failure:
             _log.error("session failed", node=self._node.name, error=str(failure), exc_info=failure)
             raise PeerLostError(f"the session with {self._node.name} failed", node=self._node.name) from failure
         finally:
             for task in tasks:
                 task.cancel()
-            self._stream.cancel()
+            self._call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self, error: OutriderError) -> None:
@@ -100,18 +118,27 @@ class DecodeSession:
             listener.on_lost(error)
 
     async def _write(self) -> None:
+        await self._call.write(session_pb2.SessionCommand(hello=self._hello))
         while True:
             command: SequenceGroupCommand | None = None  # a heartbeat: nodes free the work of a router that is silent
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     command = await self._commands.get()
-            await self._stream.write(command)
+            await self._call.write(_HEARTBEAT if command is None else command_to_proto(command))
             if isinstance(command, OpenSequenceGroup):
                 fault_point("router.opened")
 
     async def _read(self) -> None:
         while True:
-            hello, report, events = await self._stream.read()
+            message = await self._call.read()
+            if not isinstance(message, session_pb2.SessionReport):
+                has_ended = await self._call.code() is grpc.StatusCode.OK
+                why = "the node ended the session" if has_ended else await self._call.details() or "the session broke"
+                raise self._lost(f"is lost: {why}")
+            try:
+                hello, report, events = report_message_from_proto(message)
+            except (InvalidRequestError, LookupError, ValueError) as error:
+                raise self._lost(f"is lost: a message breaks the protocol: {error}") from error
             if not self.is_open:
                 self._check_hello(hello)
                 self.is_open = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from outrider.errors import InvalidRequestError, MismatchError, NotFoundError, OutriderError, PeerLostError
+from outrider.errors import NotFoundError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS
@@ -17,11 +17,9 @@ from outrider.rpc.peer_security import PeerSecurity
 from outrider.rpc.status import from_rpc_error
 from outrider.service.liveness import REPORT_SECONDS
 from outrider.service.telemetry.tracing import TRACEPARENT
-from outrider.session import SequenceGroupCommand, SequenceGroupEvent
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, session_pb2, session_pb2_grpc
 from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL, figures_from_proto
-from outrider.wire.session import command_to_proto, report_message_from_proto
 
 MAX_TOKENIZER_BYTES = 256 << 20
 TOKENIZER_SECONDS = 60.0
@@ -35,6 +33,17 @@ class RouterIdentity:
 
     name: str
     incarnation: bytes  # 16 random bytes, from the start of the process
+
+    def hello(self, *, fingerprint: str, reached_at: str) -> session_pb2.SessionHello:
+        """The first message of a session. `fingerprint`: of the model; `reached_at`: the node's address."""
+        return session_pb2.SessionHello(
+            protocol_version=SUPPORTED_VERSIONS.newest,
+            oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
+            incarnation=self.incarnation,
+            name=self.name,
+            fingerprint=fingerprint,
+            reached_at=reached_at,
+        )
 
 
 class NodeTransport:
@@ -107,19 +116,9 @@ class NodeTransport:
     def _lost(self, what: str) -> PeerLostError:
         return PeerLostError(f"{self._address} {what}", node=self._address)
 
-    async def open_session(self, identity: RouterIdentity, *, fingerprint: str) -> SessionStream:
-        """Of a decode node; this router's hello has been sent."""
-        stream = SessionStream(self._decode.Session(), address=self._address)
-        hello = session_pb2.SessionHello(
-            protocol_version=SUPPORTED_VERSIONS.newest,
-            oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
-            incarnation=identity.incarnation,
-            name=identity.name,
-            fingerprint=fingerprint,
-            reached_at=self._address,
-        )
-        await stream.write_proto(session_pb2.SessionCommand(hello=hello))
-        return stream
+    def open_session(self) -> SessionCall:
+        """Of a decode node. The caller says hello first (`router.sessions.DecodeSession`)."""
+        return self._decode.Session()
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
         """Has a prefill node compute and push. Cancelling stops both."""
@@ -131,48 +130,3 @@ class NodeTransport:
 
     async def close(self) -> None:
         await self._channel.close()
-
-
-class SessionStream:
-    """One session with a decode node, both directions. Every method raises OutriderError when it is broken."""
-
-    def __init__(self, call: SessionCall, *, address: str) -> None:
-        self._call = call
-        self._address = address
-
-    async def write(self, command: SequenceGroupCommand | None) -> None:
-        """Sends a command; None is a heartbeat."""
-        if command is None:
-            await self.write_proto(session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat()))
-        else:
-            await self.write_proto(command_to_proto(command))
-
-    async def read(self) -> tuple[NodeInfo | None, NodeReport, list[SequenceGroupEvent]]:
-        """One message; the hello comes with the first."""
-        try:
-            message = await self._call.read()
-            if isinstance(message, session_pb2.SessionReport):
-                return report_message_from_proto(message)
-            if await self._call.code() is grpc.StatusCode.OK:
-                raise PeerLostError("the node ended the session", node=self._address)
-            raise PeerLostError(await self._call.details() or "the session broke", node=self._address)
-        except grpc.RpcError as error:
-            raise self._lost(error) from error
-        except (InvalidRequestError, LookupError, ValueError) as error:
-            raise PeerLostError(f"a message breaks the protocol: {error}", node=self._address) from error
-
-    def cancel(self) -> None:
-        """Ends the stream at once."""
-        self._call.cancel()
-
-    async def write_proto(self, message: session_pb2.SessionCommand) -> None:
-        try:
-            await self._call.write(message)
-        except grpc.RpcError as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: grpc.RpcError) -> OutriderError:
-        found = from_rpc_error(error, target=self._address)
-        if isinstance(found, MismatchError):
-            return found
-        return PeerLostError(found.message, node=self._address)
