@@ -19,9 +19,8 @@ from outrider.errors import (
 )
 from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
-from router.answer import make_answer
+from router.answer import DeliveryBatcher, make_answer
 from router.answer_keeper import AnswerKeeper, take_known_tokens
-from router.answer_reader import DeliveryBatcher
 from router.clients import Caller, Clients, split_key
 from router.live_request import LiveRequest
 from router.losses import Losses

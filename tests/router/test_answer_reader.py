@@ -10,8 +10,7 @@ import pytest
 from outrider.answer import Delta, Finished, Started
 from outrider.request import OutputOptions, Request, RequestOptions, SamplingParams
 from outrider.session import SampleTokens
-from router.answer import make_answer
-from router.answer_reader import BEHIND_SECONDS, DeliveryBatcher
+from router.answer import BEHIND_SECONDS, DeliveryBatcher, make_answer
 from tests.router.conftest import PATIENCE_SECONDS
 
 
