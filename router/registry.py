@@ -23,7 +23,6 @@ from router.answer import DeliveryBatcher, make_answer
 from router.answer_keeper import AnswerKeeper, take_known_tokens
 from router.clients import Caller, Clients, split_key
 from router.live_request import LiveRequest
-from router.losses import Losses
 from router.node_directory import NodeDirectory
 from router.request_figures import CLIENT_LEFT, RequestFigures
 from router.request_flow import RequestFlow
@@ -32,7 +31,7 @@ from router.store.base import StoredAnswer, StoredRequest
 from router.timeline import SpanKind
 from router.trace_spans import request_attributes
 from router.validation import check_request
-from router.work import Services, Work
+from router.work import Losses, Services, Work
 
 
 class RequestRegistry:
