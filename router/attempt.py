@@ -202,7 +202,7 @@ class Attempt:
         if is_first or has_ended:
             self._on_change()
         if num_new:
-            work.account.grow(num_new)
+            work.services.answers.grow(work.account, num_new)
 
     def _take_held(self, events: list[SampleTokens | SampleDone]) -> None:
         """The prompt's logprobs have come, for which these have waited."""

@@ -33,6 +33,9 @@ from router.trace_spans import request_attributes
 from router.validation import check_request
 from router.work import Losses, Services, Work
 
+IDLE_CHECK_SECONDS = 0.02
+"""How often a router that drains looks whether it is idle."""
+
 
 class RequestRegistry:
     """Owned by the event loop. `services` raises PeerLostError until the router serves."""
@@ -43,9 +46,6 @@ class RequestRegistry:
         self._services = services
         self._by_key: dict[str, LiveRequest] = {}
         self._beginning: set[str] = set()  # names of requests that are being encoded
-        self._busy: set[LiveRequest] = set()  # those that are not idle
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self._batcher = DeliveryBatcher()
         self.keeper: AnswerKeeper | None = None  # None: no shared store, an answer lives and dies with this router
         self.is_leaving = False  # new requests are taken still, and gateways told to send them elsewhere
@@ -57,6 +57,11 @@ class RequestRegistry:
 
     def __contains__(self, key: str) -> bool:
         return key in self._by_key or key in self._beginning
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed and no stream is attached."""
+        return not self._beginning and all(live.is_idle for live in self._by_key.values())
 
     # ------------------------------------------------------------ what fronts ask
 
@@ -215,8 +220,8 @@ class RequestRegistry:
             live.close(error)
 
     async def wait_until_idle(self) -> None:
-        """Until nothing is computed and no stream is attached."""
-        await self._is_idle.wait()
+        while not self.is_idle:  # noqa: ASYNC110 only while the router drains
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
 
     def _check_serving(self) -> None:
         if self.is_draining:
@@ -230,12 +235,10 @@ class RequestRegistry:
         if key in self:
             raise AlreadyRunningError(f"request {key!r} is running", reason="DUPLICATE_REQUEST_ID")
         self._beginning.add(key)
-        self._is_idle.clear()
         try:
             yield
         finally:
             self._beginning.discard(key)
-            self._note_idle()
 
     async def _begin(
         self,
@@ -271,29 +274,17 @@ class RequestRegistry:
             timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
             if timeline.place:
                 timeline.asked = request_attributes(request, model=served.info.name)
-            figures = RequestFigures(request, services.metrics, timeline)
-
-            def end(error: OutriderError | None) -> None:
-                figures.close(error)
-                services.timelines.end(timeline, error)
-
-            live = LiveRequest(key, answer, figures, window_seconds=window, on_change=self._take_change, on_end=end)
             work = Work(
                 answer=answer,
-                figures=figures,
-                account=services.answers.open(
-                    request,
-                    num_made_tokens=answer.num_generated_tokens,
-                    is_idle=lambda: live.is_idle,
-                    give_up=live.give_up,
-                ),
+                figures=RequestFigures(request, services.metrics, timeline),
+                account=services.answers.open(request, num_made_tokens=answer.num_generated_tokens),
                 losses=Losses(answer),
                 served=served,
                 services=services,
             )
+            flow = RequestFlow(work, client=caller.share, was_admitted=stored is not None)
+            live = LiveRequest(key, work, flow, proto, window_seconds=window, on_change=self._take_change)
             self._by_key[key] = live
-            live.start(work.account, RequestFlow(work, client=caller.share, was_admitted=stored is not None), proto)
-            self._take_change(live)
             return live
 
     def _take_change(self, live: LiveRequest) -> None:
@@ -301,14 +292,3 @@ class RequestRegistry:
             self.keeper.wake(live.key)
         if live.is_closed and self._by_key.get(live.key) is live:
             del self._by_key[live.key]
-        if live.is_idle:
-            self._busy.discard(live)
-        else:
-            self._busy.add(live)
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        if self._busy or self._beginning:
-            self._is_idle.clear()
-        else:
-            self._is_idle.set()

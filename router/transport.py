@@ -118,7 +118,8 @@ class NodeTransport:
 
     def open_session(self) -> SessionCall:
         """Of a decode node. The caller says hello first (`router.sessions.DecodeSession`)."""
-        return self._decode.Session()
+        call: SessionCall = self._decode.Session()
+        return call
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
         """Has a prefill node compute and push. Cancelling stops both."""
