@@ -1,4 +1,4 @@
-"""READ FIRST. The engine service: a gateway's requests in, served as our own (`Front`), the engine's messages out."""
+"""READ FIRST. The engine service: a gateway's requests in, served as our own, the engine's messages out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.errors import (
 )
 from outrider.node import NodeRole
 from outrider.service.rpc_errors import Context, rpc_errors
-from router.front import Front
+from router.registry import RequestRegistry
 from router.vllm_engine.answer import EngineAnswer
 from router.vllm_engine.request import request_from_engine
 from router.vllm_engine.tokenizer_archive import archive_chunks
@@ -41,9 +41,9 @@ NO_TOKENIZER_PATH = "/dev/null"
 class VllmEngineServicer:
     """Implements `vllm.grpc.engine.VllmEngine`. Its messages are those of the package smg_grpc_proto, without types."""
 
-    def __init__(self, front: Front, reasoning_parser: str = "") -> None:
+    def __init__(self, requests: RequestRegistry, reasoning_parser: str = "") -> None:
         """`reasoning_parser`: of the gateways that ask."""
-        self._front = front
+        self._requests = requests
         self._reasoning_parser = reasoning_parser
         self._started_at = time.monotonic()
         self._watched_at = -math.inf
@@ -59,9 +59,9 @@ class VllmEngineServicer:
 
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
         async with _errors(context):
-            with self._front.requests.refusals_counted():
-                read = request_from_engine(request, self._front.served(), self._reasoning_parser)
-            async with self._front.open(read.ours, context) as live:
+            with self._requests.refusals_counted():
+                read = request_from_engine(request, self._requests.served(), self._reasoning_parser)
+            async with self._requests.open(read.ours, context) as live:
                 answer = EngineAnswer(read.ours, is_streamed=request.stream, preface=read.preface)
 
                 async def write(messages: Sequence[Any]) -> None:
@@ -78,7 +78,7 @@ class VllmEngineServicer:
             refused: OutriderError | None = None
             for request_id in request.request_ids:
                 try:
-                    await self._front.abort(request_id, context)
+                    await self._requests.abort(request_id, context)
                 except OutriderError as error:  # the others are freed all the same
                     refused = refused or error
             if refused is not None:
@@ -89,13 +89,13 @@ class VllmEngineServicer:
         """Healthy from the first node on: without one, requests wait for its return, as by our own service."""
         self._watched_at = time.monotonic()
         async with _errors(context):
-            if self._front.requests.is_leaving:
+            if self._requests.is_leaving:
                 return vllm_engine_pb2.HealthCheckResponse(message="the router is stopping")
-            return vllm_engine_pb2.HealthCheckResponse(healthy=True, message=f"serves {self._front.model().name}")
+            return vllm_engine_pb2.HealthCheckResponse(healthy=True, message=f"serves {self._requests.model().name}")
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
         async with _errors(context):
-            info = self._front.served().info
+            info = self._requests.served().info
             return vllm_engine_pb2.GetModelInfoResponse(
                 model_path=info.name,
                 served_model_name=info.name,
@@ -110,17 +110,17 @@ class VllmEngineServicer:
     async def GetServerInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
         async with _errors(context):
             return vllm_engine_pb2.GetServerInfoResponse(
-                active_requests=self._front.cluster_status().num_requests_running,
+                active_requests=self._requests.cluster_status().num_requests_running,
                 uptime_seconds=time.monotonic() - self._started_at,
                 server_type="outrider",
-                model_dtype=self._front.served().info.dtype,
+                model_dtype=self._requests.served().info.dtype,
                 data_parallel_size=1,
             )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
         """The whole cluster as one engine."""
         async with _errors(context):
-            cluster = self._front.cluster_status()
+            cluster = self._requests.cluster_status()
             nodes = [node for node in cluster.nodes if node.role is NodeRole.DECODE]
             num_blocks = sum(node.load.kv_blocks_total for node in nodes)
             num_used = num_blocks - sum(node.load.kv_blocks_free for node in nodes)
@@ -137,9 +137,9 @@ class VllmEngineServicer:
 
     async def GetTokenizer(self, request: Any, context: Context) -> None:  # noqa: N802
         async with _errors(context):
-            self._front.charge(context)
+            self._requests.charge(context)
             if self._tokenizer is None:
-                self._tokenizer = await asyncio.to_thread(archive_chunks, self._front.served().tokenizer_files)
+                self._tokenizer = await asyncio.to_thread(archive_chunks, self._requests.served().tokenizer_files)
             for chunk in self._tokenizer:
                 await context.write(chunk)
 

@@ -243,7 +243,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     """gRPC takes some megabytes for a client that does not read; here it takes nothing."""
     monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
     await cluster.serve(journal_bytes=65_536)
-    unread = await cluster.service.requests.open(cluster.request(max_tokens=400), Caller())
+    unread = await cluster.service.requests.begin(cluster.request(max_tokens=400), Caller())
 
     async def never_taken(_event):
         await asyncio.Event().wait()

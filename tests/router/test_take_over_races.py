@@ -221,7 +221,7 @@ async def test_a_resume_whose_window_ends_while_the_store_is_asked_is_not_left_w
 
 async def test_a_stream_of_a_request_that_was_dropped_meanwhile_ends(cluster):
     await serve(cluster)
-    live = await cluster.service.requests.open(request(cluster, 400), Caller())
+    live = await cluster.service.requests.begin(request(cluster, 400), Caller())
     live.close()
 
     async def take(_event):
