@@ -17,8 +17,7 @@ from outrider.errors import RESUMED_ELSEWHERE, AbortedError, InternalError, OutO
 from outrider.request import FinishReason, Request, TokenLogprobs
 from outrider.session import SampleDone, SampleStart, SampleTokens
 from outrider.wire.answer import PackedLogprobs, pack_logprobs
-from router.answer_text import AnswerText
-from router.detokenizer import ByteDetokenizer
+from router.answer_text import AnswerText, ByteDetokenizer
 from router.sample_answer import SampleAnswer
 from router.tokenizer import Tokenizer
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import InvalidRequestError, NotSupportedError
@@ -60,17 +59,12 @@ _UNSUPPORTED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """`preface`: tokens that the gateway gets before each sample's own."""
+def request_from_engine(
+    proto: Any, served: ServedModel, reasoning_parser: str = ""
+) -> tuple[router_pb2.GenerateRequest, Sequence[int]]:
+    """(our own request, tokens that the gateway gets before each sample's own).
 
-    ours: router_pb2.GenerateRequest
-    preface: Sequence[int] = ()
-
-
-def request_from_engine(proto: Any, served: ServedModel, reasoning_parser: str = "") -> EngineRequest:
-    """`proto`: a `vllm.grpc.engine.GenerateRequest`. Values are checked later, with all of our requests.
-
+    `proto`: a `vllm.grpc.engine.GenerateRequest`. Values are checked later, with all of our requests.
     `reasoning_parser`: the gateway's, if it has one. Raises: InvalidRequestError for what is too much to be copied, and
     for what the gateway would lose or mistake; NotSupportedError for what ours has no place for.
     """
@@ -100,7 +94,7 @@ def request_from_engine(proto: Any, served: ServedModel, reasoning_parser: str =
     preface: Sequence[int] = ()
     if proto.HasField("text"):
         request.text = proto.text
-        return EngineRequest(request)
+        return request, ()
     if proto.request_id.startswith(COMPLETION_PREFIX):
         if params.HasField("logprobs"):
             why = "log-probabilities of completions are lost in the gateway: ask for them in chats, or by gRPC"
@@ -116,7 +110,7 @@ def request_from_engine(proto: Any, served: ServedModel, reasoning_parser: str =
         after, preface = _without_thought(proto.tokenized.input_ids, served.tokenizer)
     for part in (before, proto.tokenized.input_ids, after):
         request.token_ids.ids.extend(part)
-    return EngineRequest(request, preface)
+    return request, preface
 
 
 def _without_thought(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

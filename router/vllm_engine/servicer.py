@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
+import json
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+import zipfile
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Never
 
 import grpc
 import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
 
 from outrider import __version__
 from outrider.errors import (
@@ -28,12 +34,14 @@ from outrider.service.rpc_errors import Context, rpc_errors
 from router.registry import RequestRegistry
 from router.vllm_engine.answer import EngineAnswer
 from router.vllm_engine.request import request_from_engine
-from router.vllm_engine.tokenizer_archive import archive_chunks
 
 MAX_ABORTED = 256
 """Requests of one Abort: a gateway sends one."""
 WATCHED_SECONDS = 10.0
 """A gateway that has asked for the router's health within this time sends it requests."""
+CHUNK_BYTES = 64 << 10
+NORMALISES_MESSAGES = Path(__file__).with_name("messages.jinja").read_bytes()
+"""Before the model's own template, which the gateway renders: for what clients leave out, it gives templates a null."""
 NO_TOKENIZER_PATH = "/dev/null"
 """On every machine, and no tokenizer: a gateway then asks GetTokenizer, and not a model hub first."""
 
@@ -60,9 +68,9 @@ class VllmEngineServicer:
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
         async with _errors(context):
             with self._requests.refusals_counted():
-                read = request_from_engine(request, self._requests.served(), self._reasoning_parser)
-            async with self._requests.open(read.ours, context) as live:
-                answer = EngineAnswer(read.ours, is_streamed=request.stream, preface=read.preface)
+                ours, preface = request_from_engine(request, self._requests.served(), self._reasoning_parser)
+            async with self._requests.open(ours, context) as live:
+                answer = EngineAnswer(ours, is_streamed=request.stream, preface=preface)
 
                 async def write(messages: Sequence[Any]) -> None:
                     for message in messages:
@@ -164,3 +172,39 @@ async def _errors(context: Context) -> AsyncIterator[None]:
             if error.reason == LOSES_NODES:
                 raise MismatchError(error.message, reason=error.reason) from error
             raise
+
+
+def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files with which a gateway renders, encodes and decodes as the router does.
+
+    It decodes an answer by itself, without the prompt before it: the first space is no mark of the text's start there.
+    """
+    changed = dict(files)
+    if "chat_template.jinja" in changed:
+        changed["chat_template.jinja"] = NORMALISES_MESSAGES + changed["chat_template.jinja"]
+    description = json.loads(changed["tokenizer.json"])
+    decoder = description.get("decoder") or {}
+    for step in decoder.get("decoders", [decoder]):
+        if step.get("type") == "Strip":
+            step["start"] = 0
+        elif step.get("type") == "Metaspace":
+            step["prepend_scheme"] = "never"
+    changed["tokenizer.json"] = json.dumps(description, ensure_ascii=False).encode()
+    return changed
+
+
+def archive_chunks(files: Mapping[str, bytes]) -> list[Any]:
+    """GetTokenizerChunks of at most `CHUNK_BYTES`; the last has the SHA-256 of all, in hexadecimal.
+
+    Equal files make equal archives: by name, without times. Compresses some MB: call it in a thread.
+    """
+    files = files_for_gateway(files)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in sorted(files):
+            archive.writestr(zipfile.ZipInfo(name), files[name], zipfile.ZIP_DEFLATED, compresslevel=1)
+    data = buffer.getvalue()
+    starts = range(0, len(data), CHUNK_BYTES)
+    chunks = [common_pb2.GetTokenizerChunk(data=data[start : start + CHUNK_BYTES]) for start in starts]
+    chunks[-1].sha256 = hashlib.sha256(data).hexdigest()
+    return chunks

@@ -61,7 +61,7 @@ async def test_a_second_resume_waits_while_the_first_one_restores(pair):
     gate = gated(pair.second.service.nodes.served.tokenizer, "decode")
     first = asyncio.ensure_future(pair.second.resume_call().read())
     await gate.until_entered()
-    find = watched(pair.second.service.requests, "find")
+    find = watched(pair.second.service.requests, "_find")
     second = pair.second.resume_call()
     started = asyncio.ensure_future(second.read())
     await find.until_entered()

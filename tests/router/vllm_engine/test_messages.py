@@ -21,9 +21,8 @@ SUMMARY = Summary(request_id="r", usage=Usage(num_prompt_tokens=2), metrics=Requ
 
 def ours(**sampling):
     params = engine_pb2.SamplingParams(**sampling)
-    return request_from_engine(
-        engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params), SERVED
-    ).ours
+    proto = engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params)
+    return request_from_engine(proto, SERVED)[0]
 
 
 def test_what_is_not_set_stays_unset():

@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from outrider.v1 import router_pb2
 from router.clients import TokenFile
-from router.vllm_engine.tokenizer_archive import files_for_gateway
+from router.vllm_engine.servicer import files_for_gateway
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
 from tests.router.test_token_file import line, shown
 from tests.support.router_fakes.model import files_for_gateways
