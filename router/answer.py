@@ -17,7 +17,7 @@ from outrider.errors import RESUMED_ELSEWHERE, AbortedError, InternalError, OutO
 from outrider.request import FinishReason, Request, TokenLogprobs
 from outrider.session import SampleDone, SampleStart, SampleTokens
 from outrider.wire.answer import PackedLogprobs, pack_logprobs
-from router.answer_text import AnswerText, ByteDetokenizer
+from router.answer_text import AnswerText, ByteDetokenizer, Detokenizer
 from router.sample_answer import SampleAnswer
 from router.tokenizer import Tokenizer
 
@@ -37,15 +37,7 @@ class Answer:
     reader is attached at a time: a new one ends the stream of the one before.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        started: Started,
-        *,
-        make_text: Callable[[], AnswerText],
-        token_bytes: Callable[[int], bytes] | None = None,
-        batcher: DeliveryBatcher,
-    ) -> None:
+    def __init__(self, request: Request, started: Started, *, tokenizer: Tokenizer, batcher: DeliveryBatcher) -> None:
         """`started` is what readers are told first, once the request is admitted.
 
         Where the request asks for logprobs of its prompt, it waits for them too.
@@ -58,8 +50,9 @@ class Answer:
             self._started = replace(started, prompt_logprobs=PackedLogprobs(self._first_logprobs))
             self.needs_prompt_logprobs = len(request.prompt_token_ids) > 1
         self._batcher = batcher
+        token_bytes = tokenizer.token_bytes if request.output.token_bytes else None
         self.samples = tuple(
-            SampleAnswer(sample=sample, request=request, text=make_text(), token_bytes=token_bytes)
+            SampleAnswer(sample=sample, request=request, text=_make_text(request, tokenizer), token_bytes=token_bytes)
             for sample in range(request.options.sampling.n)
         )
         self.started: Started | None = None
@@ -189,25 +182,14 @@ class Answer:
         return self.samples[index]
 
 
-def make_answer(request: Request, *, tokenizer: Tokenizer, started: Started, batcher: DeliveryBatcher) -> Answer:
-    stop, output = request.stop, request.output
-    needs_text = bool(stop.strings) or not output.token_ids_only
-
-    def make_text() -> AnswerText:
-        detokenizer = (
-            tokenizer.detokenizer(skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids)
-            if needs_text
-            else ByteDetokenizer(())  # nobody looks at it
+def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
+    stop, output, sampling = request.stop, request.output, request.options.sampling
+    detokenizer: Detokenizer = ByteDetokenizer(())
+    if stop.strings or not output.token_ids_only:  # else nobody looks at the text
+        detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids
         )
-        return AnswerText(
-            detokenizer,
-            stop.strings,
-            include_match=stop.include_match,
-            min_tokens=request.options.sampling.min_tokens,
-        )
-
-    token_bytes = tokenizer.token_bytes if output.token_bytes else None
-    return Answer(request, started, make_text=make_text, token_bytes=token_bytes, batcher=batcher)
+    return AnswerText(detokenizer, stop.strings, include_match=stop.include_match, min_tokens=sampling.min_tokens)
 
 
 class DeliveryBatcher:

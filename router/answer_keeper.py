@@ -91,7 +91,7 @@ class AnswerKeeper:
         append_seconds: float,
         renew_seconds: float,
     ) -> None:
-        self._store = store
+        self.store = store
         self._restore = restore
         self._may_serve_without = may_serve_without
         self._append_seconds = append_seconds
@@ -112,7 +112,7 @@ class AnswerKeeper:
         request_id = stored.request_id
         await self._take_name(request_id)
         try:
-            await self._store.create(stored)
+            await self.store.create(stored)
         except AlreadyRunningError:
             raise
         except BaseException as error:
@@ -150,14 +150,6 @@ class AnswerKeeper:
         """Whether `resume` of this request is under way."""
         return request_id in self._claims
 
-    async def read(self, request_id: str) -> StoredAnswer | None:
-        """What the store has, without taking it over. Raises: StoreError."""
-        return await self._store.read(request_id)
-
-    async def abort(self, request_id: str) -> bool:
-        """Asks whichever router has the request. Raises: StoreError."""
-        return await self._store.request_abort(request_id)
-
     async def stop(self) -> None:
         """Writes what is known, and leaves the requests to other routers."""
         self._work.cancel()
@@ -169,7 +161,7 @@ class AnswerKeeper:
             self._settle()
             await self._delete()
         with suppress(StoreError):
-            await self._store.close()
+            await self.store.close()
 
     async def _take_name(self, request_id: str) -> None:
         """An earlier request of this name is deleted now or not at all."""
@@ -181,7 +173,7 @@ class AnswerKeeper:
 
     async def _claim(self, request_id: str, fingerprint: str) -> LiveRequest:
         await self._take_name(request_id)
-        claimed = await self._store.claim(request_id, fingerprint=fingerprint)
+        claimed = await self.store.claim(request_id, fingerprint=fingerprint)
         if claimed is None:
             raise NotFoundError(f"no router has a request {request_id!r}", reason="REQUEST_NOT_FOUND")
         running = await self._restore(claimed)
@@ -232,7 +224,7 @@ class AnswerKeeper:
             return False
         refused: frozenset[str] = frozenset()
         try:
-            await self._store.append([span for _, spans in found for span in spans])
+            await self.store.append([span for _, spans in found for span in spans])
         except SpansRefusedError as error:
             refused = error.request_ids
             _log.warning("the store refuses tokens, which would be computed again", error=error.message)
@@ -270,14 +262,14 @@ class AnswerKeeper:
         """In one call, after the one that is under way."""
         async with self._deleting:
             if request_ids := tuple(self._to_delete):
-                await self._store.delete(request_ids)
+                await self.store.delete(request_ids)
                 for request_id in request_ids:
                     self._to_delete.pop(request_id, None)
 
     async def _finish(self) -> None:
         ended = [kept for kept in self._kept.values() if kept.running.is_idle and not kept.has_finished]
         if ended:
-            await self._store.finish([kept.stored.request_id for kept in ended])
+            await self.store.finish([kept.stored.request_id for kept in ended])
         for kept in ended:
             kept.has_finished = True
 
@@ -285,7 +277,7 @@ class AnswerKeeper:
         ours = [request_id for request_id, kept in self._kept.items() if not kept.running.is_idle]
         if not ours:
             return
-        renewal = await self._store.renew(ours)
+        renewal = await self.store.renew(ours)
         for request_id in renewal.taken:
             taken = self._kept.pop(request_id, None)
             if taken is not None:
@@ -302,15 +294,15 @@ class AnswerKeeper:
     async def _create_again(self, kept: _Kept) -> None:
         """Of a request that the store has lost. Raises: StoreError."""
         with suppress(AlreadyRunningError):  # another router's since: the next renewal says so
-            await self._store.create(kept.stored)
+            await self.store.create(kept.stored)
             kept.positions, kept.is_refused = _first_positions(kept.running.answer), False
 
     def _note(self, error: StoreError | None) -> None:
         """Says when the store is lost and when it is back."""
         if error is not None and not self._is_lost:
-            _log.warning("the store does not answer", store=self._store.name, error=error.message)
+            _log.warning("the store does not answer", store=self.store.name, error=error.message)
         elif error is None and self._is_lost:
-            _log.info("the store answers again", store=self._store.name)
+            _log.info("the store answers again", store=self.store.name)
         self._is_lost = error is not None
 
 

@@ -27,7 +27,7 @@ from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2
-from router.answer import DeliveryBatcher, make_answer
+from router.answer import Answer, DeliveryBatcher
 from router.answer_keeper import AnswerKeeper, take_known_tokens
 from router.clients import Caller, Clients, Metadata, split_key
 from router.live_request import LiveRequest
@@ -131,19 +131,17 @@ class RequestRegistry:
         with self.refusals_counted():
             self._clients.charge(caller)
             self._check_serving()
-            services, info = self._services(), self._nodes.model().info
+            info = self._nodes.model().info
             check_request(proto, info)
             caller.check_priority(proto.priority)
-            request_id = proto.request_id or str(uuid.uuid4())
-            key, window = caller.key_of(request_id), resume_window_seconds(proto)
-            live = await self._begin(services, key, request_id, proto, caller, window=window)
-        if window is None or self.keeper is None:
+            live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
+        if live.window_seconds is None or self.keeper is None:
             return live
         try:  # while the prompt is being computed; nobody has been told of the request yet
             stored = StoredRequest(
-                request_id=key,
+                request_id=live.key,
                 fingerprint=info.fingerprint,
-                resume_window_seconds=window,
+                resume_window_seconds=live.window_seconds,
                 start_position=live.answer.samples[0].start_position,
                 request=complete_proto(proto, live.answer.request).SerializeToString(),
                 numerics=self._nodes.exact_numerics() if live.answer.request.options.is_reproducible else "",
@@ -169,7 +167,7 @@ class RequestRegistry:
             live.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
         self._check_serving()  # a router that drains cannot tell whether another one has it
         if self.keeper is not None and not self.keeper.is_claiming(key):
-            self._check_known(request_id, await self.keeper.read(key), next_positions)
+            self._check_known(request_id, await self.keeper.store.read(key), next_positions)
             if key in self._by_key:
                 return await self._find(key, request_id, next_positions)
         fingerprint = self._nodes.model().info.fingerprint
@@ -182,7 +180,7 @@ class RequestRegistry:
         if self.keeper is None:
             return True
         try:
-            stored = await self.keeper.read(key)
+            stored = await self.keeper.store.read(key)
         except StoreError:
             return True
         return stored is None or stored.is_ours
@@ -222,19 +220,17 @@ class RequestRegistry:
         if self.keeper is None:
             return was_running
         if live is None:
-            return await self.keeper.abort(key)
+            return await self.keeper.store.request_abort(key)
         with suppress(StoreError):  # which another router may have taken over meanwhile
-            await self.keeper.abort(key)
+            await self.keeper.store.request_abort(key)
         return was_running
 
     async def restore(self, stored: StoredAnswer) -> LiveRequest:
         """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
         proto = router_pb2.GenerateRequest.FromString(stored.request.request)
-        services, key, window = self._services(), stored.request.request_id, stored.request.resume_window_seconds
-        name, request_id = split_key(key)
-        caller = self._clients.named(name)
+        name, request_id = split_key(stored.request.request_id)
         with self.refusals_counted():
-            live = await self._begin(services, key, request_id, proto, caller, window=window, stored=stored)
+            live = await self._begin(request_id, proto, self._clients.named(name), stored=stored)
         if stored.is_aborted:
             live.abort()
         return live
@@ -335,18 +331,10 @@ class RequestRegistry:
             self._beginning.discard(key)
 
     async def _begin(
-        self,
-        services: Services,
-        key: str,
-        request_id: str,
-        proto: router_pb2.GenerateRequest,
-        caller: Caller,
-        *,
-        window: float | None,
-        stored: StoredAnswer | None = None,
+        self, request_id: str, proto: router_pb2.GenerateRequest, caller: Caller, *, stored: StoredAnswer | None = None
     ) -> LiveRequest:
         """Encodes the request, and starts it. `stored`: another router has begun it. Raises: OutriderError."""
-        served = self._nodes.model()
+        services, served, key = self._services(), self._nodes.model(), caller.key_of(request_id)
         method = VerificationMethod(services.config.verification_method)
         with self._name(key), services.timelines.beginning(request_id) as timeline:
             encoding = timeline.begin(SpanKind.ENCODE)
@@ -361,7 +349,7 @@ class RequestRegistry:
                 model=served.info.name,
                 router=services.router_address,
             )
-            answer = make_answer(request, tokenizer=served.tokenizer, started=started, batcher=self._batcher)
+            answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
             if stored is not None:
                 take_known_tokens(answer, stored)
                 answer.may_be_behind = self._is_exact(stored)
@@ -377,7 +365,8 @@ class RequestRegistry:
                 services=services,
             )
             flow = RequestFlow(work, client=caller.share, was_admitted=stored is not None)
-            live = LiveRequest(key, work, flow, proto, window_seconds=window, on_change=self._take_change)
+            window_seconds = resume_window_seconds(proto)
+            live = LiveRequest(key, work, flow, proto, window_seconds=window_seconds, on_change=self._take_change)
             self._by_key[key] = live
             return live
 
