@@ -32,7 +32,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"router: {error}\n")
         return 2
-    return process.run(router, client_tls=config.tls, authenticate=None if clients is None else clients.authenticate)
+    return process.run(router, client_tls=config.tls, authenticate=None if clients is None else clients.identify)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.errors import (
     LOSES_NODES,
@@ -46,7 +46,7 @@ class _Kept:
 
     running: LiveRequest
     stored: StoredRequest
-    positions: list[int]  # by sample: the next one to append
+    positions: dict[int, int] = field(default_factory=dict)  # by sample: the next one to append; at first, its start
     was_claimed: bool = False  # from another router
     has_finished: bool = False  # the store has been told
     is_refused: bool = False  # the store has not taken some tokens, and takes none behind them
@@ -60,7 +60,8 @@ class _Kept:
         answer = self.running.answer
         if answer.request.options.logprobs is not None or self.is_refused:
             return
-        for sample, (known, position) in enumerate(zip(answer.samples, self.positions, strict=True)):
+        for sample, known in enumerate(answer.samples):
+            position = self.positions.get(sample, known.start_position)
             if known.next_position > position:
                 token_ids = known.token_ids_from(position)[:MAX_SPAN_TOKENS]
                 yield TokenSpan(self.stored.request_id, sample, position, token_ids)
@@ -123,7 +124,7 @@ class AnswerKeeper:
             if not self._may_serve_without:
                 raise
             return False
-        self._kept[request_id] = _Kept(running, stored, _first_positions(running.answer))
+        self._kept[request_id] = _Kept(running, stored)
         if running.answer.failure is not None:  # the queue is full: its name is free before the client hears of it
             self._settle()
             await self._attempt(self._delete)
@@ -177,11 +178,10 @@ class AnswerKeeper:
         if claimed is None:
             raise NotFoundError(f"no router has a request {request_id!r}", reason="REQUEST_NOT_FOUND")
         running = await self._restore(claimed)
-        answer = running.answer
-        known = claimed.token_ids
-        positions = [first + len(known.get(sample, ())) for sample, first in enumerate(_first_positions(answer))]
+        start = claimed.request.start_position
+        positions = {sample: start + len(token_ids) for sample, token_ids in claimed.token_ids.items()}
         self._kept[request_id] = _Kept(running, claimed.request, positions, was_claimed=True)
-        _log.info("request taken over", request_id=request_id, num_known_tokens=answer.num_generated_tokens)
+        _log.info("request taken over", request_id=request_id, num_known_tokens=running.answer.num_generated_tokens)
         return running
 
     # ------------------------------------------------------------ behind the token path
@@ -295,7 +295,7 @@ class AnswerKeeper:
         """Of a request that the store has lost. Raises: StoreError."""
         with suppress(AlreadyRunningError):  # another router's since: the next renewal says so
             await self.store.create(kept.stored)
-            kept.positions, kept.is_refused = _first_positions(kept.running.answer), False
+            kept.positions, kept.is_refused = {}, False
 
     def _note(self, error: StoreError | None) -> None:
         """Says when the store is lost and when it is back."""
@@ -309,11 +309,6 @@ class AnswerKeeper:
 def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
     if not claim.cancelled() and claim.exception() is None:
         claim.result().leave()
-
-
-def _first_positions(answer: Answer) -> list[int]:
-    """By sample: of the first token that the store can have."""
-    return [sample.start_position for sample in answer.samples]
 
 
 def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:

@@ -42,7 +42,7 @@ from router.node_directory import EXACT_NUMERICS
 from router.node_link import NodeLink, PrefillLink
 from router.placement import Demand, Place
 from router.sample_answer import TokenMismatchError
-from router.sessions import DecodeSession
+from router.transport import DecodeSession
 from router.work import Completed, Fatal, Lost, Outcome, OutcomeError, Refused, Work, describe
 
 ID_BYTES = 16

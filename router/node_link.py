@@ -20,8 +20,7 @@ from outrider.service.liveness import ProgressDeadline, Standing, watch_progress
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
 from router.breaker import Breaker
-from router.sessions import DecodeSession
-from router.transport import NodeTransport, RouterIdentity
+from router.transport import DecodeSession, NodeTransport, RouterIdentity
 
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0

@@ -43,8 +43,8 @@ RETRY_SECONDS = 1.0
 Handler = Any
 """A grpc.RpcMethodHandler, which is generic in its stubs only."""
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
-Authenticate = Callable[[Iterable[tuple[str, str | bytes]] | None], None]
-"""Of a call's metadata; raises UnauthenticatedError. Runs in the task that serves the call."""
+Authenticate = Callable[[Iterable[tuple[str, str | bytes]] | None], object]
+"""Of a call's metadata, before its message is read; raises UnauthenticatedError."""
 
 _MAKE = {
     (False, False): grpc.unary_unary_rpc_method_handler,
