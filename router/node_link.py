@@ -20,7 +20,7 @@ from outrider.service.liveness import ProgressDeadline, Standing, watch_progress
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
 from router.breaker import Breaker
-from router.transport import DecodeSession, NodeTransport, RouterIdentity
+from router.transport import DecodeSession, NodeTransport, RouterIdentity, racing
 
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
@@ -201,17 +201,11 @@ class NodeLink:
     async def _until_lost(self, reading: Coroutine[Any, Any, None]) -> None:
         """`reading` takes reports; it is ended when they stay away. Raises: PeerLostError, MismatchError."""
         self._progress = ProgressDeadline(grace_seconds=self._liveness_timeout_seconds)
-        tasks = [asyncio.ensure_future(work) for work in (reading, watch_progress(self._progress, self._on_overdue))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
+        async with racing(reading, watch_progress(self._progress, self._on_overdue)) as (ended, _):
+            if ended.done():
+                ended.result()
             else:
                 raise PeerLostError(f"{self.role.name.lower()} node {self.name} makes no progress", node=self.name)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take_report(self, report: NodeReport) -> None:
         was_late = self.is_late
@@ -272,24 +266,25 @@ class PrefillLink(NodeLink):
 
         Raises: PeerLostError for whatever kept the node from it; UNREACHABLE is the reason where the node is lost.
         """
-        lost = asyncio.get_running_loop().create_future()
+        lost = asyncio.Event()
 
         def watch() -> None:
-            if not self.is_connected and not lost.done():
-                lost.set_result(None)
+            if not self.is_connected:
+                lost.set()
 
         self.add_listener(watch)
-        work = asyncio.ensure_future(self.transport.prefill(call))
+        watch()
         try:
-            watch()
-            await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
-            figures = work.result()
+            async with racing(self.transport.prefill(call), lost.wait()) as (work, _):
+                if not work.done():
+                    raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
+                figures: PrefillFigures = work.result()
         except OutriderError as error:
             if error.reason == UNREACHABLE:  # the end of the process is noticed with it, or a little later
-                await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
-            reason = UNREACHABLE if lost.done() else None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(NOTICE_SECONDS):
+                        await lost.wait()
+            reason = UNREACHABLE if lost.is_set() else None
             message = f"prefill node {self.name} failed: {error.message}"
             raise PeerLostError(message, node=self.name, reason=reason) from error
         else:
@@ -297,11 +292,6 @@ class PrefillLink(NodeLink):
             return figures
         finally:
             self.remove_listener(watch)
-            lost.cancel()
-            if not work.done():
-                work.cancel()
-                with suppress(asyncio.CancelledError, OutriderError):
-                    await work
 
 
 class Size(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -41,6 +41,19 @@ _HEARTBEAT = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat()
 _log = get_logger("sessions")
 
 SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]
+
+
+@asynccontextmanager
+async def racing(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
+    """Enters the block once the first of these has ended; behind it, all have."""
+    tasks = tuple(map(asyncio.ensure_future, works))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +219,11 @@ class DecodeSession:
 
     async def run(self) -> None:
         """Reads and writes until the stream breaks; then `close` it. Raises: PeerLostError, MismatchError."""
-        tasks = [asyncio.ensure_future(work) for work in (self._read(), self._write())]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()  # the reader's comes first: it knows best why the session ended
+            async with racing(self._read(), self._write()) as tasks:
+                for task in tasks:
+                    if task.done():
+                        task.result()  # the reader's comes first: it knows best why the session ended
         except grpc.RpcError as failure:
             error = from_rpc_error(failure, target=self._node.name)
             if isinstance(error, MismatchError):
@@ -223,10 +235,7 @@ class DecodeSession:
             _log.error("session failed", node=self._node.name, error=str(failure), exc_info=failure)
             raise PeerLostError(f"the session with {self._node.name} failed", node=self._node.name) from failure
         finally:
-            for task in tasks:
-                task.cancel()
             self._call.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self, error: OutriderError) -> None:
         """Tells every listener that the session has ended."""
