@@ -35,23 +35,21 @@ TICK_SECONDS = 0.1
 
 
 class LoopClock:
-    """Monotonic seconds without those in which the event loop was held up itself: meanwhile nobody else is late."""
+    """Seconds in the event loop's own ticks: while the loop is held up none pass, and nobody else is late."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._ticked_at, self._seconds = self._loop.time(), 0.0
+        self._seconds = 0.0
         self._tick()
 
     def __call__(self) -> float:
-        return self._seconds + min(self._loop.time() - self._ticked_at, TICK_SECONDS)
+        return self._seconds
 
     def close(self) -> None:
         self._timer.cancel()
 
     def _tick(self) -> None:
-        self._seconds = self()
-        self._ticked_at = self._loop.time()
-        self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
+        self._seconds += TICK_SECONDS
+        self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
 
 class AnswerBudget:

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
 """Prompt tokens that the window method looks back to: enough for any tokenizer's joining of words."""
 MAX_HELD_TOKENS = 16
 """Tokens without a complete character are held back up to this many; more are broken or have no text."""
-
-
-class Detokenizer(Protocol):
-    """One sample's decoder. Appending token by token gives what decoding all at once gives."""
-
-    is_mid_character: bool
-    """Bytes of an incomplete character are held back."""
-
-    def append(self, token_id: int) -> str:
-        """The text that is complete with this token."""
-
-    def finish(self) -> str:
-        """What is held back, broken bytes as U+FFFD."""
 
 
 class ByteDetokenizer:
@@ -37,9 +23,10 @@ class ByteDetokenizer:
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.is_mid_character = False
+        self.is_mid_character = False  # whether bytes of an incomplete character are held back
 
     def append(self, token_id: int) -> str:
+        """The text that is complete with this token."""
         if token_id >= len(self._token_bytes):
             return ""
         added = self._token_bytes[token_id]
@@ -50,6 +37,7 @@ class ByteDetokenizer:
         return text
 
     def finish(self) -> str:
+        """What is held back, broken bytes as U+FFFD."""
         return self._decoder.decode(b"", True)
 
 
@@ -92,6 +80,10 @@ class WindowDetokenizer:
         self._emitted_text = self._decode(self._token_ids)
         self.is_mid_character = False
         return added
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+"""One sample's decoder. Appending token by token gives what decoding all at once gives."""
 
 
 class AnswerText:

@@ -242,6 +242,7 @@ async def test_long_windows_reserve_nothing_for_tokens_that_may_never_come(wide)
 async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     """gRPC takes some megabytes for a client that does not read; here it takes nothing."""
     monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
+    monkeypatch.setattr(answer_budget, "TICK_SECONDS", 0.01)
     await cluster.serve(journal_bytes=65_536)
     unread = await cluster.service.requests.begin(cluster.request(max_tokens=400), Caller())
 
