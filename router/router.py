@@ -195,15 +195,14 @@ class Router:
             await self.services.receipts.stop()
 
     def describe(self) -> Mapping[str, Any]:
-        info = self.nodes.model().info
-        proposer, num_speculative_tokens = self.nodes.proposer()
+        model = self.requests.model()
         return {
-            "model": info.name,
-            "fingerprint": info.fingerprint,
-            "dtype": info.dtype,
-            "max_model_len": info.max_model_len,
-            "proposer": proposer,
-            "num_speculative_tokens": num_speculative_tokens,
+            "model": model.name,
+            "fingerprint": model.fingerprint,
+            "dtype": model.dtype,
+            "max_model_len": model.max_model_len,
+            "proposer": model.proposer,
+            "num_speculative_tokens": model.num_speculative_tokens,
             "nodes": [status.name for status in self.nodes.statuses()],
         }
 

@@ -32,8 +32,7 @@ from outrider.errors import (
 from outrider.node import NodeRole
 from outrider.service.rpc_errors import Context, rpc_errors
 from router.registry import RequestRegistry
-from router.vllm_engine.answer import EngineAnswer
-from router.vllm_engine.request import request_from_engine
+from router.vllm_engine.messages import EngineAnswer, request_from_engine
 
 MAX_ABORTED = 256
 """Requests of one Abort: a gateway sends one."""

@@ -11,8 +11,7 @@ from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 from outrider.answer import Delta, RequestMetrics, Summary, Usage
 from outrider.errors import InvalidRequestError
 from outrider.v1 import router_pb2
-from router.vllm_engine.answer import EngineAnswer
-from router.vllm_engine.request import request_from_engine
+from router.vllm_engine.messages import EngineAnswer, request_from_engine
 from tests.support.router_fakes import fake_model_info
 
 SERVED = SimpleNamespace(info=fake_model_info(), tokenizer=None)

@@ -234,7 +234,7 @@ async def test_a_request_that_ends_nodes_is_not_sent_again(node_pair, monkeypatc
 
 
 async def test_an_answer_that_fits_no_message_is_not_computed_to_its_end(cluster, monkeypatch):
-    monkeypatch.setattr("router.vllm_engine.answer.MAX_COMPLETE_BYTES", 200)
+    monkeypatch.setattr("router.vllm_engine.messages.MAX_COMPLETE_BYTES", 200)
     await cluster.serve()
     failure = await fail(cluster, max_tokens=100, stream=False)
     assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "ANSWER_TOO_LARGE")
