@@ -283,10 +283,6 @@ class AnswerReader(Generic[Message]):
             raise self._answer.failure
         return messages
 
-    def close(self) -> None:
-        """The stream is over."""
-        self._answer.leave(self)
-
     def supersede(self) -> None:
         """Another reader has been attached."""
         self._is_superseded = True

@@ -111,7 +111,7 @@ class LiveRequest:
                 self.close(error)
             raise
         finally:
-            reader.close()
+            self.answer.leave(reader)
             if self._writer is writer:
                 self._writer = None
             self.leave()
