@@ -10,7 +10,7 @@ MAX_COOLDOWN_SECONDS = 60.0
 FORGET_SECONDS = 120.0
 """Without a failure for so long, the next cooldown is the first one again."""
 MIN_REQUESTS = 2
-"""Of failures that requests may have caused: so many requests fail one after the other where the node is the cause."""
+"""Requests that fail on a node, without a success between them, before it counts as the cause itself."""
 
 
 class Breaker:

@@ -174,6 +174,8 @@ class GroupListener(Protocol):
 class DecodeSession:
     """One session stream, from its hello to its break. Not reused: a new connection is a new session.
 
+    Its end frees all work of this router on the node.
+
     Owned by the event loop. Commands are queued and written in order; every event goes to
     the listener of its sequence group, at once and in order; events of groups that nobody
     listens to any more are dropped.
