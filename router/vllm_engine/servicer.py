@@ -9,8 +9,7 @@ import json
 import math
 import time
 import zipfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Never
@@ -65,7 +64,7 @@ class VllmEngineServicer:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
-        async with _errors(context):
+        async with rpc_errors(context):
             with self._requests.refusals_counted():
                 ours, preface = request_from_engine(request, self._requests.served(), self._reasoning_parser)
             async with self._requests.open(ours, context) as live:
@@ -75,11 +74,16 @@ class VllmEngineServicer:
                     for message in messages:
                         await context.write(message)
 
-                await live.write(write, answer.render)
+                try:
+                    await live.write(write, answer.render)
+                except PeerLostError as error:
+                    if error.reason == LOSES_NODES:  # not UNAVAILABLE, which gateways and clients repeat
+                        raise MismatchError(error.message, reason=error.reason) from error
+                    raise
 
     async def Abort(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Frees at once; the calls end by themselves, with the reason "abort"."""
-        async with _errors(context):
+        async with rpc_errors(context):
             if len(request.request_ids) > MAX_ABORTED:
                 raise InvalidRequestError(f"at most {MAX_ABORTED} requests are aborted at once", field="request_ids")
             refused: OutriderError | None = None
@@ -95,13 +99,13 @@ class VllmEngineServicer:
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Healthy from the first node on: without one, requests wait for its return, as by our own service."""
         self._watched_at = time.monotonic()
-        async with _errors(context):
+        async with rpc_errors(context):
             if self._requests.is_leaving:
                 return vllm_engine_pb2.HealthCheckResponse(message="the router is stopping")
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message=f"serves {self._requests.model().name}")
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
-        async with _errors(context):
+        async with rpc_errors(context):
             info = self._requests.served().info
             return vllm_engine_pb2.GetModelInfoResponse(
                 model_path=info.name,
@@ -115,7 +119,7 @@ class VllmEngineServicer:
             )
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
-        async with _errors(context):
+        async with rpc_errors(context):
             return vllm_engine_pb2.GetServerInfoResponse(
                 active_requests=self._requests.cluster_status().num_requests_running,
                 uptime_seconds=time.monotonic() - self._started_at,
@@ -126,7 +130,7 @@ class VllmEngineServicer:
 
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
         """The whole cluster as one engine."""
-        async with _errors(context):
+        async with rpc_errors(context):
             cluster = self._requests.cluster_status()
             nodes = [node for node in cluster.nodes if node.role is NodeRole.DECODE]
             num_blocks = sum(node.load.kv_blocks_total for node in nodes)
@@ -143,7 +147,7 @@ class VllmEngineServicer:
             )
 
     async def GetTokenizer(self, request: Any, context: Context) -> None:  # noqa: N802
-        async with _errors(context):
+        async with rpc_errors(context):
             self._requests.charge(context)
             if self._tokenizer is None:
                 self._tokenizer = await asyncio.to_thread(archive_chunks, self._requests.served().tokenizer_files)
@@ -151,26 +155,11 @@ class VllmEngineServicer:
                 await context.write(chunk)
 
     async def _refuse(self, request: Any, context: Context) -> Never:
-        async with _errors(context):
+        async with rpc_errors(context):
             raise NotSupportedError("this engine generates text; it has no such call")
         raise AssertionError("the call has ended")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _refuse
-
-
-@asynccontextmanager
-async def _errors(context: Context) -> AsyncIterator[None]:
-    """As `rpc_errors`. A request that may itself be what ends nodes is refused so that nobody sends it again:
-
-    gateways and clients repeat what was UNAVAILABLE.
-    """
-    async with rpc_errors(context):
-        try:
-            yield
-        except PeerLostError as error:
-            if error.reason == LOSES_NODES:
-                raise MismatchError(error.message, reason=error.reason) from error
-            raise
 
 
 def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
