@@ -266,25 +266,24 @@ class PrefillLink(NodeLink):
 
         Raises: PeerLostError for whatever kept the node from it; UNREACHABLE is the reason where the node is lost.
         """
-        lost = asyncio.Event()
+        lost = asyncio.get_running_loop().create_future()
 
         def watch() -> None:
-            if not self.is_connected:
-                lost.set()
+            if not self.is_connected and not lost.done():
+                lost.set_result(None)
 
         self.add_listener(watch)
-        watch()
+        work = asyncio.ensure_future(self.transport.prefill(call))
         try:
-            async with racing(self.transport.prefill(call), lost.wait()) as (work, _):
-                if not work.done():
-                    raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
-                figures: PrefillFigures = work.result()
+            watch()
+            await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
+            figures = work.result()
         except OutriderError as error:
             if error.reason == UNREACHABLE:  # the end of the process is noticed with it, or a little later
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(NOTICE_SECONDS):
-                        await lost.wait()
-            reason = UNREACHABLE if lost.is_set() else None
+                await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
+            reason = UNREACHABLE if lost.done() else None
             message = f"prefill node {self.name} failed: {error.message}"
             raise PeerLostError(message, node=self.name, reason=reason) from error
         else:
@@ -292,6 +291,11 @@ class PrefillLink(NodeLink):
             return figures
         finally:
             self.remove_listener(watch)
+            lost.cancel()
+            if not work.done():
+                work.cancel()
+                with suppress(asyncio.CancelledError, OutriderError):
+                    await work
 
 
 class Size(NamedTuple):
