@@ -27,7 +27,7 @@ def main() -> int:
         tracer=process.tracer,
         reasoning_parser=process.sections["gateway"].reasoning_parser,
     )
-    return process.run(router, client_tls=config.tls, authenticate=None if clients is None else clients.authenticate)
+    return process.run(router, client_tls=config.tls, authenticate=None if clients is None else clients.identify)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import enum
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError
@@ -33,23 +35,21 @@ TICK_SECONDS = 0.1
 
 
 class LoopClock:
-    """Monotonic seconds without those in which the event loop was held up itself: meanwhile nobody else is late."""
+    """Seconds in the event loop's own ticks: while the loop is held up none pass, and nobody else is late."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._ticked_at, self._seconds = self._loop.time(), 0.0
+        self._seconds = 0.0
         self._tick()
 
     def __call__(self) -> float:
-        return self._seconds + min(self._loop.time() - self._ticked_at, TICK_SECONDS)
+        return self._seconds
 
     def close(self) -> None:
         self._timer.cancel()
 
     def _tick(self) -> None:
-        self._seconds = self()
-        self._ticked_at = self._loop.time()
-        self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
+        self._seconds += TICK_SECONDS
+        self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
 
 class AnswerBudget:
@@ -67,14 +67,7 @@ class AnswerBudget:
         self._num_expected_bytes = 0  # of all answers, beside those that they have
         self.reserved_bytes = 0  # that they have
 
-    def open(
-        self,
-        request: Request,
-        *,
-        num_made_tokens: int = 0,
-        is_idle: Callable[[], bool],
-        give_up: Callable[[OutriderError], None],
-    ) -> AnswerAccount:
+    def open(self, request: Request, *, num_made_tokens: int = 0) -> AnswerAccount:
         """For the objects around the answer, the prompt and its logprobs, and each sample's first token.
 
         `num_made_tokens`: of all samples, what another router has made of the answer.
@@ -82,7 +75,7 @@ class AnswerBudget:
         Raises: CapacityError when there is no room now; InvalidRequestError when there never is.
         """
         sampling = request.options.sampling
-        account = AnswerAccount(self, _bytes_per_token(request), is_idle, give_up)
+        account = AnswerAccount(_bytes_per_token(request))
         num_brought = len(request.generated_token_ids)
         num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * (len(request.prompt_token_ids) + num_brought)
         if request.options.prompt_logprobs is not None:
@@ -101,21 +94,6 @@ class AnswerBudget:
         self._add(account, num_bytes, num_expected)
         return account
 
-    def grow(self, account: AnswerAccount, num_bytes: int) -> None:
-        if account not in self._accounts:  # its flow is about to be cancelled
-            return
-        missing = self.reserved_bytes + num_bytes - self._limit_bytes
-        if missing > 0:
-            self._check_alone(account.num_bytes + num_bytes)
-            self._make_room(missing, older=account)
-        self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
-
-    def _add(self, account: AnswerAccount, num_bytes: int, num_expected: int) -> None:
-        account.num_bytes += num_bytes
-        account.num_expected_bytes += num_expected
-        self.reserved_bytes += num_bytes
-        self._num_expected_bytes += num_expected
-
     def _check_alone(self, num_bytes: int) -> None:
         """Raises: InvalidRequestError for an answer that has no room even alone."""
         if num_bytes > self._limit_bytes:
@@ -131,19 +109,15 @@ class AnswerBudget:
         Last, those that run and are newer than `older`, which needs the bytes; None: a new answer does.
         Raises: CapacityError.
         """
-        dropped: list[AnswerAccount] = []
+        unread = dict.fromkeys(self._unread(besides=older))
+        newer = itertools.takewhile(lambda account: account is not older, reversed(self._accounts)) if older else ()
+        dropped: dict[AnswerAccount, None] = {}
         num_dropped_bytes = 0
-        for _, account in sorted(self._expendable(older), key=lambda item: item[0]):
+        for account in itertools.chain(unread, newer):
             if num_dropped_bytes >= missing:
                 break
-            dropped.append(account)
-            num_dropped_bytes += account.num_bytes
-        num_unread = len(dropped)
-        for account in reversed(self._accounts) if older else ():
-            if account is older or num_dropped_bytes >= missing:
-                break
             if account not in dropped:
-                dropped.append(account)
+                dropped[account] = None
                 num_dropped_bytes += account.num_bytes
         full = CapacityError(
             f"{self.reserved_bytes} of {self._limit_bytes} bytes for answers are taken and {self._num_expected_bytes} "
@@ -153,33 +127,51 @@ class AnswerBudget:
         )
         if num_dropped_bytes < missing:
             raise full
-        unread = CapacityError(
+        not_reading = CapacityError(
             "the answer was not read, and others need its memory",
             retry_after_seconds=RETRY_SECONDS,
             reason="NOT_READING",
         )
-        for number, account in enumerate(dropped):
-            account.give_up(unread if number < num_unread else full)
-            account.close()
+        for account in dropped:
+            account.give_up(not_reading if account in unread else full)
 
-    def _expendable(self, excluded: AnswerAccount | None) -> Iterator[tuple[tuple[int, float], AnswerAccount]]:
-        """((rank, since when nobody reads it), account): the smallest goes first."""
-        now = self.clock()
+    def _unread(self, *, besides: AnswerAccount | None) -> list[AnswerAccount]:
+        """Answers that nobody reads, in the order in which they are dropped."""
+        now, found = self.clock(), []
         for account in self._accounts:
-            if account is excluded:
-                continue
-            if account.delivered_at is not None:
-                yield (0, account.delivered_at), account
-            elif account.stalled_since is not None and account.stalled_since <= now - STALLED_SECONDS:
-                yield (1, account.stalled_since), account
-            elif account.left_at is not None and account.left_at <= now - LEFT_SECONDS and account.is_idle():
-                yield (2, account.left_at), account
+            if account is not besides and account.unread is not None:
+                why, since = account.unread
+                patience = (0.0, STALLED_SECONDS, LEFT_SECONDS)[why]
+                if since <= now - patience and (account.has_ended or why is not Unread.LEFT):
+                    found.append((why, since, account))
+        return [account for _, _, account in sorted(found, key=lambda item: item[:2])]
+
+    def _add(self, account: AnswerAccount, num_bytes: int, num_expected: int) -> None:
+        account.num_bytes += num_bytes
+        account.num_expected_bytes += num_expected
+        self.reserved_bytes += num_bytes
+        self._num_expected_bytes += num_expected
+
+    def grow(self, account: AnswerAccount, num_tokens: int) -> None:
+        """The answer has so many tokens more. Nothing once the account is closed: its flow is about to be cancelled.
+
+        Raises: CapacityError when there is no room now; InvalidRequestError when this answer alone fills the budget.
+        """
+        if account not in self._accounts:
+            return
+        num_bytes = num_tokens * account.bytes_per_token
+        missing = self.reserved_bytes + num_bytes - self._limit_bytes
+        if missing > 0:
+            self._check_alone(account.num_bytes + num_bytes)
+            self._make_room(missing, older=account)
+        self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
 
     def settle(self, account: AnswerAccount, num_tokens: float | None) -> None:
-        """Nothing more comes of this answer. `num_tokens`: of each sample; None: it failed, or was left.
+        """The answer has ended. `num_tokens`: of each sample; None: it failed, or was left, and says nothing of others.
 
         What is expected of new ones rises fast and falls slowly.
         """
+        account.has_ended = True
         if account in self._accounts:
             self._add(account, 0, -account.num_expected_bytes)
         if num_tokens is not None:
@@ -188,43 +180,30 @@ class AnswerBudget:
             self._num_expected_tokens = max(self._num_expected_tokens, MIN_EXPECTED_TOKENS)
 
     def close(self, account: AnswerAccount) -> None:
+        """The answer is dropped. Idempotent."""
         if account in self._accounts:
             del self._accounts[account]
-            self.reserved_bytes -= account.num_bytes
-            self._num_expected_bytes -= account.num_expected_bytes
+            self._add(account, -account.num_bytes, -account.num_expected_bytes)
+
+
+class Unread(enum.IntEnum):
+    """Why nobody reads an answer, in the order in which such answers are dropped where others need the memory."""
+
+    DELIVERED = 0  # it was read to its end, and is kept for its window
+    STALLED = 1  # its client leaves a message untaken
+    LEFT = 2  # its client is away
 
 
 @dataclass(slots=True, eq=False)
 class AnswerAccount:
-    """What one answer takes of the budget. It grows with the answer, and is closed when that is dropped.
+    """What one answer takes of the budget."""
 
-    Who has the answer says who reads it, in seconds of the budget's clock.
-    """
-
-    budget: AnswerBudget
     bytes_per_token: int
-    is_idle: Callable[[], bool]  # nothing is computed, and nobody reads
-    give_up: Callable[[OutriderError], None]  # the answer ends with this error and is dropped
+    give_up: Callable[[OutriderError], None] = lambda _error: None  # ends the answer with this error, and drops it
     num_bytes: int = 0
     num_expected_bytes: int = 0  # to come; 0 once more has come than was expected
-    stalled_since: float | None = None  # since then a message is left untaken; None: its client reads, or is away
-    delivered_at: float | None = None  # it was read to its end then, and nobody reads now: it is kept for its window
-    left_at: float | None = None  # since then its client is away
-
-    def grow(self, num_tokens: int) -> None:
-        """Nothing once it is closed.
-
-        Raises: CapacityError when there is no room now; InvalidRequestError when this answer alone fills the budget.
-        """
-        self.budget.grow(self, num_tokens * self.bytes_per_token)
-
-    def settle(self, num_tokens: float | None) -> None:
-        """The answer has ended, with so many tokens of each sample. None: they say nothing of others."""
-        self.budget.settle(self, num_tokens)
-
-    def close(self) -> None:
-        """Idempotent."""
-        self.budget.close(self)
+    has_ended: bool = False
+    unread: tuple[Unread, float] | None = None  # why, and since when by the budget's clock; None: its client reads
 
 
 def _bytes_per_token(request: Request) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.errors import (
     LOSES_NODES,
@@ -46,7 +46,7 @@ class _Kept:
 
     running: LiveRequest
     stored: StoredRequest
-    positions: list[int]  # by sample: the next one to append
+    positions: dict[int, int] = field(default_factory=dict)  # by sample: the next one to append; at first, its start
     was_claimed: bool = False  # from another router
     has_finished: bool = False  # the store has been told
     is_refused: bool = False  # the store has not taken some tokens, and takes none behind them
@@ -60,7 +60,8 @@ class _Kept:
         answer = self.running.answer
         if answer.request.options.logprobs is not None or self.is_refused:
             return
-        for sample, (known, position) in enumerate(zip(answer.samples, self.positions, strict=True)):
+        for sample, known in enumerate(answer.samples):
+            position = self.positions.get(sample, known.start_position)
             if known.next_position > position:
                 token_ids = known.token_ids_from(position)[:MAX_SPAN_TOKENS]
                 yield TokenSpan(self.stored.request_id, sample, position, token_ids)
@@ -91,7 +92,7 @@ class AnswerKeeper:
         append_seconds: float,
         renew_seconds: float,
     ) -> None:
-        self._store = store
+        self.store = store
         self._restore = restore
         self._may_serve_without = may_serve_without
         self._append_seconds = append_seconds
@@ -112,7 +113,7 @@ class AnswerKeeper:
         request_id = stored.request_id
         await self._take_name(request_id)
         try:
-            await self._store.create(stored)
+            await self.store.create(stored)
         except AlreadyRunningError:
             raise
         except BaseException as error:
@@ -123,7 +124,7 @@ class AnswerKeeper:
             if not self._may_serve_without:
                 raise
             return False
-        self._kept[request_id] = _Kept(running, stored, _first_positions(running.answer))
+        self._kept[request_id] = _Kept(running, stored)
         if running.answer.failure is not None:  # the queue is full: its name is free before the client hears of it
             self._settle()
             await self._attempt(self._delete)
@@ -150,14 +151,6 @@ class AnswerKeeper:
         """Whether `resume` of this request is under way."""
         return request_id in self._claims
 
-    async def read(self, request_id: str) -> StoredAnswer | None:
-        """What the store has, without taking it over. Raises: StoreError."""
-        return await self._store.read(request_id)
-
-    async def abort(self, request_id: str) -> bool:
-        """Asks whichever router has the request. Raises: StoreError."""
-        return await self._store.request_abort(request_id)
-
     async def stop(self) -> None:
         """Writes what is known, and leaves the requests to other routers."""
         self._work.cancel()
@@ -169,7 +162,7 @@ class AnswerKeeper:
             self._settle()
             await self._delete()
         with suppress(StoreError):
-            await self._store.close()
+            await self.store.close()
 
     async def _take_name(self, request_id: str) -> None:
         """An earlier request of this name is deleted now or not at all."""
@@ -181,15 +174,14 @@ class AnswerKeeper:
 
     async def _claim(self, request_id: str, fingerprint: str) -> LiveRequest:
         await self._take_name(request_id)
-        claimed = await self._store.claim(request_id, fingerprint=fingerprint)
+        claimed = await self.store.claim(request_id, fingerprint=fingerprint)
         if claimed is None:
             raise NotFoundError(f"no router has a request {request_id!r}", reason="REQUEST_NOT_FOUND")
         running = await self._restore(claimed)
-        answer = running.answer
-        known = claimed.token_ids
-        positions = [first + len(known.get(sample, ())) for sample, first in enumerate(_first_positions(answer))]
+        start = claimed.request.start_position
+        positions = {sample: start + len(token_ids) for sample, token_ids in claimed.token_ids.items()}
         self._kept[request_id] = _Kept(running, claimed.request, positions, was_claimed=True)
-        _log.info("request taken over", request_id=request_id, num_known_tokens=answer.num_generated_tokens)
+        _log.info("request taken over", request_id=request_id, num_known_tokens=running.answer.num_generated_tokens)
         return running
 
     # ------------------------------------------------------------ behind the token path
@@ -232,7 +224,7 @@ class AnswerKeeper:
             return False
         refused: frozenset[str] = frozenset()
         try:
-            await self._store.append([span for _, spans in found for span in spans])
+            await self.store.append([span for _, spans in found for span in spans])
         except SpansRefusedError as error:
             refused = error.request_ids
             _log.warning("the store refuses tokens, which would be computed again", error=error.message)
@@ -270,14 +262,14 @@ class AnswerKeeper:
         """In one call, after the one that is under way."""
         async with self._deleting:
             if request_ids := tuple(self._to_delete):
-                await self._store.delete(request_ids)
+                await self.store.delete(request_ids)
                 for request_id in request_ids:
                     self._to_delete.pop(request_id, None)
 
     async def _finish(self) -> None:
         ended = [kept for kept in self._kept.values() if kept.running.is_idle and not kept.has_finished]
         if ended:
-            await self._store.finish([kept.stored.request_id for kept in ended])
+            await self.store.finish([kept.stored.request_id for kept in ended])
         for kept in ended:
             kept.has_finished = True
 
@@ -285,7 +277,7 @@ class AnswerKeeper:
         ours = [request_id for request_id, kept in self._kept.items() if not kept.running.is_idle]
         if not ours:
             return
-        renewal = await self._store.renew(ours)
+        renewal = await self.store.renew(ours)
         for request_id in renewal.taken:
             taken = self._kept.pop(request_id, None)
             if taken is not None:
@@ -302,26 +294,21 @@ class AnswerKeeper:
     async def _create_again(self, kept: _Kept) -> None:
         """Of a request that the store has lost. Raises: StoreError."""
         with suppress(AlreadyRunningError):  # another router's since: the next renewal says so
-            await self._store.create(kept.stored)
-            kept.positions, kept.is_refused = _first_positions(kept.running.answer), False
+            await self.store.create(kept.stored)
+            kept.positions, kept.is_refused = {}, False
 
     def _note(self, error: StoreError | None) -> None:
         """Says when the store is lost and when it is back."""
         if error is not None and not self._is_lost:
-            _log.warning("the store does not answer", store=self._store.name, error=error.message)
+            _log.warning("the store does not answer", store=self.store.name, error=error.message)
         elif error is None and self._is_lost:
-            _log.info("the store answers again", store=self._store.name)
+            _log.info("the store answers again", store=self.store.name)
         self._is_lost = error is not None
 
 
 def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
     if not claim.cancelled() and claim.exception() is None:
         claim.result().leave()
-
-
-def _first_positions(answer: Answer) -> list[int]:
-    """By sample: of the first token that the store can have."""
-    return [sample.start_position for sample in answer.samples]
 
 
 def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:

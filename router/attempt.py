@@ -42,7 +42,7 @@ from router.node_directory import EXACT_NUMERICS
 from router.node_link import NodeLink, PrefillLink
 from router.placement import Demand, Place
 from router.sample_answer import TokenMismatchError
-from router.sessions import DecodeSession
+from router.transport import DecodeSession
 from router.work import Completed, Fatal, Lost, Outcome, OutcomeError, Refused, Work, describe
 
 ID_BYTES = 16
@@ -202,7 +202,7 @@ class Attempt:
         if is_first or has_ended:
             self._on_change()
         if num_new:
-            work.account.grow(num_new)
+            work.services.answers.grow(work.account, num_new)
 
     def _take_held(self, events: list[SampleTokens | SampleDone]) -> None:
         """The prompt's logprobs have come, for which these have waited."""

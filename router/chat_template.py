@@ -7,6 +7,7 @@ import datetime as dt
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -32,12 +33,6 @@ _TEMPLATE_ERRORS = (
     ValueError,
 )
 """What a template may raise for messages that it does not expect."""
-_CALL: dict[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-_CHAT_WITH_CALL: list[dict[str, Any]] = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "b"},
-]
 
 
 class ChatTemplate:
@@ -48,12 +43,11 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         environment.globals["namespace"] = _Namespace
         self._special_tokens = dict(special_tokens)
-        self._takes_mappings: dict[str, bool] = {}  # by template, once it was tried
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
@@ -81,10 +75,13 @@ class ChatTemplate:
             chat[-1]["content"] += _OPEN_END
         values = {"tools": None, "documents": None} | self._special_tokens | variables
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
-        if any("tool_calls" in message for message in chat) and not self._takes_arguments_as_mappings(name):
-            _write_arguments(chat)
         try:
-            text = template.render(values)
+            try:
+                text = template.render(values)
+            except _TEMPLATE_ERRORS:
+                if not _write_arguments(chat):
+                    raise
+                text = template.render(values)
         except _TEMPLATE_ERRORS as error:
             raise _refused(f"the model's chat template refuses these messages: {error}") from error
         if not continue_final_message:
@@ -93,25 +90,6 @@ class ChatTemplate:
         if not found:
             raise _refused("the model's chat template does not end with the last message: it cannot be continued")
         return beginning if end.startswith(" ") else beginning.rstrip()
-
-    def _takes_arguments_as_mappings(self, name: str) -> bool:
-        """Whether a call's arguments are an object for this template, as transformers has them, or a text.
-
-        Most write an object as JSON; some add a text to others, which fails with an object.
-        """
-        if name not in self._takes_mappings:
-            self._takes_mappings[name] = True
-            chat = copy.deepcopy(_CHAT_WITH_CALL)
-            for takes_mappings in (True, False):
-                try:
-                    values = {"tools": None, "documents": None} | self._special_tokens
-                    self._templates[name].render(values | {"messages": chat, "add_generation_prompt": False})
-                except _TEMPLATE_ERRORS:
-                    _write_arguments(chat)
-                else:
-                    self._takes_mappings[name] = takes_mappings
-                    break
-        return self._takes_mappings[name]
 
 
 def _refused(message: str, *, field: str = "chat.messages") -> InvalidRequestError:
@@ -148,11 +126,16 @@ def _functions(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 yield function
 
 
-def _write_arguments(chat: Iterable[Mapping[str, Any]]) -> None:
-    for message in chat:
-        for function in _functions(message):
-            if not isinstance(function["arguments"], str):
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+def _write_arguments(chat: Iterable[Mapping[str, Any]]) -> bool:
+    """Makes the arguments of calls a text; whether any was an object, as transformers has them.
+
+    Most templates write an object as JSON; some add a text to others, which fails with an object.
+    """
+    functions = (function for message in chat for function in _functions(message))
+    written = [function for function in functions if not isinstance(function["arguments"], str)]
+    for function in written:
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return bool(written)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -176,17 +159,6 @@ class _Namespace(jinja2.utils.Namespace):
         if name.startswith("_"):
             raise jinja2.exceptions.SecurityError(f"a template may not store {name!r} in a namespace")
         super().__setitem__(name, value)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 the filter's signature in transformers
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    # jinja2's own escapes HTML characters.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,7 +61,7 @@ class Clients:
     """Those that nobody asks for tokens; calls without a `client_id` share the empty name. Owned by the event loop."""
 
     def identify(self, metadata: Metadata | None) -> Caller:
-        """The caller of the call that this task serves. Raises: UnauthenticatedError."""
+        """The caller, by a call's metadata. Raises: UnauthenticatedError."""
         return Caller(share=_text_of(metadata, CLIENT_ID_KEY)[:MAX_CLIENT_ID_LENGTH])
 
     def charge(self, caller: Caller) -> None:
@@ -102,13 +101,11 @@ class TokenFile(Clients):
         self._path = path
         self._clock = clock
         self._allowances: dict[str, _Allowance] = {}
-        self._caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
         self._stamp = file_stamp(path)
         self._checked_at = clock()
         self._tokens = read_tokens(path)
 
-    def authenticate(self, metadata: Metadata | None) -> None:
-        """Called once a call, before its message is read, by the task that serves it. Raises: UnauthenticatedError."""
+    def identify(self, metadata: Metadata | None) -> Caller:
         shown = _text_of(metadata, TOKEN_KEY)
         if not shown.lower().startswith(SCHEME):
             raise UnauthenticatedError("this router asks for a token: authorization: Bearer TOKEN", reason="NO_TOKEN")
@@ -117,13 +114,7 @@ class TokenFile(Clients):
         name = self._tokens.names.get(hashlib.sha256(shown[len(SCHEME) :].strip().encode()).digest())
         if name is None:
             raise UnauthenticatedError("the token is not known here", reason="UNKNOWN_TOKEN")
-        self._caller.set(replace(self.named(name), max_priority=self._tokens.limits[name].max_priority))
-
-    def identify(self, metadata: Metadata | None) -> Caller:
-        caller = self._caller.get()
-        if caller is None:
-            raise UnauthenticatedError("the call was not authenticated", reason="NO_TOKEN")
-        return caller
+        return replace(self.named(name), max_priority=self._tokens.limits[name].max_priority)
 
     def charge(self, caller: Caller) -> None:
         limits = self._tokens.limits.get(caller.name)

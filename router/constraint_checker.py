@@ -11,7 +11,9 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
+from weakref import WeakValueDictionary
 
 from outrider.constraints.compile_process import MAX_CPU_SECONDS
 from outrider.errors import CapacityError, InternalError, InvalidRequestError, NotSupportedError
@@ -48,7 +50,8 @@ class ConstraintChecker:
             "eos_token_ids": info.eos_token_ids,
         }
         self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
-        self._compiling: dict[tuple[str, bytes], _Compiling] = {}  # by client and hash: each in its client's turn
+        # By client and hash: of a client's requests with one constraint one is in the queue, each in its client's turn.
+        self._asking: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
         self._seconds = 0.0  # that one takes lately
         self._process: subprocess.Popen[str] | None = None  # of the queue's thread
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently asked for last; the
@@ -61,33 +64,17 @@ class ConstraintChecker:
         """
         asked = json.dumps(asdict(constraint))
         key = hashlib.sha256(asked.encode()).digest()
-        if key in self._verdicts:
-            message = self._verdicts[key]
-        else:
-            message = self._verdicts[key] = await self._compiled(key, constraint, asked, client)
+        async with self._asking.setdefault((client, key), asyncio.Lock()):
+            if key not in self._verdicts:
+                size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
+                compile_once = partial(self._compile_once, key, constraint, asked)
+                self._verdicts[key] = await self._queue.run(compile_once, client=client, num_bytes=size)
+        message = self._verdicts[key]
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         if message is not None:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
-
-    async def _compiled(self, key: bytes, constraint: Constraint, asked: str, client: str) -> str | None:
-        """What is wrong. One client's requests wait for it together; it is given up when none waits any more.
-
-        Each client waits in its own turn, however much another one that asks for the same has before it.
-        """
-        if (compiling := self._compiling.get((client, key))) is None:
-            size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
-            run = self._queue.run(lambda: self._compile_once(key, constraint, asked), client=client, num_bytes=size)
-            compiling = self._compiling[client, key] = _Compiling(asyncio.create_task(run, name="constraint"))
-        compiling.num_waiting += 1
-        try:
-            return await asyncio.shield(compiling.task)
-        finally:
-            compiling.num_waiting -= 1
-            if not compiling.num_waiting:
-                compiling.task.cancel()  # nothing where it is done
-                del self._compiling[client, key]
 
     def close(self) -> None:
         """Ends the process; a second call does nothing."""
@@ -129,14 +116,6 @@ class ConstraintChecker:
                 f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
                 "intersect fewer patterns, or repeat less"
             )
-
-
-@dataclass(slots=True)
-class _Compiling:
-    """One client's constraint in the queue or the process, and how many requests wait for it."""
-
-    task: asyncio.Task[str | None]
-    num_waiting: int = 0
 
 
 def _start() -> subprocess.Popen[str]:

@@ -10,10 +10,10 @@ from outrider.answer import AnswerEvent
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.service.telemetry.logging import get_logger
 from outrider.v1 import router_pb2
-from router.answer import Answer
-from router.answer_budget import AnswerAccount
-from router.request_figures import RequestFigures, Trailers
+from router.answer_budget import Unread
+from router.request_figures import Trailers
 from router.request_flow import RequestFlow
+from router.work import Work
 
 _log = get_logger("requests")
 Message = TypeVar("Message")
@@ -28,47 +28,42 @@ class LiveRequest:
     def __init__(
         self,
         key: str,
-        answer: Answer,
-        figures: RequestFigures,
+        work: Work,
+        flow: RequestFlow,
+        proto: router_pb2.GenerateRequest,
         *,
         window_seconds: float | None,
         on_change: Callable[[LiveRequest], None],
-        on_end: Callable[[OutriderError | None], None],
     ) -> None:
-        """`window_seconds`: how long the answer can be resumed; None: it ends with its stream.
+        """Starts to compute. The account is closed with the request.
 
-        `on_change` is called whenever `is_idle` or `is_closed` may have changed, `on_end` once, when nothing is
-        computed any more, with what the answer failed by.
+        `window_seconds`: how long the answer can be resumed; None: it ends with its stream. `on_change` is called
+        when it has a reader again, and when it is closed.
         """
         self.key = key  # the client's name for it, behind the client's own where clients have one
-        self.answer = answer
-        self.figures = figures
+        self.answer = work.answer
         self.window_seconds = window_seconds
         self.is_closed = False
         self.is_kept = True  # False: asked to be resumable anywhere, and the store did not answer
+        self._work = work
+        self._flow = flow
+        self._budget, self._account = work.services.answers, work.account
+        self._account.give_up = self.give_up
         self._on_change = on_change
-        self._on_end = on_end
-        self._account: AnswerAccount  # set by `start`, as the next two
-        self._flow: RequestFlow
-        self._task: asyncio.Task[None]
         self._expiry: asyncio.TimerHandle | None = None
         self._writer: asyncio.Task[object] | None = None  # of the stream that is attached
         self._given_up: OutriderError | None = None
+        self._task = asyncio.create_task(flow.run(proto), name=f"request {key}")
+        self._task.add_done_callback(self._take_end)
 
     @property
     def is_idle(self) -> bool:
         """Nothing is computed and nobody reads: the answer only waits for its client to come back."""
         return self.is_closed or (self.answer.has_ended and not self.answer.has_reader)
 
-    def start(self, account: AnswerAccount, flow: RequestFlow, proto: router_pb2.GenerateRequest) -> None:
-        """Starts to compute. The account is closed with the request."""
-        self._account, self._flow = account, flow
-        self._task = asyncio.create_task(flow.run(proto), name=f"request {self.key}")
-        self._task.add_done_callback(self._take_end)
-
     def trailers(self) -> Trailers:
         """What a call's trailers say of the answer so far."""
-        return self.figures.trailers(num_generated_tokens=self.answer.num_generated_tokens, is_kept=self.is_kept)
+        return self._work.figures.trailers(num_generated_tokens=self.answer.num_generated_tokens, is_kept=self.is_kept)
 
     def abort(self) -> bool:
         """Whether there was something to stop."""
@@ -94,18 +89,18 @@ class LiveRequest:
             self.answer.fail(_dropped())  # nobody computes it any more; one that has ended can still be read
         reader = self.answer.read(render, next_positions)
         self._stop_expiry()
-        account, clock = self._account, self._account.budget.clock
-        account.delivered_at = account.left_at = None
+        account, clock = self._account, self._budget.clock
+        account.unread = None
         self._on_change(self)
         writer = self._writer = asyncio.current_task()
         try:
             while messages := await reader.next():
                 for message in messages:
-                    account.stalled_since = clock()
+                    account.unread = Unread.STALLED, clock()
                     await write(message)
-                    account.stalled_since = None
+                    account.unread = None
             if self._writer is writer:
-                account.delivered_at = clock()
+                account.unread = Unread.DELIVERED, clock()
         except asyncio.CancelledError:
             if self._given_up is None or writer is None:
                 raise
@@ -116,9 +111,9 @@ class LiveRequest:
                 self.close(error)
             raise
         finally:
-            reader.close()
+            self.answer.leave(reader)
             if self._writer is writer:
-                self._writer = account.stalled_since = None
+                self._writer = None
             self.leave()
 
     def give_up(self, error: OutriderError) -> None:
@@ -139,7 +134,7 @@ class LiveRequest:
             self.answer.fail(error)
         self.is_closed = True
         self._stop_expiry()
-        self._account.close()
+        self._budget.close(self._account)
         if not self._task.done():
             if error is None:
                 _log.info("client left", request_id=self.key)
@@ -161,17 +156,18 @@ class LiveRequest:
         else:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(self.window_seconds, self.close)
-            self._account.left_at = self._account.budget.clock()
-            self._on_change(self)
+            if self._account.unread is None or self._account.unread[0] is not Unread.DELIVERED:
+                self._account.unread = Unread.LEFT, self._budget.clock()
 
     def _take_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request's flow failed", request_id=self.key, exc_info=error)
             self.answer.fail(InternalError(f"the request's flow failed: {error}"))
-        answer = self.answer
-        self._account.settle(None if answer.summary is None else answer.num_generated_tokens / len(answer.samples))
-        self._on_end(answer.failure)
-        self._on_change(self)
+        answer, work = self.answer, self._work
+        num_tokens = None if answer.summary is None else answer.num_generated_tokens / len(answer.samples)
+        self._budget.settle(self._account, num_tokens)
+        work.figures.close(answer.failure)
+        work.services.timelines.end(work.figures.timeline, answer.failure)
 
     def _stop_expiry(self) -> None:
         if self._expiry is not None:

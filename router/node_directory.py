@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.constraint_checker import ConstraintChecker
 from router.node_link import DecodeLink, NodeLink, PrefillLink, shorten_condition
 from router.tokenizer import Tokenizer
-from router.transport import NodeTransport, RouterIdentity
+from router.transport import NodeTransport, RouterIdentity, racing
 
 WAITING_LOG_SECONDS = 5.0
 PREFILL_START_SECONDS = 5.0
@@ -297,24 +297,16 @@ class NodeDirectory:
 
     async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> None:
         """The model of the first node that has sent its tokenizer; one that stops half-way keeps no other from that."""
-        sent = asyncio.ensure_future(link.transport.tokenizer_files())
-        tasks = (sent, asyncio.ensure_future(self._has_model.wait()))
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            async with self._adopting:
-                if self.served is not None:
-                    return
-                files = sent.result()
-                text = await asyncio.to_thread(read_text, files)
-                tokenizer = await asyncio.to_thread(Tokenizer, text, num_threads=self._config.tokenizer_threads)
-                _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
-                constraints = ConstraintChecker(text.tokenizer_json, model)
-                self.served = ServedModel(model, text, tokenizer, resolved_files(files, text), constraints, name)
-                self._has_model.set()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with racing(link.transport.tokenizer_files(), self._has_model.wait()) as (sent, _), self._adopting:
+            if self.served is not None:
+                return
+            files = sent.result()
+            text = await asyncio.to_thread(read_text, files)
+            tokenizer = await asyncio.to_thread(Tokenizer, text, num_threads=self._config.tokenizer_threads)
+            _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
+            constraints = ConstraintChecker(text.tokenizer_json, model)
+            self.served = ServedModel(model, text, tokenizer, resolved_files(files, text), constraints, name)
+            self._has_model.set()
 
 
 def _describe_difference(name: str, model: ModelInfo, served: ServedModel) -> str:

@@ -20,8 +20,7 @@ from outrider.service.liveness import ProgressDeadline, Standing, watch_progress
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
 from router.breaker import Breaker
-from router.sessions import DecodeSession
-from router.transport import NodeTransport, RouterIdentity
+from router.transport import DecodeSession, NodeTransport, RouterIdentity, racing
 
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
@@ -202,17 +201,11 @@ class NodeLink:
     async def _until_lost(self, reading: Coroutine[Any, Any, None]) -> None:
         """`reading` takes reports; it is ended when they stay away. Raises: PeerLostError, MismatchError."""
         self._progress = ProgressDeadline(grace_seconds=self._liveness_timeout_seconds)
-        tasks = [asyncio.ensure_future(work) for work in (reading, watch_progress(self._progress, self._on_overdue))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
+        async with racing(reading, watch_progress(self._progress, self._on_overdue)) as (ended, _):
+            if ended.done():
+                ended.result()
             else:
                 raise PeerLostError(f"{self.role.name.lower()} node {self.name} makes no progress", node=self.name)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take_report(self, report: NodeReport) -> None:
         was_late = self.is_late
@@ -354,8 +347,9 @@ class DecodeLink(NodeLink):
         return super().is_serving and self.session is not None and self.session.is_open
 
     async def _follow(self, info: NodeInfo) -> None:
-        stream = await self.transport.open_session(self._identity, fingerprint=self._fingerprint)
-        session = self.session = DecodeSession(stream, node=info, on_report=self._take_report)
+        hello = self._identity.hello(fingerprint=self._fingerprint, reached_at=self.address)
+        call = self.transport.open_session()
+        session = self.session = DecodeSession(call, hello=hello, node=info, on_report=self._take_report)
         error: OutriderError = PeerLostError("the router is stopping", node=info.name, reason="ROUTER_STOPPING")
         try:
             await self._until_lost(session.run())

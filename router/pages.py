@@ -21,9 +21,9 @@ from outrider import __version__
 from outrider.node import NodeStatus
 from outrider.service.pages import Page
 from outrider.wire.cluster import LOAD_FIGURES
-from router.front import Front
 from router.node_directory import NodeDirectory
 from router.node_link import NodeLink
+from router.registry import RequestRegistry
 from router.timeline import Span, Step, Timeline, Timelines
 
 LOOP_SECONDS = 2.0
@@ -56,13 +56,13 @@ class RouterPages:
 
     def __init__(
         self,
-        front: Front,
+        requests: RequestRegistry,
         nodes: NodeDirectory,
         timelines: Timelines,
         *,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._front = front
+        self._registry = requests
         self._nodes = nodes
         self._timelines = timelines
         self._loop = loop
@@ -148,7 +148,7 @@ class RouterPages:
         return served.tokenizer.token_text if self._timelines.keeps_tokens and served is not None else None
 
     def _cluster(self) -> dict[str, Any]:
-        cluster, served = self._front.cluster_status(), self._nodes.served
+        cluster, served = self._registry.cluster_status(), self._nodes.served
         decode_numerics = {link.numerics for link in self._nodes.decode_nodes if link.numerics}
         return {
             "version": __version__,

@@ -99,24 +99,16 @@ class Demand:
         return prefix_hashes(self.token_ids, salt=self.cache_salt)
 
 
+@dataclass(slots=True, eq=False)
 class Place:
     """A decode and a prefill node, reserved for one request until released. Releasing is idempotent."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        demand: Demand,
-        decode: DecodeLink,
-        prefill: PrefillLink | None,
-        num_prefill_tokens: int,
-    ) -> None:
-        """`prefill` is None where no prefill node serves: the decode node computes the prompt."""
-        self.decode = decode
-        self.prefill = prefill
-        self._placement = placement
-        self._demand = demand
-        self._num_prefill_tokens = num_prefill_tokens
-        self._holds_decode = True
+    placement: Placement
+    demand: Demand
+    decode: DecodeLink
+    prefill: PrefillLink | None  # None: no prefill node serves, the decode node computes the prompt
+    num_prefill_tokens: int
+    holds_decode: bool = True
 
     def kv_salt(self, cache_salt: bytes) -> bytes:
         """What seeds the hashes of this place's KV, for a request of this salt.
@@ -134,24 +126,24 @@ class Place:
         self.release_prefill()
         if self.prefill is None:
             return False
-        chosen = self._placement.choose_other_prefill(demand, self.prefill)
+        chosen = self.placement.choose_other_prefill(demand, self.prefill)
         if chosen is None:
             return False
-        self._demand = demand
-        self.prefill, self._num_prefill_tokens = chosen
+        self.demand = demand
+        self.prefill, self.num_prefill_tokens = chosen
         return True
 
     def release_prefill(self) -> None:
         """The prompt has been computed, or need not be."""
-        num_tokens, self._num_prefill_tokens = self._num_prefill_tokens, 0
+        num_tokens, self.num_prefill_tokens = self.num_prefill_tokens, 0
         if num_tokens and self.prefill is not None:
-            self._placement.release_prefill(self.prefill, num_tokens, self._demand.num_scored_tokens)
+            self.placement.release_prefill(self.prefill, num_tokens, self.demand.num_scored_tokens)
 
     def release(self, rejected: Rejected | None = None) -> None:
         """`rejected`: the decode node had no room."""
-        if self._holds_decode:
-            self._holds_decode = False
-            self._placement.release_decode(self.decode, self._demand.size, rejected)
+        if self.holds_decode:
+            self.holds_decode = False
+            self.placement.release_decode(self.decode, self.demand.size, rejected)
         self.release_prefill()
 
 

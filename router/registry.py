@@ -1,12 +1,18 @@
-"""Requests by name: created, found, aborted and restored, for every service (`front.py`). It knows no gRPC."""
+"""What the router's public services are made on: open a request, read its answer, abort it. It knows no gRPC.
+
+A service turns its own messages into `router_pb2.GenerateRequest`, our public one, and answers' events into its own;
+so whatever a request can ask for, and whatever happens to it, is the same by every service.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Protocol
 
+from outrider import __version__
 from outrider.answer import Started
 from outrider.errors import (
     RESUMED_ELSEWHERE,
@@ -17,37 +23,53 @@ from outrider.errors import (
     PeerLostError,
     StoreError,
 )
+from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2
-from router.answer import make_answer
+from router.answer import Answer, DeliveryBatcher
 from router.answer_keeper import AnswerKeeper, take_known_tokens
-from router.answer_reader import DeliveryBatcher
-from router.clients import Caller, Clients, split_key
+from router.clients import Caller, Clients, Metadata, split_key
 from router.live_request import LiveRequest
-from router.losses import Losses
-from router.node_directory import NodeDirectory
-from router.request_figures import CLIENT_LEFT, RequestFigures
+from router.node_directory import NodeDirectory, ServedModel
+from router.request_figures import CLIENT_LEFT, NOTHING_GENERATED, RequestFigures, Trailers
 from router.request_flow import RequestFlow
 from router.request_parsing import complete_proto, read_request, resume_window_seconds
 from router.store.base import StoredAnswer, StoredRequest
 from router.timeline import SpanKind
 from router.trace_spans import request_attributes
-from router.validation import check_request
-from router.work import Services, Work
+from router.validation import check_request, check_request_id
+from router.work import Losses, Services, Work
+
+IDLE_CHECK_SECONDS = 0.02
+"""How often a router that drains looks whether it is idle."""
+
+
+class Call(Protocol):
+    """What a service knows of a client's call, as gRPC's contexts name it."""
+
+    def invocation_metadata(self) -> Metadata | None:
+        """It says who calls."""
+
+    def set_trailing_metadata(self, trailers: Trailers, /) -> object:
+        """What is told when it ends."""
 
 
 class RequestRegistry:
-    """Owned by the event loop. `services` raises PeerLostError until the router serves."""
+    """Requests by name. Owned by the event loop.
 
-    def __init__(self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients) -> None:
+    `services` gives what requests use; it raises PeerLostError until the router serves.
+    """
+
+    def __init__(
+        self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients, tracer: Tracer = NO_TRACER
+    ) -> None:
         self._nodes = nodes
-        self._clients = clients
         self._services = services
+        self._clients = clients
+        self._tracer = tracer
         self._by_key: dict[str, LiveRequest] = {}
         self._beginning: set[str] = set()  # names of requests that are being encoded
-        self._busy: set[LiveRequest] = set()  # those that are not idle
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self._batcher = DeliveryBatcher()
         self.keeper: AnswerKeeper | None = None  # None: no shared store, an answer lives and dies with this router
         self.is_leaving = False  # new requests are taken still, and gateways told to send them elsewhere
@@ -60,9 +82,48 @@ class RequestRegistry:
     def __contains__(self, key: str) -> bool:
         return key in self._by_key or key in self._beginning
 
-    # ------------------------------------------------------------ what fronts ask
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed and no stream is attached."""
+        return not self._beginning and all(live.is_idle for live in self._by_key.values())
 
-    async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
+    # ------------------------------------------------------------ who calls
+
+    def identify(self, call: Call) -> Caller:
+        """Raises: UnauthenticatedError."""
+        return self._clients.identify(call.invocation_metadata())
+
+    def charge(self, call: Call) -> Caller:
+        """Counts a call. Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""
+        caller = self.identify(call)
+        self._clients.charge(caller)
+        return caller
+
+    # ------------------------------------------------------------ requests
+
+    @asynccontextmanager
+    async def open(self, proto: router_pb2.GenerateRequest, call: Call) -> AsyncIterator[LiveRequest]:
+        """A new request, which the block reads with `LiveRequest.write`; without a resume window it ends with it.
+
+        However the block ends, the trailers say what there was of an answer. Raises: OutriderError.
+        """
+        call.set_trailing_metadata(NOTHING_GENERATED)
+        self._tracer.enter(call.invocation_metadata())
+        with _reading(await self.begin(proto, self.identify(call)), call) as live:
+            yield live
+
+    @asynccontextmanager
+    async def find(self, request_id: str, next_positions: Mapping[int, int], call: Call) -> AsyncIterator[LiveRequest]:
+        """The caller's request whose answer can be read again, here or from a router that is gone; as `open`.
+
+        Raises: OutriderError.
+        """
+        self._tracer.enter(call.invocation_metadata())
+        key = self.charge(call).key_of(request_id)
+        with _reading(await self._find(key, request_id, next_positions), call) as live:
+            yield live
+
+    async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
         """Charges the caller and begins a request; one with a resume window is in the store when this returns.
 
         Raises: OutriderError.
@@ -70,19 +131,17 @@ class RequestRegistry:
         with self.refusals_counted():
             self._clients.charge(caller)
             self._check_serving()
-            services, info = self._services(), self._nodes.model().info
+            info = self._nodes.model().info
             check_request(proto, info)
             caller.check_priority(proto.priority)
-            request_id = proto.request_id or str(uuid.uuid4())
-            key, window = caller.key_of(request_id), resume_window_seconds(proto)
-            live = await self._begin(services, key, request_id, proto, caller, window=window)
-        if window is None or self.keeper is None:
+            live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
+        if live.window_seconds is None or self.keeper is None:
             return live
         try:  # while the prompt is being computed; nobody has been told of the request yet
             stored = StoredRequest(
-                request_id=key,
+                request_id=live.key,
                 fingerprint=info.fingerprint,
-                resume_window_seconds=window,
+                resume_window_seconds=live.window_seconds,
                 start_position=live.answer.samples[0].start_position,
                 request=complete_proto(proto, live.answer.request).SerializeToString(),
                 numerics=self._nodes.exact_numerics() if live.answer.request.options.is_reproducible else "",
@@ -93,43 +152,35 @@ class RequestRegistry:
             raise
         return live
 
-    async def find(self, request_id: str, next_positions: Mapping[int, int], caller: Caller) -> LiveRequest:
-        """The caller's request whose answer can be read again, here or from a router that is gone.
-
-        Raises: OutriderError.
-        """
-        key = caller.key_of(request_id)
-        if key in self._beginning and not self._is_claiming(key):
+    async def _find(self, key: str, request_id: str, next_positions: Mapping[int, int]) -> LiveRequest:
+        live, is_claiming = self._by_key.get(key), self.keeper is not None and self.keeper.is_claiming(key)
+        if key in self._beginning and not is_claiming:
             raise NotFoundError(f"request {request_id!r} is being encoded", reason="NOT_RESUMABLE")
-        live = self._by_key.get(key)
-        if live is not None and not self._is_claiming(key):
+        if live is not None and not is_claiming:
             if live.window_seconds is None:
                 raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
             is_ours = await self._is_ours(key)
             if self._by_key.get(key) is not live:  # its window has ended, or another call has brought it back
-                return await self.find(request_id, next_positions, caller)
+                return await self._find(key, request_id, next_positions)
             if is_ours:
                 return live
             live.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
         self._check_serving()  # a router that drains cannot tell whether another one has it
         if self.keeper is not None and not self.keeper.is_claiming(key):
-            self._check_known(request_id, await self.keeper.read(key), next_positions)
+            self._check_known(request_id, await self.keeper.store.read(key), next_positions)
             if key in self._by_key:
-                return await self.find(request_id, next_positions, caller)
+                return await self._find(key, request_id, next_positions)
         fingerprint = self._nodes.model().info.fingerprint
         if self.keeper is None:
             raise NotFoundError(f"no request {key!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
         return await self.keeper.resume(key, fingerprint=fingerprint)
-
-    def _is_claiming(self, key: str) -> bool:
-        return self.keeper is not None and self.keeper.is_claiming(key)
 
     async def _is_ours(self, key: str) -> bool:
         """Whether no other router has taken the request over: its tokens there may be newer, and differ."""
         if self.keeper is None:
             return True
         try:
-            stored = await self.keeper.read(key)
+            stored = await self.keeper.store.read(key)
         except StoreError:
             return True
         return stored is None or stored.is_ours
@@ -153,12 +204,14 @@ class RequestRegistry:
         numerics = stored.request.numerics
         return bool(numerics) and numerics == self._nodes.exact_numerics()
 
-    async def abort(self, request_id: str, caller: Caller) -> bool:
+    async def abort(self, request_id: str, call: Call) -> bool:
         """Whether there was something of the caller's to stop, here or on another router.
 
         What frees is never refused; a call that stops nothing here is charged like others.
-        Raises: StoreError; CapacityError beyond the caller's rate.
+        Raises: InvalidRequestError, UnauthenticatedError, StoreError; CapacityError beyond the caller's rate.
         """
+        check_request_id(request_id)
+        caller = self.identify(call)
         key = caller.key_of(request_id)
         live = self._by_key.get(key)
         was_running = live is not None and live.abort()
@@ -167,19 +220,17 @@ class RequestRegistry:
         if self.keeper is None:
             return was_running
         if live is None:
-            return await self.keeper.abort(key)
+            return await self.keeper.store.request_abort(key)
         with suppress(StoreError):  # which another router may have taken over meanwhile
-            await self.keeper.abort(key)
+            await self.keeper.store.request_abort(key)
         return was_running
 
     async def restore(self, stored: StoredAnswer) -> LiveRequest:
         """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
         proto = router_pb2.GenerateRequest.FromString(stored.request.request)
-        services, key, window = self._services(), stored.request.request_id, stored.request.resume_window_seconds
-        name, request_id = split_key(key)
-        caller = self._clients.named(name)
+        name, request_id = split_key(stored.request.request_id)
         with self.refusals_counted():
-            live = await self._begin(services, key, request_id, proto, caller, window=window, stored=stored)
+            live = await self._begin(request_id, proto, self._clients.named(name), stored=stored)
         if stored.is_aborted:
             live.abort()
         return live
@@ -204,6 +255,48 @@ class RequestRegistry:
         with suppress(PeerLostError):  # no node has served yet
             self._services().metrics.add_failures(reason, 1)
 
+    # ------------------------------------------------------------ model and cluster
+
+    def served(self) -> ServedModel:
+        """Raises: PeerLostError while no node has served yet."""
+        return self._nodes.model()
+
+    def model(self) -> Model:
+        """Raises: PeerLostError while no node has served yet."""
+        served = self.served()
+        info = served.info
+        proposer, num_speculative_tokens = self._nodes.proposer()
+        return Model(
+            name=info.name,
+            revision=info.revision,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            dtype=info.dtype,
+            proposer=proposer,
+            num_speculative_tokens=num_speculative_tokens,
+            verification_method=VerificationMethod(self._services().config.verification_method),
+            fingerprint=info.fingerprint,
+            version=__version__,
+            default_sampling=served.text.default_sampling,
+        )
+
+    def cluster_status(self) -> ClusterStatus:
+        nodes = tuple(self._nodes.statuses())
+        try:
+            services = self._services()
+        except PeerLostError:  # no node serves yet: nothing runs, nothing waits
+            return ClusterStatus(nodes=nodes, num_requests_running=0, num_requests_waiting=0)
+        queue = services.queue
+        return ClusterStatus(
+            nodes=nodes,
+            num_requests_running=services.placement.num_placed,
+            num_requests_waiting=queue.num_waiting,
+            num_waiting_tokens=queue.num_waiting_tokens,
+            oldest_wait_seconds=queue.oldest_wait_seconds(),
+            num_moves=services.metrics.num_moves,
+        )
+
     # ------------------------------------------------------------ the router's end
 
     def fail_all(self, error: OutriderError) -> None:
@@ -217,8 +310,8 @@ class RequestRegistry:
             live.close(error)
 
     async def wait_until_idle(self) -> None:
-        """Until nothing is computed and no stream is attached."""
-        await self._is_idle.wait()
+        while not self.is_idle:  # noqa: ASYNC110 only while the router drains
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
 
     def _check_serving(self) -> None:
         if self.is_draining:
@@ -232,26 +325,16 @@ class RequestRegistry:
         if key in self:
             raise AlreadyRunningError(f"request {key!r} is running", reason="DUPLICATE_REQUEST_ID")
         self._beginning.add(key)
-        self._is_idle.clear()
         try:
             yield
         finally:
             self._beginning.discard(key)
-            self._note_idle()
 
     async def _begin(
-        self,
-        services: Services,
-        key: str,
-        request_id: str,
-        proto: router_pb2.GenerateRequest,
-        caller: Caller,
-        *,
-        window: float | None,
-        stored: StoredAnswer | None = None,
+        self, request_id: str, proto: router_pb2.GenerateRequest, caller: Caller, *, stored: StoredAnswer | None = None
     ) -> LiveRequest:
         """Encodes the request, and starts it. `stored`: another router has begun it. Raises: OutriderError."""
-        served = self._nodes.model()
+        services, served, key = self._services(), self._nodes.model(), caller.key_of(request_id)
         method = VerificationMethod(services.config.verification_method)
         with self._name(key), services.timelines.beginning(request_id) as timeline:
             encoding = timeline.begin(SpanKind.ENCODE)
@@ -266,36 +349,25 @@ class RequestRegistry:
                 model=served.info.name,
                 router=services.router_address,
             )
-            answer = make_answer(request, tokenizer=served.tokenizer, started=started, batcher=self._batcher)
+            answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
             if stored is not None:
                 take_known_tokens(answer, stored)
                 answer.may_be_behind = self._is_exact(stored)
             timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
             if timeline.place:
                 timeline.asked = request_attributes(request, model=served.info.name)
-            figures = RequestFigures(request, services.metrics, timeline)
-
-            def end(error: OutriderError | None) -> None:
-                figures.close(error)
-                services.timelines.end(timeline, error)
-
-            live = LiveRequest(key, answer, figures, window_seconds=window, on_change=self._take_change, on_end=end)
             work = Work(
                 answer=answer,
-                figures=figures,
-                account=services.answers.open(
-                    request,
-                    num_made_tokens=answer.num_generated_tokens,
-                    is_idle=lambda: live.is_idle,
-                    give_up=live.give_up,
-                ),
+                figures=RequestFigures(request, services.metrics, timeline),
+                account=services.answers.open(request, num_made_tokens=answer.num_generated_tokens),
                 losses=Losses(answer),
                 served=served,
                 services=services,
             )
+            flow = RequestFlow(work, client=caller.share, was_admitted=stored is not None)
+            window_seconds = resume_window_seconds(proto)
+            live = LiveRequest(key, work, flow, proto, window_seconds=window_seconds, on_change=self._take_change)
             self._by_key[key] = live
-            live.start(work.account, RequestFlow(work, client=caller.share, was_admitted=stored is not None), proto)
-            self._take_change(live)
             return live
 
     def _take_change(self, live: LiveRequest) -> None:
@@ -303,14 +375,12 @@ class RequestRegistry:
             self.keeper.wake(live.key)
         if live.is_closed and self._by_key.get(live.key) is live:
             del self._by_key[live.key]
-        if live.is_idle:
-            self._busy.discard(live)
-        else:
-            self._busy.add(live)
-        self._note_idle()
 
-    def _note_idle(self) -> None:
-        if self._busy or self._beginning:
-            self._is_idle.clear()
-        else:
-            self._is_idle.set()
+
+@contextmanager
+def _reading(live: LiveRequest, call: Call) -> Iterator[LiveRequest]:
+    try:
+        yield live
+    finally:
+        live.leave()
+        call.set_trailing_metadata(live.trailers())

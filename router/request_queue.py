@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from outrider.errors import CapacityError, OutriderError, PeerLostError
-from router.fair_order import FairOrder
 from router.placement import Demand, Family, Place, Placement
 
 _MAX_RETRY_SECONDS = 30.0
@@ -18,6 +17,8 @@ COST_TOKENS = 1024
 """So many prompt tokens count as one more sequence that runs, in a client's share."""
 SIZES_IN_DOUBLE = 8
 """Lanes between a size and its double."""
+MAX_CLIENTS = 8192
+"""That are remembered: clients choose their names themselves where nobody asks for tokens."""
 LOOK_AGAIN_SECONDS = 0.25
 """How often the head of the queue is offered to placement when no report does it."""
 
@@ -25,6 +26,38 @@ LOOK_AGAIN_SECONDS = 0.25
 Turn = tuple[float, ...]
 """(minus the priority, the client's share at its arrival, its arrival): the smallest goes first."""
 _Entry = tuple[Turn, "QueuedRequest"]
+
+
+class FairOrder:
+    """Start-time fair queueing (Goyal, Vin and Cheng, 1996).
+
+    A request's stamp is the virtual time at which it would start if its client had a server
+    of its own; the smallest stamp goes first. Requests of one client keep their order. A
+    client that was idle starts at the present, so nothing is saved up. Of many clients those that
+    have had least are forgotten first.
+    """
+
+    def __init__(self, *, max_clients: int = MAX_CLIENTS) -> None:
+        self._max_clients = max_clients
+        self._now = 0.0
+        self._ends: dict[str, float] = {}  # by client: the virtual time at which its last request would end
+
+    def stamp(self, client: str, cost: float) -> float:
+        """`cost`: above 0, in any unit."""
+        start = max(self._now, self._ends.get(client, 0.0))
+        self._ends[client] = start + cost
+        if len(self._ends) > self._max_clients:
+            self._ends = dict(heapq.nlargest(self._max_clients // 2, self._ends.items(), key=lambda item: item[1]))
+        return start
+
+    def serve(self, stamp: float) -> None:
+        """A request has got its turn: time goes on to its start."""
+        self._now = max(self._now, stamp)
+
+    def refund(self, client: str, cost: float) -> None:
+        """A request has left without its turn."""
+        if client in self._ends:
+            self._ends[client] -= cost
 
 
 class QueuedRequest:
@@ -41,7 +74,6 @@ class QueuedRequest:
         self.place: asyncio.Future[Place] | None = None  # set while it is in the queue, and until its task goes on
         self.lane: list[_Entry] | None = None  # set while it is in the queue
         self.lacks_decode = self.lacks_prefill = False  # it has found no such node with room, and others would pass it
-        self.num_counted_tokens: int | None = None  # while it counts against the queue's bounds
 
     @property
     def num_tokens(self) -> int:
@@ -78,16 +110,20 @@ class RequestQueue:
         self._stranded: dict[Family, float] = {}  # families that no serving node could take, and since when
         self._order = FairOrder()
         self._arrivals = itertools.count()
-        self.num_waiting = 0
         self.num_waiting_tokens = 0  # of the prompts of requests in the queue
-        self._waiting_since: dict[QueuedRequest, float] = {}  # of those that are counted, the oldest first
+        # (since when, prompt tokens) of those that count against the bounds, the oldest first.
+        self._waiting: dict[QueuedRequest, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._mean_service_seconds = 1.0
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def oldest_wait_seconds(self) -> float:
         """Of those in the queue, how long the oldest has been there; 0: none. May be asked by any thread."""
-        since = list(self._waiting_since.values())  # a copy, in one go: the event loop's thread goes on
-        return max(self._clock() - since[0], 0.0) if since else 0.0
+        counted = list(self._waiting.values())  # a copy, in one go: the event loop's thread goes on
+        return max(self._clock() - counted[0][0], 0.0) if counted else 0.0
 
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
         """The request's place, now or when its turn comes.
@@ -202,7 +238,7 @@ class RequestQueue:
         self._stranded = {family: since.get(family, now) for family in demands.keys() - usable}
         ended = {family for family, at in self._stranded.items() if now - at >= timeout}
         if ended:
-            long = itertools.takewhile(lambda item: now - item[1] >= timeout, self._waiting_since.items())
+            long = itertools.takewhile(lambda item: now - item[1][0] >= timeout, self._waiting.items())
             for waiting in [waiting for waiting, _ in long if waiting.demand.family in ended]:
                 self.withdraw(waiting, PeerLostError("no decode node serves", reason="NO_NODE"))
         return usable
@@ -232,7 +268,7 @@ class RequestQueue:
         behind: list[QueuedRequest] | None = None  # the last in line last
         while (error := self._why_full(waiting, without=displaced)) is not None:
             if behind is None:
-                others = (other for other in self._waiting_since if other.lane is not None and not other.was_placed)
+                others = (other for other in self._waiting if other.lane is not None and not other.was_placed)
                 behind = sorted((o for o in others if o.turn > waiting.turn), key=lambda other: other.turn)
             if not behind:
                 raise error
@@ -242,18 +278,13 @@ class RequestQueue:
             self._count_out(other)
 
     def _count_in(self, waiting: QueuedRequest) -> None:
-        waiting.num_counted_tokens = waiting.num_tokens
-        self.num_waiting += 1
+        self._waiting[waiting] = self._clock(), waiting.num_tokens
         self.num_waiting_tokens += waiting.num_tokens
-        self._waiting_since[waiting] = self._clock()
 
     def _count_out(self, waiting: QueuedRequest) -> None:
         """Idempotent."""
-        if waiting.num_counted_tokens is not None:
-            self.num_waiting -= 1
-            self.num_waiting_tokens -= waiting.num_counted_tokens
-            del self._waiting_since[waiting]
-            waiting.num_counted_tokens = None
+        _, num_tokens = self._waiting.pop(waiting, (0.0, 0))
+        self.num_waiting_tokens -= num_tokens
 
     def _why_full(self, waiting: QueuedRequest, *, without: Collection[QueuedRequest]) -> CapacityError | None:
         num_tokens = self.num_waiting_tokens - sum(other.num_tokens for other in without)

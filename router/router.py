@@ -26,11 +26,11 @@ from router.answer_budget import AnswerBudget, LoopClock
 from router.answer_keeper import AnswerKeeper
 from router.clients import Clients
 from router.config import RouterConfig
-from router.front import Front
 from router.node_directory import NodeDirectory
 from router.pages import RouterPages
 from router.placement import Placement
 from router.receipts.keeper import ReceiptKeeper, make_sink
+from router.registry import RequestRegistry
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.store.address import MEMORY, store_address
@@ -85,11 +85,10 @@ class Router:
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: Services | None = None  # None: no node has served yet
-        self.front = Front(self.nodes, self._services_now, clients or Clients(), tracer)
-        self.requests = self.front.requests
+        self.requests = RequestRegistry(self.nodes, self._services_now, clients or Clients(), tracer)
         self.calls = OpenCalls(on_refused=lambda error: self.requests.count_failure(error.reason))
-        self.servicer = RouterServicer(self.front)
-        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.front, reasoning_parser)
+        self.servicer = RouterServicer(self.requests)
+        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.requests, reasoning_parser)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -159,7 +158,7 @@ class Router:
 
     def pages(self) -> FindPage:
         """See `outrider.service.server.FrontService`, as of the next."""
-        return RouterPages(self.front, self.nodes, self._timelines, loop=asyncio.get_running_loop())
+        return RouterPages(self.requests, self.nodes, self._timelines, loop=asyncio.get_running_loop())
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
         tell(bool(self.nodes.decode_nodes))  # where no prefill node serves, decode nodes compute prompts, too
@@ -196,15 +195,14 @@ class Router:
             await self.services.receipts.stop()
 
     def describe(self) -> Mapping[str, Any]:
-        info = self.nodes.model().info
-        proposer, num_speculative_tokens = self.nodes.proposer()
+        model = self.requests.model()
         return {
-            "model": info.name,
-            "fingerprint": info.fingerprint,
-            "dtype": info.dtype,
-            "max_model_len": info.max_model_len,
-            "proposer": proposer,
-            "num_speculative_tokens": num_speculative_tokens,
+            "model": model.name,
+            "fingerprint": model.fingerprint,
+            "dtype": model.dtype,
+            "max_model_len": model.max_model_len,
+            "proposer": model.proposer,
+            "num_speculative_tokens": model.num_speculative_tokens,
             "nodes": [status.name for status in self.nodes.statuses()],
         }
 
@@ -227,7 +225,7 @@ def _stopping() -> PeerLostError:
     return PeerLostError("the router is stopping", reason="DRAINING")
 
 
-def _make_vllm_engine(wanted: str, front: Front, reasoning_parser: str) -> VllmEngineServicer | None:
+def _make_vllm_engine(wanted: str, requests: RequestRegistry, reasoning_parser: str) -> VllmEngineServicer | None:
     """`wanted`: the setting `router.vllm_engine`. None: not served. Raises: ConfigError where it must be and cannot."""
     if wanted == "off":
         return None
@@ -242,4 +240,4 @@ def _make_vllm_engine(wanted: str, front: Front, reasoning_parser: str) -> VllmE
         if not isinstance(error, ImportError):
             _log.warning("the engine service is not served", error=str(error))
         return None
-    return VllmEngineServicer(front, reasoning_parser)
+    return VllmEngineServicer(requests, reasoning_parser)

@@ -9,7 +9,7 @@ from outrider.answer import Delta, Finished
 from outrider.errors import InternalError
 from outrider.request import FinishReason, Request, TokenLogprobs
 from outrider.session import SampleTokens
-from router.text import AnswerText
+from router.answer_text import AnswerText
 
 
 class TokenMismatchError(InternalError):

@@ -1,4 +1,4 @@
-"""Our own public service: proto in, a call of `Front`, proto out."""
+"""Our own public service: proto in, a call of `RequestRegistry`, proto out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.wire.answer import CompleteResponseBuilder, event_to_proto
 from outrider.wire.cluster import CLUSTER, MODEL
 from outrider.wire.request import num_samples, skips_special_tokens
 from router.clients import host_of_peer
-from router.front import Front
+from router.registry import RequestRegistry
 from router.request_parsing import encode_prompt
 from router.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
 
@@ -30,8 +30,8 @@ MAX_WATCHES_OF_ONE = 32
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, requests: RequestRegistry) -> None:
+        self._requests = requests
         self._has_ended = asyncio.Event()  # nothing is left to watch
         self._watches: Counter[str] = Counter()  # by client
 
@@ -40,13 +40,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._has_ended.set()
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
-        async with rpc_errors(context), self._front.open(request, context) as live:
+        async with rpc_errors(context), self._requests.open(request, context) as live:
             await live.write(context.write, event_to_proto)
 
     async def Complete(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
-        async with rpc_errors(context), self._front.open(request, context) as live:
+        async with rpc_errors(context), self._requests.open(request, context) as live:
             builder = CompleteResponseBuilder(num_samples(request.sampling))
 
             async def add(event: AnswerEvent) -> None:
@@ -68,20 +68,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if len(request.next_positions) > MAX_SAMPLES:
                 raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
             next_positions = dict(request.next_positions)
-            async with self._front.find(request.request_id, next_positions, context) as live:
+            async with self._requests.find(request.request_id, next_positions, context) as live:
                 await live.write(context.write, event_to_proto, next_positions)
 
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
         async with rpc_errors(context):
-            return router_pb2.AbortResponse(aborted=await self._front.abort(request.request_id, context))
+            return router_pb2.AbortResponse(aborted=await self._requests.abort(request.request_id, context))
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
         async with rpc_errors(context):
-            caller = self._front.charge(context)
+            caller = self._requests.charge(context)
             kind = request.WhichOneof("input")
             if kind is None:
                 raise InvalidRequestError("one of text and chat is needed", field="input")
-            served = self._front.served()
+            served = self._requests.served()
             if kind == "chat":
                 check_chat(request.chat, served.info)
             token_ids = await encode_prompt(request, served, client=caller.share)
@@ -91,8 +91,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
         async with rpc_errors(context):
-            caller = self._front.charge(context)
-            served = self._front.served()
+            caller = self._requests.charge(context)
+            served = self._requests.served()
             check_detokenize(request, served.info)
             text = await served.tokenizer.decode(
                 request.token_ids, skip_special_tokens=skips_special_tokens(request), client=caller.share
@@ -101,7 +101,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
         async with rpc_errors(context):
-            return MODEL.to_proto(self._front.model())
+            return MODEL.to_proto(self._requests.model())
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context), self._watch(context):
@@ -109,7 +109,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if request.HasField("interval"):
                 interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
             while not self._has_ended.is_set():
-                await context.write(CLUSTER.to_proto(self._front.cluster_status()))
+                await context.write(CLUSTER.to_proto(self._requests.cluster_status()))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(interval):
                         await self._has_ended.wait()
@@ -118,7 +118,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     @asynccontextmanager
     async def _watch(self, context: Context) -> AsyncIterator[None]:
         """Raises: CapacityError beyond `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
-        client = self._front.identify(context).name or host_of_peer(context.peer())
+        client = self._requests.identify(context).name or host_of_peer(context.peer())
         if self._watches.total() >= MAX_WATCHES:
             raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
         if self._watches[client] >= MAX_WATCHES_OF_ONE:

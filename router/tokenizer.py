@@ -12,8 +12,8 @@ import tokenizers
 from outrider.errors import InvalidRequestError, ModelError, NotSupportedError
 from outrider.model_hub.checkpoint_text import CheckpointText
 from outrider.token_bytes import TokenBytes
+from router.answer_text import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from router.chat_template import ChatTemplate
-from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from router.encoding_queue import EncodingQueue
 
 BYTES_PER_TOKEN = 4
@@ -58,7 +58,7 @@ class Tokenizer:
         """
         self._check_length(text, max_tokens, field="text")
         return await self._queue.run(
-            lambda: self._encode(text, add_special_tokens=True), client=client, num_bytes=len(text)
+            lambda: self.encode_now(text, add_special_tokens=True), client=client, num_bytes=len(text)
         )
 
     async def encode_chat(
@@ -78,38 +78,38 @@ class Tokenizer:
         def encode() -> list[int]:
             text = render(self._template)
             self._check_length(text, max_tokens, field="chat.messages")
-            return self._encode(text, add_special_tokens=False)
+            return self.encode_now(text)
 
         return await self._queue.run(encode, client=client, num_bytes=num_bytes)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, client: str = "") -> str:
         """Raises: CapacityError when too many texts wait."""
         return await self._queue.run(
-            lambda: self._decode(token_ids, skip_special_tokens=skip_special_tokens),
+            lambda: self.decode_now(token_ids, skip_special_tokens=skip_special_tokens),
             client=client,
             num_bytes=BYTES_PER_TOKEN * len(token_ids),
         )
 
-    def encode_now(self, text: str) -> list[int]:
-        """A few words, nothing added, on the event loop."""
-        return self._encode(text, add_special_tokens=False)
+    def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """In the caller's thread: on the event loop only a few words."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode_now(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """In the caller's thread: on the event loop only a few tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def added_around(self) -> tuple[list[int], list[int]]:
         """(the tokens before a text, those behind it) that `encode_text` adds: the same around every text."""
-        text, whole = (self._encode("a", add_special_tokens=adds) for adds in (False, True))
+        text, whole = (self.encode_now("a", add_special_tokens=adds) for adds in (False, True))
         start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
         return whole[:start], whole[start + len(text) :]
-
-    def decode_now(self, token_ids: Sequence[int]) -> str:
-        """A few tokens, special or not, on the event loop."""
-        return self._decode(token_ids, skip_special_tokens=False)
 
     def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
         """A decoder for one sample. `context`: the tokens before it."""
         if self._parts:
             return ByteDetokenizer(self._parts[skip_special_tokens])
         return WindowDetokenizer(
-            lambda token_ids: self._decode(token_ids, skip_special_tokens=skip_special_tokens), context
+            lambda token_ids: self.decode_now(token_ids, skip_special_tokens=skip_special_tokens), context
         )
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -136,12 +136,6 @@ class Tokenizer:
                 field=field,
                 reason="PROMPT_TOO_LONG",
             )
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-
-    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def _keeps_every_character(description: dict[str, Any]) -> bool:

@@ -1,23 +1,33 @@
-"""What the router asks of a node, over gRPC."""
+"""What the router asks of a node over gRPC, and its session with a decode node: commands out, events in."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from outrider.errors import InvalidRequestError, MismatchError, NotFoundError, OutriderError, PeerLostError
+from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tls import PeerSecurity
 from outrider.service.liveness import REPORT_SECONDS
+from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import TRACEPARENT
-from outrider.session import SequenceGroupCommand, SequenceGroupEvent
+from outrider.session import (
+    CancelSequenceGroup,
+    OpenSequenceGroup,
+    RetargetSequenceGroup,
+    SequenceGroupCommand,
+    SequenceGroupEvent,
+)
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, session_pb2, session_pb2_grpc
 from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL, figures_from_proto
@@ -25,8 +35,25 @@ from outrider.wire.session import command_to_proto, report_message_from_proto
 
 MAX_TOKENIZER_BYTES = 256 << 20
 TOKENIZER_SECONDS = 60.0
+HEARTBEAT_SECONDS = 0.5
+_HEARTBEAT = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
+
+_log = get_logger("sessions")
 
 SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]
+
+
+@asynccontextmanager
+async def racing(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
+    """Enters the block once the first of these has ended; behind it, all have."""
+    tasks = tuple(map(asyncio.ensure_future, works))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +62,17 @@ class RouterIdentity:
 
     name: str
     incarnation: bytes  # 16 random bytes, from the start of the process
+
+    def hello(self, *, fingerprint: str, reached_at: str) -> session_pb2.SessionHello:
+        """The first message of a session. `fingerprint`: of the model; `reached_at`: the node's address."""
+        return session_pb2.SessionHello(
+            protocol_version=SUPPORTED_VERSIONS.newest,
+            oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
+            incarnation=self.incarnation,
+            name=self.name,
+            fingerprint=fingerprint,
+            reached_at=reached_at,
+        )
 
 
 class NodeTransport:
@@ -107,19 +145,10 @@ class NodeTransport:
     def _lost(self, what: str) -> PeerLostError:
         return PeerLostError(f"{self._address} {what}", node=self._address)
 
-    async def open_session(self, identity: RouterIdentity, *, fingerprint: str) -> SessionStream:
-        """Of a decode node; this router's hello has been sent."""
-        stream = SessionStream(self._decode.Session(), address=self._address)
-        hello = session_pb2.SessionHello(
-            protocol_version=SUPPORTED_VERSIONS.newest,
-            oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
-            incarnation=identity.incarnation,
-            name=identity.name,
-            fingerprint=fingerprint,
-            reached_at=self._address,
-        )
-        await stream.write_proto(session_pb2.SessionCommand(hello=hello))
-        return stream
+    def open_session(self) -> SessionCall:
+        """Of a decode node. The caller says hello first (`DecodeSession`)."""
+        call: SessionCall = self._decode.Session()
+        return call
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
         """Has a prefill node compute and push. Cancelling stops both."""
@@ -133,46 +162,126 @@ class NodeTransport:
         await self._channel.close()
 
 
-class SessionStream:
-    """One session with a decode node, both directions. Every method raises OutriderError when it is broken."""
+class GroupListener(Protocol):
+    """Told about one sequence group. Called on the event loop; must not block, must not raise."""
 
-    def __init__(self, call: SessionCall, *, address: str) -> None:
+    def on_event(self, event: SequenceGroupEvent) -> None: ...
+
+    def on_lost(self, error: OutriderError) -> None:
+        """The session ended; the node has freed the group."""
+
+
+class DecodeSession:
+    """One session stream, from its hello to its break. Not reused: a new connection is a new session.
+
+    Its end frees all work of this router on the node.
+
+    Owned by the event loop. Commands are queued and written in order; every event goes to
+    the listener of its sequence group, at once and in order; events of groups that nobody
+    listens to any more are dropped.
+    """
+
+    def __init__(
+        self,
+        call: SessionCall,
+        *,
+        hello: session_pb2.SessionHello,
+        node: NodeInfo,
+        on_report: Callable[[NodeReport], None],
+    ) -> None:
+        """`hello`: this router's, which is sent first."""
         self._call = call
-        self._address = address
+        self._hello = hello
+        self._node = node
+        self._on_report = on_report
+        self._commands: asyncio.Queue[SequenceGroupCommand] = asyncio.Queue()
+        self._listeners: dict[bytes, GroupListener] = {}
+        self.is_open = False
 
-    async def write(self, command: SequenceGroupCommand | None) -> None:
-        """Sends a command; None is a heartbeat."""
-        if command is None:
-            await self.write_proto(session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat()))
-        else:
-            await self.write_proto(command_to_proto(command))
+    def open_group(self, command: OpenSequenceGroup, listener: GroupListener) -> None:
+        """Queues the command. Raises: PeerLostError when the session has ended."""
+        if not self.is_open:
+            raise self._lost("is lost")
+        self._listeners[command.sequence_group_id] = listener
+        self._commands.put_nowait(command)
 
-    async def read(self) -> tuple[NodeInfo | None, NodeReport, list[SequenceGroupEvent]]:
-        """One message; the hello comes with the first."""
+    def retarget(self, command: RetargetSequenceGroup) -> None:
+        """Queues the command. A Granted with the new transfer follows, unless the KV was ready."""
+        if self.is_open:
+            self._commands.put_nowait(command)
+
+    def cancel(self, sequence_group_id: bytes, samples: tuple[int, ...] = ()) -> None:
+        """Queues the command: these samples, or the whole group when none are named. No event follows."""
+        if self.is_open:
+            self._commands.put_nowait(CancelSequenceGroup(sequence_group_id=sequence_group_id, samples=samples))
+
+    def forget(self, sequence_group_id: bytes) -> None:
+        """Nobody listens to this group any more."""
+        self._listeners.pop(sequence_group_id, None)
+
+    async def run(self) -> None:
+        """Reads and writes until the stream breaks; then `close` it. Raises: PeerLostError, MismatchError."""
         try:
+            async with racing(self._read(), self._write()) as tasks:
+                for task in tasks:
+                    if task.done():
+                        task.result()  # the reader's comes first: it knows best why the session ended
+        except grpc.RpcError as failure:
+            error = from_rpc_error(failure, target=self._node.name)
+            if isinstance(error, MismatchError):
+                raise error from failure
+            raise self._lost(f"is lost: {error.message}") from failure
+        except PeerLostError:
+            raise
+        except Exception as failure:
+            _log.error("session failed", node=self._node.name, error=str(failure), exc_info=failure)
+            raise PeerLostError(f"the session with {self._node.name} failed", node=self._node.name) from failure
+        finally:
+            self._call.cancel()
+
+    def close(self, error: OutriderError) -> None:
+        """Tells every listener that the session has ended."""
+        self.is_open = False
+        listeners, self._listeners = list(self._listeners.values()), {}
+        for listener in listeners:
+            listener.on_lost(error)
+
+    async def _write(self) -> None:
+        await self._call.write(session_pb2.SessionCommand(hello=self._hello))
+        while True:
+            command: SequenceGroupCommand | None = None  # a heartbeat: nodes free the work of a router that is silent
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    command = await self._commands.get()
+            await self._call.write(_HEARTBEAT if command is None else command_to_proto(command))
+            if isinstance(command, OpenSequenceGroup):
+                fault_point("router.opened")
+
+    async def _read(self) -> None:
+        while True:
             message = await self._call.read()
-            if isinstance(message, session_pb2.SessionReport):
-                return report_message_from_proto(message)
-            if await self._call.code() is grpc.StatusCode.OK:
-                raise PeerLostError("the node ended the session", node=self._address)
-            raise PeerLostError(await self._call.details() or "the session broke", node=self._address)
-        except grpc.RpcError as error:
-            raise self._lost(error) from error
-        except (InvalidRequestError, LookupError, ValueError) as error:
-            raise PeerLostError(f"a message breaks the protocol: {error}", node=self._address) from error
+            if not isinstance(message, session_pb2.SessionReport):
+                has_ended = await self._call.code() is grpc.StatusCode.OK
+                why = "the node ended the session" if has_ended else await self._call.details() or "the session broke"
+                raise self._lost(f"is lost: {why}")
+            try:
+                hello, report, events = report_message_from_proto(message)
+            except (InvalidRequestError, LookupError, ValueError) as error:
+                raise self._lost(f"is lost: a message breaks the protocol: {error}") from error
+            if not self.is_open:
+                self._check_hello(hello)
+                self.is_open = True
+            for event in events:
+                listener = self._listeners.get(event.sequence_group_id)
+                if listener is not None:
+                    listener.on_event(event)
+            self._on_report(report)
 
-    def cancel(self) -> None:
-        """Ends the stream at once."""
-        self._call.cancel()
+    def _check_hello(self, hello: NodeInfo | None) -> None:
+        if hello is None:
+            raise self._lost("sent no hello")
+        if hello.incarnation != self._node.incarnation:
+            raise self._lost("was restarted")
 
-    async def write_proto(self, message: session_pb2.SessionCommand) -> None:
-        try:
-            await self._call.write(message)
-        except grpc.RpcError as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: grpc.RpcError) -> OutriderError:
-        found = from_rpc_error(error, target=self._address)
-        if isinstance(found, MismatchError):
-            return found
-        return PeerLostError(found.message, node=self._address)
+    def _lost(self, what: str) -> PeerLostError:
+        return PeerLostError(f"decode node {self._node.name} {what}", node=self._node.name)

@@ -88,22 +88,22 @@ def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], mo
     return max_tokens
 
 
-def check_chat(chat: router_pb2.Chat, model: ModelInfo, *, field: str = "chat") -> None:
+def check_chat(chat: router_pb2.Chat, model: ModelInfo) -> None:
     """The number of messages first: an over-long chat is refused before each of its messages is looked at."""
     num_messages = len(chat.messages)
-    _require(num_messages > 0, "a chat has at least one message", field=f"{field}.messages")
+    _require(num_messages > 0, "a chat has at least one message", field="chat.messages")
     _require(
         num_messages <= model.max_model_len,
         f"the chat has {num_messages} messages, the window {model.max_model_len} tokens",
-        field=f"{field}.messages",
+        field="chat.messages",
         reason="PROMPT_TOO_LONG",
     )
     for name in ("messages", "add_generation_prompt", "continue_final_message"):
         is_allowed = name not in chat.template_kwargs
-        _require(is_allowed, f"{name} is a field of its own", field=f"{field}.template_kwargs")
+        _require(is_allowed, f"{name} is a field of its own", field="chat.template_kwargs")
     for index, message in enumerate(chat.messages):
         if not message.role:
-            raise InvalidRequestError("a message's role is empty", field=f"{field}.messages[{index}].role")
+            raise InvalidRequestError("a message's role is empty", field=f"chat.messages[{index}].role")
 
 
 def check_detokenize(proto: router_pb2.DetokenizeRequest, model: ModelInfo) -> None:

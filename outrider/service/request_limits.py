@@ -22,14 +22,14 @@ from outrider.rpc.tls import PeerSecurity
 from outrider.service.health import HEALTH_SERVICE
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE
 from outrider.service.open_calls import OpenCalls
-from outrider.service.reflection import REFLECTION_SERVICES
+from outrider.service.reflection import REFLECTION_SERVICE
 from outrider.service.rpc_errors import Context, abort_with
 
 ROUTER_SERVICE = "outrider.v1.RouterService"
 ENGINE_SERVICE = "vllm.grpc.engine.VllmEngine"
 CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
 """What a router serves to clients."""
-OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
+OPEN_SERVICES = frozenset({HEALTH_SERVICE, REFLECTION_SERVICE, *CLIENT_SERVICES})
 """For everybody who passes the handshake. A router asks its clients for tokens itself."""
 
 PROBED_SERVICES = frozenset({HEALTH_SERVICE, NODE_SERVICE})
@@ -43,8 +43,8 @@ RETRY_SECONDS = 1.0
 Handler = Any
 """A grpc.RpcMethodHandler, which is generic in its stubs only."""
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
-Authenticate = Callable[[Iterable[tuple[str, str | bytes]] | None], None]
-"""Of a call's metadata; raises UnauthenticatedError. Runs in the task that serves the call."""
+Authenticate = Callable[[Iterable[tuple[str, str | bytes]] | None], object]
+"""Of a call's metadata, before its message is read; raises UnauthenticatedError."""
 
 _MAKE = {
     (False, False): grpc.unary_unary_rpc_method_handler,

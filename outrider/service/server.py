@@ -308,8 +308,6 @@ def bind(
             port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"port {wanted} on {config.host} cannot be bound ({error}); {advice}") from error
-    if port == 0:
-        raise ConfigError(f"port {wanted} on {config.host} cannot be bound; {advice}")
     return host_port(config.host, port)
 
 

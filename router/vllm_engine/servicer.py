@@ -1,18 +1,23 @@
-"""READ FIRST. The engine service: a gateway's requests in, served as our own (`Front`), the engine's messages out."""
+"""READ FIRST. The engine service: a gateway's requests in, served as our own, the engine's messages out."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
+import json
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import zipfile
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Never
 
 import grpc
 import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
 
 from outrider import __version__
 from outrider.errors import (
@@ -25,15 +30,16 @@ from outrider.errors import (
 )
 from outrider.node import NodeRole
 from outrider.service.rpc_errors import Context, rpc_errors
-from router.front import Front
-from router.vllm_engine.answer import EngineAnswer
-from router.vllm_engine.request import request_from_engine
-from router.vllm_engine.tokenizer_archive import archive_chunks
+from router.registry import RequestRegistry
+from router.vllm_engine.messages import EngineAnswer, request_from_engine
 
 MAX_ABORTED = 256
 """Requests of one Abort: a gateway sends one."""
 WATCHED_SECONDS = 10.0
 """A gateway that has asked for the router's health within this time sends it requests."""
+CHUNK_BYTES = 64 << 10
+NORMALISES_MESSAGES = Path(__file__).with_name("messages.jinja").read_bytes()
+"""Before the model's own template, which the gateway renders: for what clients leave out, it gives templates a null."""
 NO_TOKENIZER_PATH = "/dev/null"
 """On every machine, and no tokenizer: a gateway then asks GetTokenizer, and not a model hub first."""
 
@@ -41,9 +47,9 @@ NO_TOKENIZER_PATH = "/dev/null"
 class VllmEngineServicer:
     """Implements `vllm.grpc.engine.VllmEngine`. Its messages are those of the package smg_grpc_proto, without types."""
 
-    def __init__(self, front: Front, reasoning_parser: str = "") -> None:
+    def __init__(self, requests: RequestRegistry, reasoning_parser: str = "") -> None:
         """`reasoning_parser`: of the gateways that ask."""
-        self._front = front
+        self._requests = requests
         self._reasoning_parser = reasoning_parser
         self._started_at = time.monotonic()
         self._watched_at = -math.inf
@@ -58,27 +64,32 @@ class VllmEngineServicer:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
-        async with _errors(context):
-            with self._front.requests.refusals_counted():
-                read = request_from_engine(request, self._front.served(), self._reasoning_parser)
-            async with self._front.open(read.ours, context) as live:
-                answer = EngineAnswer(read.ours, is_streamed=request.stream, preface=read.preface)
+        async with rpc_errors(context):
+            with self._requests.refusals_counted():
+                ours, preface = request_from_engine(request, self._requests.served(), self._reasoning_parser)
+            async with self._requests.open(ours, context) as live:
+                answer = EngineAnswer(ours, is_streamed=request.stream, preface=preface)
 
                 async def write(messages: Sequence[Any]) -> None:
                     for message in messages:
                         await context.write(message)
 
-                await live.write(write, answer.render)
+                try:
+                    await live.write(write, answer.render)
+                except PeerLostError as error:
+                    if error.reason == LOSES_NODES:  # not UNAVAILABLE, which gateways and clients repeat
+                        raise MismatchError(error.message, reason=error.reason) from error
+                    raise
 
     async def Abort(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Frees at once; the calls end by themselves, with the reason "abort"."""
-        async with _errors(context):
+        async with rpc_errors(context):
             if len(request.request_ids) > MAX_ABORTED:
                 raise InvalidRequestError(f"at most {MAX_ABORTED} requests are aborted at once", field="request_ids")
             refused: OutriderError | None = None
             for request_id in request.request_ids:
                 try:
-                    await self._front.abort(request_id, context)
+                    await self._requests.abort(request_id, context)
                 except OutriderError as error:  # the others are freed all the same
                     refused = refused or error
             if refused is not None:
@@ -88,14 +99,14 @@ class VllmEngineServicer:
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Healthy from the first node on: without one, requests wait for its return, as by our own service."""
         self._watched_at = time.monotonic()
-        async with _errors(context):
-            if self._front.requests.is_leaving:
+        async with rpc_errors(context):
+            if self._requests.is_leaving:
                 return vllm_engine_pb2.HealthCheckResponse(message="the router is stopping")
-            return vllm_engine_pb2.HealthCheckResponse(healthy=True, message=f"serves {self._front.model().name}")
+            return vllm_engine_pb2.HealthCheckResponse(healthy=True, message=f"serves {self._requests.model().name}")
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
-        async with _errors(context):
-            info = self._front.served().info
+        async with rpc_errors(context):
+            info = self._requests.served().info
             return vllm_engine_pb2.GetModelInfoResponse(
                 model_path=info.name,
                 served_model_name=info.name,
@@ -108,19 +119,19 @@ class VllmEngineServicer:
             )
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
-        async with _errors(context):
+        async with rpc_errors(context):
             return vllm_engine_pb2.GetServerInfoResponse(
-                active_requests=self._front.cluster_status().num_requests_running,
+                active_requests=self._requests.cluster_status().num_requests_running,
                 uptime_seconds=time.monotonic() - self._started_at,
                 server_type="outrider",
-                model_dtype=self._front.served().info.dtype,
+                model_dtype=self._requests.served().info.dtype,
                 data_parallel_size=1,
             )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
         """The whole cluster as one engine."""
-        async with _errors(context):
-            cluster = self._front.cluster_status()
+        async with rpc_errors(context):
+            cluster = self._requests.cluster_status()
             nodes = [node for node in cluster.nodes if node.role is NodeRole.DECODE]
             num_blocks = sum(node.load.kv_blocks_total for node in nodes)
             num_used = num_blocks - sum(node.load.kv_blocks_free for node in nodes)
@@ -136,31 +147,52 @@ class VllmEngineServicer:
             )
 
     async def GetTokenizer(self, request: Any, context: Context) -> None:  # noqa: N802
-        async with _errors(context):
-            self._front.charge(context)
+        async with rpc_errors(context):
+            self._requests.charge(context)
             if self._tokenizer is None:
-                self._tokenizer = await asyncio.to_thread(archive_chunks, self._front.served().tokenizer_files)
+                self._tokenizer = await asyncio.to_thread(archive_chunks, self._requests.served().tokenizer_files)
             for chunk in self._tokenizer:
                 await context.write(chunk)
 
     async def _refuse(self, request: Any, context: Context) -> Never:
-        async with _errors(context):
+        async with rpc_errors(context):
             raise NotSupportedError("this engine generates text; it has no such call")
         raise AssertionError("the call has ended")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _refuse
 
 
-@asynccontextmanager
-async def _errors(context: Context) -> AsyncIterator[None]:
-    """As `rpc_errors`. A request that may itself be what ends nodes is refused so that nobody sends it again:
+def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files with which a gateway renders, encodes and decodes as the router does.
 
-    gateways and clients repeat what was UNAVAILABLE.
+    It decodes an answer by itself, without the prompt before it: the first space is no mark of the text's start there.
     """
-    async with rpc_errors(context):
-        try:
-            yield
-        except PeerLostError as error:
-            if error.reason == LOSES_NODES:
-                raise MismatchError(error.message, reason=error.reason) from error
-            raise
+    changed = dict(files)
+    if "chat_template.jinja" in changed:
+        changed["chat_template.jinja"] = NORMALISES_MESSAGES + changed["chat_template.jinja"]
+    description = json.loads(changed["tokenizer.json"])
+    decoder = description.get("decoder") or {}
+    for step in decoder.get("decoders", [decoder]):
+        if step.get("type") == "Strip":
+            step["start"] = 0
+        elif step.get("type") == "Metaspace":
+            step["prepend_scheme"] = "never"
+    changed["tokenizer.json"] = json.dumps(description, ensure_ascii=False).encode()
+    return changed
+
+
+def archive_chunks(files: Mapping[str, bytes]) -> list[Any]:
+    """GetTokenizerChunks of at most `CHUNK_BYTES`; the last has the SHA-256 of all, in hexadecimal.
+
+    Equal files make equal archives: by name, without times. Compresses some MB: call it in a thread.
+    """
+    files = files_for_gateway(files)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in sorted(files):
+            archive.writestr(zipfile.ZipInfo(name), files[name], zipfile.ZIP_DEFLATED, compresslevel=1)
+    data = buffer.getvalue()
+    starts = range(0, len(data), CHUNK_BYTES)
+    chunks = [common_pb2.GetTokenizerChunk(data=data[start : start + CHUNK_BYTES]) for start in starts]
+    chunks[-1].sha256 = hashlib.sha256(data).hexdigest()
+    return chunks

@@ -60,7 +60,7 @@ def test_any_bytes_get_a_status_and_stall_nobody(serving, method):
     send()
     assert serving.longest_stall_seconds < MAX_STALL_SECONDS
     running = serving.cluster.service.requests
-    serving.run(serving.cluster.eventually(running._is_idle.is_set))
+    serving.run(serving.cluster.eventually(lambda: running.is_idle))
     answer = serving.run(serving.cluster.generate(max_tokens=8))
     assert len(answer.token_ids()) == 8
 

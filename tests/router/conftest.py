@@ -175,7 +175,7 @@ class Cluster:
             reasoning_parser=self.reasoning_parser,
             **extra,
         )
-        authenticate = None if clients is None else clients.authenticate
+        authenticate = None if clients is None else clients.identify
         self.server = server = make_server(ServerConfig(port=0), authenticate=authenticate, calls=self.service.calls)
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -15,7 +15,7 @@ from outrider.errors import CapacityError, InvalidRequestError
 from outrider.request import Request, RequestOptions, SamplingParams
 from outrider.v1 import router_pb2
 from router import answer_budget
-from router.answer_budget import LEFT_SECONDS, STALLED_SECONDS, TICK_SECONDS, AnswerBudget, LoopClock
+from router.answer_budget import LEFT_SECONDS, STALLED_SECONDS, TICK_SECONDS, AnswerBudget, LoopClock, Unread
 from router.clients import Caller
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.memory import traced
@@ -37,22 +37,26 @@ def request(num_prompt_tokens=1, max_tokens=1, num_brought=0):
 
 
 class Holder:
-    is_idle = False
-
     def __init__(self, budget, stalled_since=None, *, delivered_at=None, left_at=None, num_made=0, **fields):
         self.error = None
-        self.account = budget.open(
-            request(**fields), num_made_tokens=num_made, is_idle=lambda: self.is_idle, give_up=self.give_up
-        )
-        self.account.stalled_since, self.account.delivered_at, self.account.left_at = (
-            stalled_since,
-            delivered_at,
-            left_at,
-        )
+        self.budget = budget
+        self.account = budget.open(request(**fields), num_made_tokens=num_made)
+        self.account.give_up = self.give_up
+        states = zip(Unread, (delivered_at, stalled_since, left_at), strict=True)
+        self.account.unread = next(((why, since) for why, since in states if since is not None), None)
+
+    def grow(self, num_tokens):
+        self.budget.grow(self.account, num_tokens)
+
+    def settle(self, num_tokens):
+        self.budget.settle(self.account, num_tokens)
+
+    def close(self):
+        self.budget.close(self.account)
 
     def give_up(self, error):
         self.error = error
-        self.account.close()
+        self.close()
 
 
 @pytest.fixture
@@ -70,16 +74,16 @@ def budget(clock, monkeypatch):
 def test_an_answer_takes_what_it_has_and_not_what_it_might_grow_to(budget):
     holders = [Holder(budget) for _ in range(22)]
     assert budget.reserved_bytes == 22 * 2 * TOKEN
-    holders[0].account.grow(56)
+    holders[0].grow(56)
     with pytest.raises(CapacityError) as full:
-        holders[-1].account.grow(1)
+        holders[-1].grow(1)
     assert (full.value.reason, full.value.retry_after_seconds) == ("JOURNAL_FULL", 1.0)
     with pytest.raises(CapacityError):
         Holder(budget)
     for holder in holders:
-        holder.account.close()
-        holder.account.grow(1)
-        holder.account.close()
+        holder.close()
+        holder.grow(1)
+        holder.close()
     assert budget.reserved_bytes == 0
 
 
@@ -88,8 +92,8 @@ def test_answers_that_run_have_room_to_their_ends(budget):
     with pytest.raises(CapacityError):
         Holder(budget, max_tokens=20)
     for holder in holders:
-        holder.account.grow(19)
-    holders[0].account.settle(20)
+        holder.grow(19)
+    holders[0].settle(20)
     Holder(budget, max_tokens=15)
     assert not any(holder.error for holder in holders)
     assert budget.reserved_bytes == (4 * 21 + 2) * TOKEN
@@ -115,27 +119,27 @@ def test_what_is_expected_follows_what_answers_had(clock, monkeypatch):
             while True:
                 holders.append(Holder(budget, max_tokens=100_000))
         for holder in holders:
-            holder.account.close()
+            holder.close()
         return len(holders)
 
     at_first = num_admitted()
     for _ in range(500):
-        Holder(budget).account.settle(60)
+        Holder(budget).settle(60)
     assert num_admitted() > 2 * at_first > 100
     for _ in range(20):
-        Holder(budget).account.settle(5000)
+        Holder(budget).settle(5000)
     assert num_admitted() < 25
 
 
 def test_where_more_comes_than_was_expected_the_newest_answers_end(budget, clock):
     stalled = Holder(budget, clock[0] - 2 * STALLED_SECONDS, num_prompt_tokens=9)
     oldest, *others = (Holder(budget, num_prompt_tokens=19) for _ in range(4))
-    oldest.account.grow(15)
+    oldest.grow(15)
     assert (stalled.error.reason, [other.error for other in others]) == ("NOT_READING", [None] * 3)
-    oldest.account.grow(30)
+    oldest.grow(30)
     assert [other.error and other.error.reason for other in others] == [None, "JOURNAL_FULL", "JOURNAL_FULL"]
     with pytest.raises(CapacityError) as full:
-        others[0].account.grow(36)
+        others[0].grow(36)
     assert (full.value.reason, oldest.error) == ("JOURNAL_FULL", None)
 
 
@@ -159,7 +163,7 @@ def test_what_can_never_fit_is_not_told_to_come_again(budget):
         Holder(budget, num_prompt_tokens=100)
     holder = Holder(budget, num_prompt_tokens=90)
     with pytest.raises(InvalidRequestError) as alone:
-        holder.account.grow(10)
+        holder.grow(10)
     assert alone.value.reason == "ANSWER_TOO_LARGE"
     assert budget.reserved_bytes == 91 * TOKEN
 
@@ -170,20 +174,20 @@ def test_who_does_not_read_gives_way_the_longest_first(budget, clock):
         Holder(budget, since, num_prompt_tokens=24)
         for since in (now - 3 * STALLED_SECONDS, now - STALLED_SECONDS, now - STALLED_SECONDS / 2, None)
     )
-    reading.account.grow(10)
+    reading.grow(10)
     assert isinstance(longest.error, CapacityError)
     assert stalled.error is None
-    reading.account.grow(25)
+    reading.grow(25)
     assert stalled.error.reason == "NOT_READING"
     with pytest.raises(CapacityError):
-        reading.account.grow(30)
+        reading.grow(30)
     assert lately.error is None
 
 
 def test_delivered_answers_give_way_first_and_abandoned_ones_last(budget, clock):
     now = clock[0]
     left = Holder(budget, left_at=now - LEFT_SECONDS, num_prompt_tokens=19)
-    left.is_idle = True
+    left.settle(None)
     stalled = Holder(budget, now - 2 * STALLED_SECONDS, num_prompt_tokens=19)
     delivered = [Holder(budget, delivered_at=now - age, num_prompt_tokens=19) for age in (1, 5)]
     running = Holder(budget, left_at=now - LEFT_SECONDS, num_prompt_tokens=19)
@@ -238,8 +242,9 @@ async def test_long_windows_reserve_nothing_for_tokens_that_may_never_come(wide)
 async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     """gRPC takes some megabytes for a client that does not read; here it takes nothing."""
     monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
+    monkeypatch.setattr(answer_budget, "TICK_SECONDS", 0.01)
     await cluster.serve(journal_bytes=65_536)
-    unread = await cluster.service.requests.open(cluster.request(max_tokens=400), Caller())
+    unread = await cluster.service.requests.begin(cluster.request(max_tokens=400), Caller())
 
     async def never_taken(_event):
         await asyncio.Event().wait()

@@ -10,8 +10,7 @@ import pytest
 from outrider.answer import Delta, Finished, Started
 from outrider.request import OutputOptions, Request, RequestOptions, SamplingParams
 from outrider.session import SampleTokens
-from router.answer import make_answer
-from router.answer_reader import BEHIND_SECONDS, DeliveryBatcher
+from router.answer import BEHIND_SECONDS, Answer, DeliveryBatcher
 from tests.router.conftest import PATIENCE_SECONDS
 
 
@@ -28,7 +27,7 @@ class Reading:
         )
         started = Started(request_id="r", num_prompt_tokens=1, seed=0, model="m", router="r")
         batcher = batcher or DeliveryBatcher()
-        self.answer = make_answer(request, tokenizer=None, started=started, batcher=batcher)
+        self.answer = Answer(request, started, tokenizer=None, batcher=batcher)
         self.answer.begin()
         self.reader = self.answer.read(render)
 

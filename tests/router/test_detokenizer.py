@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from outrider.model_hub.checkpoint_text import read_text
-from router.detokenizer import ByteDetokenizer, WindowDetokenizer
+from router.answer_text import ByteDetokenizer, WindowDetokenizer
 from router.tokenizer import Tokenizer
 from tests.support.router_fakes import fake_tokenizer_files
 

@@ -11,7 +11,7 @@ import structlog
 from outrider.errors import MismatchError
 from outrider.node import FeatureFormat, NodeRole, NodeState
 from outrider.v1 import router_pb2
-from router.losses import MAX_TRANSFERS
+from router.work import MAX_TRANSFERS
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.fake_resolver import FakeResolver
 from tests.support.router_fakes import FakeDecodeNode, FakeNode, FakePrefillNode, fake_model_info
@@ -79,7 +79,7 @@ async def test_an_answer_goes_on_when_its_only_decode_node_is_back_or_gives_it_u
     assert answer.token_ids() == letters(again, 0)
     assert len(again.samples[0].generated_token_ids) > 2
     assert answer.summary.metrics.attempts == 2
-    assert cluster.service.front.cluster_status().num_moves == 1
+    assert cluster.service.requests.cluster_status().num_moves == 1
     assert len(cluster.decode.opened) == (1 if how == "restarted" else 2)
     assert (await status_of(cluster, "decode-0")).state == router_pb2.NODE_STATE_SERVING
     await cluster.is_empty()

@@ -43,7 +43,7 @@ async def test_what_a_full_queue_cannot_take_is_refused_at_once_with_retry_info(
     running = await start_long(full)
     waiting = asyncio.ensure_future(full.generate(text="8 tokens", max_tokens=2))
     await wait_for_queue(full, 1)
-    status = full.service.front.cluster_status()
+    status = full.service.requests.cluster_status()
     assert status.num_waiting_tokens == 8
     assert status.oldest_wait_seconds > 0
     assert full.registry.get_sample_value("outrider:waiting_prompt_tokens", {"model_name": "fake-model"}) == 8

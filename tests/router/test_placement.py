@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from outrider.errors import CapacityError, PeerLostError
-from router.fair_order import FairOrder
 from router.placement import Demand
-from router.request_queue import QueuedRequest
+from router.request_queue import FairOrder, QueuedRequest
 from tests.router.fake_places import NODES, FakePlaces, give_room, leave, make_queue, pump, queue_up, waiting
 from tests.support.fake_clock import FakeClock
 

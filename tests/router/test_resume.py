@@ -9,7 +9,7 @@ import pytest
 
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.v1 import router_pb2
-from router import answer_reader
+from router import answer as answer_module
 from tests.router.conftest import read_on, refused, told
 from tests.support.router_fakes.decode_node import letters
 
@@ -197,7 +197,7 @@ async def test_a_resumable_request_that_was_refused_leaves_its_name(cluster):
 
 
 async def test_a_long_answer_is_told_again_in_bounded_messages(slow, monkeypatch):
-    monkeypatch.setattr(answer_reader, "MAX_ENTRIES", 64)
+    monkeypatch.setattr(answer_module, "MAX_ENTRIES", 64)
     slow.decode.step_seconds = 0.0
     await slow.stub.Complete(request(slow))
     messages = await resume(slow)

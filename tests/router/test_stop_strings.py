@@ -9,23 +9,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.model_hub.checkpoint_text import read_text
-from router.stop_strings import StopStringMatcher
-from router.text import AnswerText
+from router.answer_text import AnswerText
 from router.tokenizer import Tokenizer
 from tests.support.router_fakes import fake_tokenizer_files
 
 TOKENIZER = Tokenizer(read_text(fake_tokenizer_files()))
 
 
+class Pieces:
+    """A detokenizer whose tokens are pieces of text."""
+
+    is_mid_character = False
+
+    def append(self, piece):
+        return piece
+
+    def finish(self):
+        return ""
+
+
 def feed(pieces, strings, *, include_match=False):
     """(text released, the string that matched, pieces read)."""
-    matcher = StopStringMatcher(strings, include_match=include_match)
+    text = AnswerText(Pieces(), strings, include_match=include_match)
     released = ""
     for num_read, piece in enumerate(pieces, start=1):
-        released += matcher.append(piece)
-        if matcher.matched is not None:
-            return released, matcher.matched, num_read
-    return released + matcher.finish(), None, len(pieces)
+        released += text.append(piece)
+        if text.matched_stop_string is not None:
+            return released, text.matched_stop_string, num_read
+    return released + text.finish(), None, len(pieces)
 
 
 def test_the_string_that_begins_earliest_wins_then_the_first_in_the_list():
@@ -36,12 +47,12 @@ def test_the_string_that_begins_earliest_wins_then_the_first_in_the_list():
 
 
 def test_an_end_that_could_begin_a_stop_string_is_held_back_and_no_more():
-    matcher = StopStringMatcher(["STOP"])
-    assert matcher.append("go ST") == "go "
-    assert matcher.append("ST") == "ST"
-    assert matcher.append("AY") == "STAY"
-    assert matcher.append("S") == ""
-    assert matcher.finish() == "S"
+    text = AnswerText(Pieces(), ["STOP"])
+    assert text.append("go ST") == "go "
+    assert text.append("ST") == "ST"
+    assert text.append("AY") == "STAY"
+    assert text.append("S") == ""
+    assert text.finish() == "S"
 
 
 @settings(max_examples=200, deadline=None)
@@ -68,7 +79,7 @@ def test_any_split_agrees_with_looking_at_the_whole_text(text, strings, cuts, in
 
 def answer(data, *, stops=(), min_tokens=0):
     """(text, matched, tokens read) of a byte-level answer."""
-    text = AnswerText(TOKENIZER.detokenizer(skip_special_tokens=True), StopStringMatcher(stops), min_tokens=min_tokens)
+    text = AnswerText(TOKENIZER.detokenizer(skip_special_tokens=True), stops, min_tokens=min_tokens)
     released = ""
     for num_read, byte in enumerate(data, start=1):
         released += text.append(byte)
@@ -104,4 +115,4 @@ def test_a_stop_string_inside_a_character_border_waits_for_the_whole_character()
 
 def test_an_empty_stop_string_is_a_bug_of_ours():
     with pytest.raises(AssertionError):
-        StopStringMatcher([""])
+        AnswerText(Pieces(), [""])

@@ -61,7 +61,7 @@ async def test_a_second_resume_waits_while_the_first_one_restores(pair):
     gate = gated(pair.second.service.nodes.served.tokenizer, "decode")
     first = asyncio.ensure_future(pair.second.resume_call().read())
     await gate.until_entered()
-    find = watched(pair.second.service.requests, "find")
+    find = watched(pair.second.service.requests, "_find")
     second = pair.second.resume_call()
     started = asyncio.ensure_future(second.read())
     await find.until_entered()
@@ -221,7 +221,7 @@ async def test_a_resume_whose_window_ends_while_the_store_is_asked_is_not_left_w
 
 async def test_a_stream_of_a_request_that_was_dropped_meanwhile_ends(cluster):
     await serve(cluster)
-    live = await cluster.service.requests.open(request(cluster, 400), Caller())
+    live = await cluster.service.requests.begin(request(cluster, 400), Caller())
     live.close()
 
     async def take(_event):

@@ -19,11 +19,6 @@ def shown(token):
     return (("user-agent", "test"), ("authorization", f"Bearer {token}"))
 
 
-def identify(clients, metadata):
-    clients.authenticate(metadata)
-    return clients.identify(metadata)
-
-
 @pytest.fixture
 def write(tmp_path):
     path = tmp_path / "tokens"
@@ -39,7 +34,7 @@ def test_a_token_says_who_calls_and_what_it_may(write):
     clients = TokenFile(
         write("# clients", "", line("alice", "a-secret", "priority=5", "rate=60"), line("bob", "b-secret") + " # old")
     )
-    alice, bob = identify(clients, shown("a-secret")), identify(clients, shown("b-secret"))
+    alice, bob = clients.identify(shown("a-secret")), clients.identify(shown("b-secret"))
     assert (alice.name, alice.share, alice.max_priority) == ("alice", "alice", 5)
     assert (bob.name, bob.max_priority) == ("bob", 0)
     alice.check_priority(5)
@@ -62,17 +57,17 @@ def test_a_token_says_who_calls_and_what_it_may(write):
 )
 def test_without_a_known_token_nobody_is_served(write, metadata):
     with pytest.raises(UnauthenticatedError):
-        identify(TokenFile(write(line("alice", "a-secret"))), metadata)
+        TokenFile(write(line("alice", "a-secret"))).identify(metadata)
 
 
 def test_tenants_have_salts_of_their_own_and_a_single_one_has_none(write):
     path = write(line("alice", "a-secret"), line("alice", "a-new-secret"))
     clients = TokenFile(path, clock=itertools.count(step=CHECK_SECONDS).__next__)
-    assert identify(clients, shown("a-secret")) == identify(clients, shown("a-new-secret"))
-    assert identify(clients, shown("a-secret")).cache_salt == b""
+    assert clients.identify(shown("a-secret")) == clients.identify(shown("a-new-secret"))
+    assert clients.identify(shown("a-secret")).cache_salt == b""
     write(line("alice", "a-secret"), line("bob", "b-secret"))
-    assert identify(clients, shown("a-secret")).cache_salt == b"alice"
-    assert identify(clients, shown("b-secret")).cache_salt == b"bob"
+    assert clients.identify(shown("a-secret")).cache_salt == b"alice"
+    assert clients.identify(shown("b-secret")).cache_salt == b"bob"
     assert clients.named("bob").cache_salt == b"bob"  # of a request that another router has begun
 
 
@@ -81,11 +76,11 @@ def test_a_changed_file_is_taken_and_a_broken_one_is_not(write):
     clients = TokenFile(path, clock=itertools.count(step=CHECK_SECONDS).__next__)
     write(line("bob", "b-secret"))
     with pytest.raises(UnauthenticatedError):
-        identify(clients, shown("a-secret"))
+        clients.identify(shown("a-secret"))
     write("bob sha256:123")
-    assert identify(clients, shown("b-secret")).name == "bob"
+    assert clients.identify(shown("b-secret")).name == "bob"
     path.unlink()
-    assert identify(clients, shown("b-secret")).name == "bob"
+    assert clients.identify(shown("b-secret")).name == "bob"
 
 
 def test_a_client_makes_as_many_calls_a_minute_as_it_may(write):
@@ -93,9 +88,9 @@ def test_a_client_makes_as_many_calls_a_minute_as_it_may(write):
     clients = TokenFile(
         write(line("alice", "a", "rate=3"), line("alice", "b", "rate=3"), line("bob", "c")), clock=lambda: now
     )
-    alice, bob = identify(clients, shown("a")), identify(clients, shown("c"))
+    alice, bob = clients.identify(shown("a")), clients.identify(shown("c"))
     for token in "aba":
-        clients.charge(identify(clients, shown(token)))
+        clients.charge(clients.identify(shown(token)))
     with pytest.raises(CapacityError, match="alice may make 3 calls a minute") as refused:
         clients.charge(alice)
     assert refused.value.retry_after_seconds == pytest.approx(20.0)

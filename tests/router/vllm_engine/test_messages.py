@@ -11,8 +11,7 @@ from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 from outrider.answer import Delta, RequestMetrics, Summary, Usage
 from outrider.errors import InvalidRequestError
 from outrider.v1 import router_pb2
-from router.vllm_engine.answer import EngineAnswer
-from router.vllm_engine.request import request_from_engine
+from router.vllm_engine.messages import EngineAnswer, request_from_engine
 from tests.support.router_fakes import fake_model_info
 
 SERVED = SimpleNamespace(info=fake_model_info(), tokenizer=None)
@@ -21,9 +20,8 @@ SUMMARY = Summary(request_id="r", usage=Usage(num_prompt_tokens=2), metrics=Requ
 
 def ours(**sampling):
     params = engine_pb2.SamplingParams(**sampling)
-    return request_from_engine(
-        engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params), SERVED
-    ).ours
+    proto = engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params)
+    return request_from_engine(proto, SERVED)[0]
 
 
 def test_what_is_not_set_stays_unset():

@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from outrider.v1 import router_pb2
 from router.clients import TokenFile
-from router.vllm_engine.tokenizer_archive import files_for_gateway
+from router.vllm_engine.servicer import files_for_gateway
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
 from tests.router.test_token_file import line, shown
 from tests.support.router_fakes.model import files_for_gateways
@@ -224,7 +224,7 @@ async def test_a_full_system_is_exhausted(cluster):
 
 
 async def test_a_request_that_ends_nodes_is_not_sent_again(node_pair, monkeypatch):
-    monkeypatch.setattr("router.losses.MAX_LOSSES", 1)
+    monkeypatch.setattr("router.work.MAX_LOSSES", 1)
     for node in node_pair.decodes:
         node.gives_up_opens = True
     await node_pair.serve()
@@ -234,7 +234,7 @@ async def test_a_request_that_ends_nodes_is_not_sent_again(node_pair, monkeypatc
 
 
 async def test_an_answer_that_fits_no_message_is_not_computed_to_its_end(cluster, monkeypatch):
-    monkeypatch.setattr("router.vllm_engine.answer.MAX_COMPLETE_BYTES", 200)
+    monkeypatch.setattr("router.vllm_engine.messages.MAX_COMPLETE_BYTES", 200)
     await cluster.serve()
     failure = await fail(cluster, max_tokens=100, stream=False)
     assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "ANSWER_TOO_LARGE")

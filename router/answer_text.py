@@ -1,0 +1,165 @@
+"""Token ids to an answer's text: one token at a time, and stop strings found across the borders of tokens."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "�"
+CONTEXT_TOKENS = 6
+"""Prompt tokens that the window method looks back to: enough for any tokenizer's joining of words."""
+MAX_HELD_TOKENS = 16
+"""Tokens without a complete character are held back up to this many; more are broken or have no text."""
+
+
+class ByteDetokenizer:
+    """For byte-level tokenizers: each token is its bytes, so one token costs one table look-up.
+
+    `token_bytes[id]` is what the token adds; ids beyond the table add nothing: without a table there is no text.
+    """
+
+    __slots__ = ("_decoder", "_token_bytes", "is_mid_character")
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.is_mid_character = False  # whether bytes of an incomplete character are held back
+
+    def append(self, token_id: int) -> str:
+        """The text that is complete with this token."""
+        if token_id >= len(self._token_bytes):
+            return ""
+        added = self._token_bytes[token_id]
+        if not self.is_mid_character and added.isascii():  # nearly every token: the decoder is Python
+            return added.decode("ascii")
+        text = self._decoder.decode(added)
+        self.is_mid_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def finish(self) -> str:
+        """What is held back, broken bytes as U+FFFD."""
+        return self._decoder.decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For every other tokenizer: decodes a short window and takes what it adds.
+
+    The window is the tokens whose text was emitted last, then those that are held back;
+    both decodings start at the same token, so what a decoder does at the start (such as
+    dropping a leading space) cancels out. (The method of text-generation-inference and vLLM.)
+    `context` are the tokens before the answer.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._token_ids = list(context[-CONTEXT_TOKENS:])
+        self._num_emitted = len(self._token_ids)  # of the window
+        self._emitted_text = decode(self._token_ids)
+        self.is_mid_character = False
+
+    def append(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        text = self._decode(self._token_ids)
+        has_text = len(text) > len(self._emitted_text)
+        self.is_mid_character = has_text and text.endswith(REPLACEMENT)
+        if (has_text and not self.is_mid_character) or self._num_held >= MAX_HELD_TOKENS:
+            return self._emit(text)
+        return ""
+
+    def finish(self) -> str:
+        return self._emit(self._decode(self._token_ids)) if self._num_held else ""
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._token_ids) - self._num_emitted
+
+    def _emit(self, text: str) -> str:
+        added = text[len(self._emitted_text) :]
+        self._token_ids = self._token_ids[self._num_emitted :]
+        self._num_emitted = len(self._token_ids)
+        self._emitted_text = self._decode(self._token_ids)
+        self.is_mid_character = False
+        return added
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+"""One sample's decoder. Appending token by token gives what decoding all at once gives."""
+
+
+class AnswerText:
+    """Turns one sample's tokens into the text that may be sent.
+
+    Held back are the bytes of an incomplete character and an end that could begin a stop
+    string. A stop string may not begin in the text of the first `min_tokens` tokens; a
+    character that they begin belongs to them.
+
+    Of several strings that one token's text completes, the one that begins earliest wins,
+    then the first in the list. After a match nothing more is released.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str] = (),
+        *,
+        include_match: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """`include_match`: the text ends with the stop string, not before it."""
+        assert all(stop_strings), "an empty stop string would match everywhere"
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+        self._include_match = include_match
+        self._num_unstoppable = min_tokens  # tokens still to come in whose text no stop string begins
+        self._num_skipped = 0  # characters still to come in which none begins
+        self._held = ""  # not released: an end that could begin a stop string
+        self.matched_stop_string: str | None = None
+
+    def append(self, token_id: int) -> str:
+        """The text that this token releases. Nothing may follow a match."""
+        text = self._detokenizer.append(token_id)
+        if not self._stop_strings:
+            return text
+        if self._num_unstoppable:
+            self._num_unstoppable -= 1
+            self._num_skipped = 1 if self._detokenizer.is_mid_character else 0
+            return text
+        assert self.matched_stop_string is None, "nothing follows a match"
+        text = self._held + text
+        start = min(self._num_skipped, len(text))
+        self._num_skipped -= start
+        begin, self.matched_stop_string = self._find(text, start)
+        if self.matched_stop_string is not None:
+            self._held = ""
+            return text[: begin + len(self.matched_stop_string)] if self._include_match else text[:begin]
+        cut = self._hold_from(text, start)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def finish(self) -> str:
+        """What is held back, when the sample ends without a stop string. Broken bytes are U+FFFD."""
+        if self.matched_stop_string is not None:
+            return ""
+        held, self._held = self._held, ""
+        return held + self._detokenizer.finish()
+
+    def _find(self, text: str, start: int) -> tuple[int, str | None]:
+        """(where it begins, the string) of the match that wins."""
+        found_at, found = len(text), None
+        for string in self._stop_strings:
+            at = text.find(string, start)
+            if 0 <= at < found_at:
+                found_at, found = at, string
+        return found_at, found
+
+    def _hold_from(self, text: str, start: int) -> int:
+        """Where the longest end that is a proper beginning of a stop string starts."""
+        cut = len(text)
+        for string in self._stop_strings:
+            at = text.find(string[0], max(start, len(text) - len(string) + 1), cut)
+            while at >= 0:
+                if string.startswith(text[at:]):
+                    cut = at
+                    break
+                at = text.find(string[0], at + 1, cut)
+        return cut
