@@ -22,14 +22,14 @@ from outrider.rpc.tls import PeerSecurity
 from outrider.service.health import HEALTH_SERVICE
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE
 from outrider.service.open_calls import OpenCalls
-from outrider.service.reflection import REFLECTION_SERVICE
+from outrider.service.reflection import REFLECTION_SERVICES
 from outrider.service.rpc_errors import Context, abort_with
 
 ROUTER_SERVICE = "outrider.v1.RouterService"
 ENGINE_SERVICE = "vllm.grpc.engine.VllmEngine"
 CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
 """What a router serves to clients."""
-OPEN_SERVICES = frozenset({HEALTH_SERVICE, REFLECTION_SERVICE, *CLIENT_SERVICES})
+OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
 """For everybody who passes the handshake. A router asks its clients for tokens itself."""
 
 PROBED_SERVICES = frozenset({HEALTH_SERVICE, NODE_SERVICE})
