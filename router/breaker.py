@@ -9,18 +9,17 @@ FIRST_COOLDOWN_SECONDS = 1.0
 MAX_COOLDOWN_SECONDS = 60.0
 FORGET_SECONDS = 120.0
 """Without a failure for so long, the next cooldown is the first one again."""
-MIN_REQUESTS = 2
-"""Requests that fail on a node, without a success between them, before it counts as the cause itself."""
+MAX_CAUSES = 64
+"""Requests that may be the cause of a failure themselves, of one node. Where more fail without a success, it is it."""
 
 
 class Breaker:
     """A circuit breaker for one node. Owned by the event loop.
 
     A failure opens it for a cooldown that doubles with each further one. Failures during a cooldown count once,
-    since a broken session ends many attempts. A request that may be the cause itself opens no breaker alone, on
-    however many nodes it fails; a second one that fails on the same node does. After the cooldown one request at a
-    time is a trial: its success closes the breaker, its failure opens it again. The first trial may come before that
-    (`may_be_tried`), where other nodes have no room.
+    since a broken session ends many attempts. After the cooldown one request at a time is a trial: its success
+    closes the breaker, its failure opens it again. The first trial may come before that (`may_be_tried`), where
+    other nodes have no room.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +29,7 @@ class Breaker:
         self._open_until: float | None = None  # None: closed
         self._is_on_trial = False
         self._was_tried = False  # since it opened
-        self._suspects: set[int] = set()  # requests that have failed since the last success
+        self._causes: set[object] = set()  # of the failures since the last success, without those that are forgiven
 
     @property
     def is_open(self) -> bool:
@@ -51,14 +50,11 @@ class Breaker:
     def succeed(self) -> None:
         self._open_until = None
         self._is_on_trial = self._was_tried = False
-        self._suspects.clear()
+        self._causes.clear()
 
-    def fail(self, request: int | None = None) -> None:
-        """`request`: a number of the request that may have caused the failure itself; None: it was the node."""
-        if request is not None and self._open_until is None:
-            self._suspects.add(request)
-            if len(self._suspects) < MIN_REQUESTS:
-                return
+    def fail(self, cause: object = None) -> None:
+        """`cause`: the request, where it may have caused the failure itself; None: it was the node."""
+        self._causes.add(cause if len(self._causes) < MAX_CAUSES else None)
         now = self._clock()
         if self.is_open and not self._is_on_trial:
             return
@@ -68,3 +64,10 @@ class Breaker:
         self._failed_at = now
         self._open_until = now + self._cooldown_seconds
         self._is_on_trial = False
+
+    def forgive(self, cause: object) -> None:
+        """The request fails on other nodes, too. Closes the breaker, if nothing else has failed here."""
+        self._causes.discard(cause)
+        if self._open_until is not None and not self._causes:
+            self.succeed()
+            self._cooldown_seconds /= 2

@@ -31,6 +31,7 @@ from router.answer import Answer, DeliveryBatcher
 from router.answer_keeper import AnswerKeeper, take_known_tokens
 from router.clients import Caller, Clients, Metadata, split_key
 from router.live_request import LiveRequest
+from router.losses import Losses
 from router.node_directory import NodeDirectory, ServedModel
 from router.request_figures import CLIENT_LEFT, NOTHING_GENERATED, RequestFigures, Trailers
 from router.request_flow import RequestFlow
@@ -39,7 +40,7 @@ from router.store.base import StoredAnswer, StoredRequest
 from router.timeline import SpanKind
 from router.trace_spans import request_attributes
 from router.validation import check_request, check_request_id
-from router.work import Losses, Services, Work
+from router.work import Services, Work
 
 IDLE_CHECK_SECONDS = 0.02
 """How often a router that drains looks whether it is idle."""

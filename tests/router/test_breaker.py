@@ -90,27 +90,36 @@ def test_a_trial_may_come_during_the_cooldown_once(breaker, clock):
     assert breaker.may_be_tried
 
 
-def test_one_request_that_fails_again_and_again_may_be_the_cause_and_two_are_not(breaker):
+@pytest.mark.parametrize("others", [[], [None], ["another request"]])
+def test_a_request_that_failed_by_its_own_fault_is_forgiven_and_nothing_else(breaker, clock, others):
     for _ in range(3):
-        breaker.fail(1)
-    assert not breaker.is_open
-    breaker.fail(2)
+        breaker.fail("a request")
+    for other in others:
+        breaker.fail(other)
+    breaker.forgive("a third one")
     assert breaker.is_open
+    breaker.forgive("a request")
+    assert breaker.is_open is bool(others)
+    breaker.succeed()
+    breaker.fail(None)
+    assert cooldown_of(breaker, clock) == pytest.approx(FIRST_COOLDOWN_SECONDS * (2 if others else 1), abs=0.2)
 
 
-def test_requests_between_which_another_succeeds_are_the_cause_themselves(breaker):
-    for request in range(5):
-        breaker.fail(request)
-        assert not breaker.is_open
-        breaker.succeed()
-
-
-def test_a_trial_that_fails_counts_whatever_caused_it(breaker, clock):
-    breaker.fail()
-    cooldown_of(breaker, clock)
-    breaker.begin()
-    breaker.fail(1)
-    assert cooldown_of(breaker, clock) == pytest.approx(2 * FIRST_COOLDOWN_SECONDS, abs=0.2)
+def test_several_requests_that_fail_by_their_own_fault_are_forgiven_at_once_and_one_after_the_other(breaker):
+    for cause in ("one", "another"):
+        breaker.fail(cause)
+    breaker.forgive("one")
+    assert breaker.is_open
+    breaker.forgive("another")
+    assert not breaker.is_open
+    breaker.fail("a third one")
+    breaker.forgive("a third one")
+    assert not breaker.is_open
+    for number in range(1000):
+        breaker.fail(number)
+    for number in range(1000):
+        breaker.forgive(number)
+    assert breaker.is_open, "so many without a success are the node's fault"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -9,8 +9,8 @@ import pytest
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import PeerLostError
 from outrider.node import NodeState
+from router.losses import MAX_LOSSES
 from router.request_flow import HEDGE_RETRY_SECONDS
-from router.work import MAX_LOSSES
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
 from tests.support.router_fakes.decode_node import letters
@@ -30,7 +30,7 @@ async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_
     sick.gives_up_opens = True
     await node_pair.serve()
     avoiding = asyncio.ensure_future(node_pair.generate(max_tokens=4))
-    await node_pair.eventually(lambda: sick.opened)
+    await node_pair.eventually(lambda: node_pair.link_of(sick).breaker.is_open)
     sick.gives_up_opens = False
     await node_pair.eventually(lambda: node_pair.services.queue.num_waiting == 1)
     later = node_pair.generate(max_tokens=4)

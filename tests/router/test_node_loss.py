@@ -11,7 +11,7 @@ import structlog
 from outrider.errors import MismatchError
 from outrider.node import FeatureFormat, NodeRole, NodeState
 from outrider.v1 import router_pb2
-from router.work import MAX_TRANSFERS
+from router.losses import MAX_TRANSFERS
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.fake_resolver import FakeResolver
 from tests.support.router_fakes import FakeDecodeNode, FakeNode, FakePrefillNode, fake_model_info

@@ -11,7 +11,7 @@ import pytest
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.v1 import router_pb2
 from outrider.wire.answer import logprobs_from_proto, most_logprobs_bytes, pack_logprobs
-from router.work import MAX_TRANSFERS
+from router.losses import MAX_TRANSFERS
 from tests.router.conftest import PATIENCE_SECONDS, told
 from tests.support.router_fakes.decode_node import fake_logprobs, letters
 
