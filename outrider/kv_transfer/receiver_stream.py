@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from outrider.kv_transfer.arena import ArenaMapping, ArenaReader
 from outrider.kv_transfer.base import DrainState
@@ -70,7 +72,7 @@ class ReceiverStream:
         if self.transfer_id is None:
             raise MalformedMessageError("the first message is a hello")
         if isinstance(message, Frame):
-            ack = KvAck(sequence=message.sequence, disposition=self._accept(message))
+            ack = KvAck(sequence=message.sequence, disposition=_on_wire(self._accept(message)))
             return KvReceiverMessage(ack=ack)
         match message.WhichOneof("message"):
             case "read":
@@ -78,7 +80,7 @@ class ReceiverStream:
                 return NOT_HELD if held is None else encode_frame(0, *held)
             case "commit":
                 result = self._inbox.commit(self.transfer_id, message.commit.digest, connector=self._connector)
-                answer = KvCommitAnswer(state=result.state, complete_until=result.complete_until)
+                answer = KvCommitAnswer(state=_on_wire(result.state), complete_until=result.complete_until)
                 return KvReceiverMessage(commit_answer=answer)
             case "cancel":
                 self._inbox.fail(self.transfer_id, "cancelled by the sender")
@@ -91,26 +93,26 @@ class ReceiverStream:
             raise MalformedMessageError(f"KV wire version {hello.version}, this side speaks {WIRE_VERSION}")
         connector = "shared_memory" if hello.arena_id else "grpc"
         if connector not in self._connectors:
-            return KvWelcome(state=AttachState.NOT_OFFERED)
+            return KvWelcome(state=_on_wire(AttachState.NOT_OFFERED))
         if self.transfer_id is None:
             state = self._inbox.attach(hello.transfer_id, hello.incarnation)
             if state is not AttachState.ATTACHED:
                 self._num_false_hellos += 1  # each is work for the interpreter that the node's steps need as well
                 if self._num_false_hellos == MAX_FALSE_HELLOS:
                     self.cancel()
-                return KvWelcome(state=state)
+                return KvWelcome(state=_on_wire(state))
             with self._lock:
                 self.transfer_id = hello.transfer_id
                 end_reason = self._end_reason
             if end_reason is not None:  # the stream broke just now
                 self._inbox.fail(hello.transfer_id, end_reason)
         elif hello.transfer_id != self.transfer_id:
-            return KvWelcome(state=AttachState.BUSY)  # one stream, one transfer
+            return KvWelcome(state=_on_wire(AttachState.BUSY))  # one stream, one transfer
         self._connector = connector
         self._release_arena()
         arena = self._arenas.attach(hello.arena_id, hello.arena_bytes) if hello.arena_id else None
         self._arena = arena
-        return KvWelcome(state=AttachState.ATTACHED, nonce=arena.nonce if arena is not None else b"")
+        return KvWelcome(state=_on_wire(AttachState.ATTACHED), nonce=arena.nonce if arena is not None else b"")
 
     def _accept(self, frame: Frame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
@@ -151,3 +153,8 @@ class ReceiverStream:
             arena, self._arena = self._arena, None
         if arena is not None:
             self._arenas.release(arena)
+
+
+def _on_wire(member: enum.IntEnum) -> Any:
+    """The enums of kv.proto have the same numbers."""
+    return member.value
