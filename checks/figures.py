@@ -147,7 +147,7 @@ def request() -> str:
         Message(router, prefill, "Prefill: tokens, transfer, address"),
         Frame("for each chunk and group of layers", 1),
         Message(prefill, decode, "KV frames", BLUE),
-        Message(prefill, decode, "commit: manifest", BLUE),
+        Message(prefill, decode, "commit: digest", BLUE),
         Message(decode, router, "KV ready"),
         Frame("for each step", 5),
         Message(draft, decode, "branches, ahead of need"),

@@ -158,7 +158,7 @@ class KvPush:
             for item in self._available(sender):
                 self._send(sender, item)
             fault_point("prefill.before_commit")
-            _raise_unless_committed(sender.commit())
+            self._raise_unless_committed(sender.commit())
             fault_point("prefill.committed")
             committed_at = time.monotonic()
             pushed = self._pushed.settle(committed_at)
@@ -172,6 +172,14 @@ class KvPush:
             pushed=pushed,
             error=error,
         )
+
+    def _raise_unless_committed(self, result: CommitResult) -> None:
+        if result.state is CommitState.INCOMPLETE:
+            until, end = result.complete_until, self._spec.end_token
+            problem = f"misses KV from token {until} of {end} on" if until < end else "has other KV than was sent"
+            raise AbortedError(f"the decode node {problem}", reason="TRANSFER_INCOMPLETE")
+        if result.state is CommitState.UNKNOWN:
+            raise AbortedError("the decode node has given the transfer up", reason="TRANSFER_UNKNOWN")
 
     def _available(self, sender: Sender) -> Iterator[_Available]:
         """What is offered, until the end; shows the receiver meanwhile that this process lives."""
@@ -245,14 +253,6 @@ def cut_frames(
                 range(first_token, min(first_token + num_tokens, end_token)),
                 heads,
             )
-
-
-def _raise_unless_committed(result: CommitResult) -> None:
-    if result.state is CommitState.INCOMPLETE:
-        missing = "; ".join(str(region) for region in result.missing[:4])
-        raise AbortedError(f"the decode node misses KV of {missing}", reason="TRANSFER_INCOMPLETE")
-    if result.state is CommitState.UNKNOWN:
-        raise AbortedError("the decode node has given the transfer up", reason="TRANSFER_UNKNOWN")
 
 
 def _as_ours(error: Exception) -> OutriderError:

@@ -32,6 +32,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from outrider.kv_transfer.shared_window import SharedWindow
+
 NAME_PREFIX = "outrider-kv-"
 NONCE_BYTES = 16
 HEAD_BYTES = 4096
@@ -100,13 +102,11 @@ class Arena:
             raise
         self._map[:NONCE_BYTES] = self.nonce
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self._changed = threading.Condition()
+        self.free_slots = SharedWindow(self.num_slots)
+        self._lock = threading.Lock()
         self._free = [HEAD_BYTES]
         self._num_reserved = 1
-        self._is_full = False  # the file system is: no further slots
-        self._num_quarantined = 0
-        self.num_released = 0
-        self.is_retired = False
+        self._taken: dict[int, object] = {}  # by offset, for whom; None: quarantined
 
     def unlink(self) -> None:
         """Takes the name away; mappings stay. Idempotent."""
@@ -115,40 +115,40 @@ class Arena:
     def retire(self) -> None:
         """No slot is given out any more: whoever waits for one is told."""
         self.unlink()
-        with self._changed:
-            self.is_retired = True
-            self._changed.notify_all()
+        self.free_slots.close()
 
-    def quarantine(self, num_slots: int) -> None:
-        """These taken slots may be read at any later time by a peer that was not drained: they stay taken."""
-        with self._changed:
-            self._num_quarantined += num_slots
+    def quarantine(self, owner: object) -> None:
+        """The owner's slots may be read at any later time by a peer that was not drained: until it acknowledges them
+        after all, they stay taken.
+        """
+        with self._lock:
+            self._taken.update({offset: None for offset, of in self._taken.items() if of is owner})
 
     @property
     def is_worn(self) -> bool:
         """So many slots are quarantined that new transfers had better use another arena."""
-        return 4 * self._num_quarantined >= self.num_slots
+        with self._lock:
+            return 4 * list(self._taken.values()).count(None) >= self.num_slots
 
-    def take(self, timeout_seconds: float) -> int | None:
-        """A free slot's offset; None when none came free in time, or the arena is retired."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_retired or self._free or self._reserve(), timeout_seconds)
-            if self.is_retired or not self._free:
+    def take(self, owner: object) -> int | None:
+        """A slot's offset, for one of `free_slots`. None: there is no memory for it, and there are fewer slots now."""
+        with self._lock:
+            if not self._free and not self._reserve():
                 return None
-            return self._free.pop()
+            offset = self._free.pop()
+            self._taken[offset] = owner
+            return offset
 
     def _reserve(self) -> bool:
-        """With the lock held: adds a fresh slot to the free ones, if there is room for one."""
-        if self._is_full or self._num_reserved == self.num_slots:
-            return False
+        """With the lock held: adds a fresh slot to the free ones, if there is memory for it."""
+        offset = HEAD_BYTES + self._num_reserved * self.slot_bytes
         try:
-            os.posix_fallocate(self._fd, HEAD_BYTES + self._num_reserved * self.slot_bytes, self.slot_bytes)
+            os.posix_fallocate(self._fd, offset, self.slot_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
-            self._is_full = True
             return False
-        self._free.append(HEAD_BYTES + self._num_reserved * self.slot_bytes)
+        self._free.append(offset)
         self._num_reserved += 1
         return True
 
@@ -158,10 +158,10 @@ class Arena:
 
     def release(self, offset: int) -> None:
         """The receiver has acknowledged the slot."""
-        with self._changed:
-            self.num_released += 1
+        with self._lock:
+            del self._taken[offset]
             self._free.append(offset)
-            self._changed.notify()
+        self.free_slots.give_back(1)
 
 
 class ArenaMapping:

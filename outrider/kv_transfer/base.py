@@ -16,6 +16,8 @@ a new id. KV of two transfers is never mixed.
 from __future__ import annotations
 
 import enum
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -27,6 +29,10 @@ ID_BYTES = 16
 
 MAX_FRAME_BYTES = 8 << 20
 """Payload of one frame, at most."""
+
+PLANE_NAME_BYTES = 16
+PACKED_REGION = struct.Struct(f"<{PLANE_NAME_BYTES}sIIIIHH")
+"""Plane (UTF-8, zero-padded), layers, tokens and heads from start to end (exclusive). Little-endian, unsigned."""
 
 
 class DrainState(enum.Enum):
@@ -77,6 +83,13 @@ class Region:
         """Payload of the region, which lies within that plane."""
         return len(self.layers) * len(self.tokens) * len(self.heads) * plane.bytes_per_head
 
+    def pack(self) -> bytes:
+        """As `PACKED_REGION`."""
+        plane, layers, tokens, heads = self.plane.encode(), self.layers, self.tokens, self.heads
+        assert len(plane) <= PLANE_NAME_BYTES, "a plane's name has at most 16 bytes"
+        edges = layers.start, layers.stop, tokens.start, tokens.stop, heads.start, heads.stop
+        return PACKED_REGION.pack(plane, *edges)
+
     def __str__(self) -> str:
         layers, tokens, heads = (f"{part.start}-{part.stop - 1}" for part in (self.layers, self.tokens, self.heads))
         return f"{self.plane} layers {layers} tokens {tokens} heads {heads}"
@@ -109,6 +122,13 @@ class FrameHeader:
         )
 
 
+def frames_digest(frames: Mapping[Region, int]) -> int:
+    """One checksum, in whatever order they come, of frames that are given by region with the checksums of payloads."""
+    return xxhash.xxh3_64_intdigest(
+        b"".join(sorted(region.pack() + checksum.to_bytes(8, "little") for region, checksum in frames.items()))
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
     """How a completed transfer went, as the receiver saw it."""
@@ -118,7 +138,7 @@ class TransferStats:
     seconds: float  # first frame received to commit; 0 when there was no frame
 
 
-class CommitState(enum.Enum):
+class CommitState(enum.IntEnum):
     """The receiver's answer to a commit."""
 
     COMMITTED = 1
@@ -128,10 +148,5 @@ class CommitState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitResult:
-    """INCOMPLETE says what is missing or differs; the list is cut after `MAX_MISSING` regions."""
-
     state: CommitState
-    missing: tuple[Region, ...] = ()
-
-
-MAX_MISSING = 32
+    complete_until: int = 0  # INCOMPLETE: before this token nothing is missing; at the end, other frames were sent

@@ -86,8 +86,7 @@ class Connector:
             channel,
             address=address,
             window=window,
-            connect_seconds=self._config.connect_seconds,
-            progress_seconds=self._config.progress_seconds,
+            config=self._config,
         )
 
     def _link(self, address: str) -> tuple[grpc.Channel, SharedWindow]:

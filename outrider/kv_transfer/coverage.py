@@ -1,18 +1,11 @@
-"""Which layers, tokens and heads of a transfer have arrived, the gaps between them, and what its sender claims."""
+"""Which layers, tokens and heads of a transfer have arrived."""
 
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 
-from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.kv_transfer.base import MAX_MISSING, Region, TransferSpec
-
-Manifest = Mapping[Region, int]
-"""Of each frame that was sent: the xxh3-64 of its payload."""
+from outrider.kv_transfer.base import Region, TransferSpec
 
 
 @dataclass(slots=True)
@@ -31,14 +24,13 @@ class _TokenRanges:
         self.starts.insert(at, start)
         self.ends.insert(at, end)
 
-    def gaps(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Within [start, end), rising."""
+    def contiguous_until(self, start: int) -> int:
+        """The end of what has arrived without a gap from `start` on, before which nothing has."""
         for arrived_start, arrived_end in zip(self.starts, self.ends, strict=True):
             if arrived_start > start:
-                yield start, arrived_start
+                break
             start = arrived_end
-        if start < end:
-            yield start, end
+        return start
 
 
 class Coverage:
@@ -72,51 +64,10 @@ class Coverage:
 
     def complete_until(self) -> int:
         """The token up to which every head of every layer of every plane has arrived."""
-        start, end = self._spec.start_token, self._spec.end_token
-        ranges = (tokens for _, _, layers in self._parts() for tokens in layers)
-        return min((next(tokens.gaps(start, end), (end, end))[0] for tokens in ranges), default=end)
-
-    def missing(self) -> tuple[Region, ...]:
-        """The gaps, equal ones of consecutive layers as one region; at most `MAX_MISSING`."""
-        return tuple(itertools.islice(self._missing(), MAX_MISSING))
-
-    def _missing(self) -> Iterator[Region]:
-        for plane, heads, layers in self._parts():
-            gaps = [list(tokens.gaps(self._spec.start_token, self._spec.end_token)) for tokens in layers]
-            for of_all, equal in itertools.groupby(range(plane.num_layers), key=gaps.__getitem__):
-                first, *others = equal
-                for start, end in of_all:
-                    yield Region(plane.name, range(first, first + 1 + len(others)), range(start, end), heads)
-
-    def _parts(self) -> Iterator[tuple[PlaneSpec, range, list[_TokenRanges]]]:
-        """Each range of heads, also where nothing of it has arrived, with the tokens of each layer."""
+        start, until = self._spec.start_token, self._spec.end_token
         for plane in self._spec.planes:
             arrived = self._arrived[plane.name]
-            for heads in _partition(arrived, plane.num_heads):
-                yield plane, heads, arrived.get(heads) or [_TokenRanges()] * plane.num_layers
-
-
-def _partition(arrived: dict[range, list[_TokenRanges]], num_heads: int) -> list[range]:
-    """The ranges of which something has arrived, and those between them."""
-    parts: list[range] = []
-    at = 0
-    for heads in sorted(arrived, key=attrgetter("start")):
-        if at < heads.start:
-            parts.append(range(at, heads.start))
-        parts.append(heads)
-        at = heads.stop
-    if at < num_heads:
-        parts.append(range(at, num_heads))
-    return parts
-
-
-def missing_regions(manifest: Manifest, arrived: Manifest, coverage: Coverage) -> tuple[Region, ...]:
-    """What keeps a transfer from being complete; empty when it is complete.
-
-    Complete means: every token of every layer of every plane has arrived, and the frames
-    that arrived are exactly those of the manifest, with equal checksums. At most
-    `MAX_MISSING` regions: gaps first, then frames that one side has and the other has not,
-    or has differently.
-    """
-    differing = [region for region in {**manifest, **arrived} if manifest.get(region) != arrived.get(region)]
-    return tuple(dict.fromkeys((*coverage.missing(), *differing)))[:MAX_MISSING]
+            if sum(map(len, arrived)) < plane.num_heads:  # they are disjoint
+                return start
+            until = min(until, *(tokens.contiguous_until(start) for layers in arrived.values() for tokens in layers))
+        return until

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from outrider.kv_transfer.base import FrameHeader, TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
-from outrider.kv_transfer.frames import Hello, encode_frame
-from outrider.kv_transfer.inbox import AttachState
-from outrider.kv_transfer.sender import Carrier, raise_unless_attached
+from outrider.kv_transfer.sender import Carrier
 from outrider.kv_transfer.sender_stream import SenderStream
 
 
@@ -22,18 +22,15 @@ class InlineCarrier:
         self.max_frame_bytes = config.frame_bytes
 
     def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
-        welcome = stream.hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation))
-        if welcome.state is AttachState.NOT_OFFERED:
-            return None
-        raise_unless_attached(welcome, stream.address)
-        return self
+        return None if stream.hello(spec) is None else self
 
     def send(self, stream: SenderStream, header: FrameHeader, payload: memoryview) -> None:
-        stream.wait_for_room(len(payload))
-        stream.send(header, lambda sequence, head: encode_frame(sequence, head, payload))
+        stream.wait_for_room(len(payload), stream.window)
+        stream.send(header, payload, release=functools.partial(stream.window.give_back, len(payload)))
 
-    def abandon(self) -> None:
+    def abandon(self, stream: SenderStream) -> None:
         """Messages are copies: there is nothing that a receiver could still read."""
+        stream.release_all()
 
     def close(self) -> None:
         """Owns nothing."""

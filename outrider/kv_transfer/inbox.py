@@ -31,8 +31,9 @@ from outrider.kv_transfer.base import (
     Region,
     TransferSpec,
     TransferStats,
+    frames_digest,
 )
-from outrider.kv_transfer.coverage import Coverage, Manifest, missing_regions
+from outrider.kv_transfer.coverage import Coverage
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.service.telemetry.logging import get_logger
 
@@ -84,7 +85,6 @@ class _Transfer:
     sink: ReservedBlocks
     changed: threading.Condition = field(default_factory=threading.Condition)
     state: TransferState = TransferState.OPEN
-    connector: str | None = None  # of the attached sender
     is_attached: bool = False
     coverage: Coverage = field(init=False)
     arrived: dict[Region, int] = field(default_factory=dict)  # region -> checksum
@@ -152,12 +152,11 @@ class TransferInbox:
         with transfer.changed:
             if transfer.state is not TransferState.COMMITTED:
                 transfer.state = TransferState.CLOSED
-            is_drained = transfer.wait_until_drained(timeout_seconds)
-        if not is_drained:
-            return DrainState.UNKNOWN
-        with self._lock:
-            self._transfers.pop(transfer_id, None)
-        return DrainState.DRAINED
+        drain = self.wait_until_drained(transfer_id, timeout_seconds=timeout_seconds)
+        if drain is DrainState.DRAINED:
+            with self._lock:
+                self._transfers.pop(transfer_id, None)
+        return drain
 
     def received_until(self, transfer_id: bytes) -> int | None:
         """The token up to which the KV is there, checked and written. Ends the transfer: no frame is taken any more.
@@ -190,7 +189,7 @@ class TransferInbox:
 
     # ---- the connectors' side
 
-    def attach(self, transfer_id: bytes, incarnation: bytes, *, connector: str) -> AttachState:
+    def attach(self, transfer_id: bytes, incarnation: bytes) -> AttachState:
         """A sender introduces itself. One at a time for each transfer."""
         if incarnation != self.incarnation:
             return AttachState.WRONG_INCARNATION
@@ -204,15 +203,8 @@ class TransferInbox:
                 return AttachState.UNKNOWN
             if transfer.is_attached:
                 return AttachState.BUSY
-            transfer.is_attached, transfer.connector = True, connector
+            transfer.is_attached = True
             return AttachState.ATTACHED
-
-    def set_connector(self, transfer_id: bytes, connector: str) -> None:
-        """The attached sender has settled on another connector."""
-        transfer = self._find(transfer_id)
-        if transfer is not None:
-            with transfer.changed:
-                transfer.connector = connector
 
     def accept(self, header: FrameHeader, payload: memoryview) -> Disposition:
         """Checks a frame and writes it. `payload` may be changed by nobody during the call."""
@@ -281,8 +273,12 @@ class TransferInbox:
             transfer.end_copy()
         return FrameHeader.of(spec, region, payload), payload
 
-    def commit(self, transfer_id: bytes, manifest: Manifest) -> CommitResult:
-        """COMMITTED once and for ever after, INCOMPLETE (the transfer stays open), or UNKNOWN."""
+    def commit(self, transfer_id: bytes, digest: int, *, connector: str) -> CommitResult:
+        """COMMITTED once and for ever after, INCOMPLETE (the transfer stays open), or UNKNOWN.
+
+        Complete means: every token of every layer of every plane has arrived, and `frames_digest` of the frames that
+        arrived is `digest`, that of those that were sent.
+        """
         transfer = self._find(transfer_id)
         if transfer is None:
             state = CommitState.COMMITTED if self.was_committed(transfer_id) else CommitState.UNKNOWN
@@ -293,12 +289,12 @@ class TransferInbox:
                 return CommitResult(state=CommitState.COMMITTED)
             if transfer.state is not TransferState.OPEN:
                 return CommitResult(state=CommitState.UNKNOWN)
-            missing = missing_regions(manifest, transfer.arrived, transfer.coverage)
-            if missing:
-                return CommitResult(state=CommitState.INCOMPLETE, missing=missing)
+            complete_until = transfer.coverage.complete_until()
+            if complete_until < transfer.spec.end_token or frames_digest(transfer.arrived) != digest:
+                return CommitResult(state=CommitState.INCOMPLETE, complete_until=complete_until)
             transfer.state = TransferState.COMMITTED
             stats = TransferStats(
-                connector=transfer.connector or "",
+                connector=connector,
                 payload_bytes=transfer.payload_bytes,
                 seconds=0.0 if transfer.first_frame_at is None else self._clock() - transfer.first_frame_at,
             )

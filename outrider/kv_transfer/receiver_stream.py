@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import enum
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 from outrider.kv_transfer.arena import ArenaMapping, ArenaReader
-from outrider.kv_transfer.base import Region
+from outrider.kv_transfer.base import DrainState
 from outrider.kv_transfer.frames import (
-    NO_ARENA,
     NOT_HELD,
-    Ack,
+    WIRE_VERSION,
     Frame,
-    Hello,
-    Kind,
     MalformedMessageError,
-    SenderMessage,
-    SlotFrame,
-    Welcome,
-    decode_sender_message,
-    encode_ack,
-    encode_cancelled,
-    encode_commit_answer,
+    decode_message,
+    decode_region,
     encode_frame,
-    encode_welcome,
 )
 from outrider.kv_transfer.inbox import AttachState, Disposition, TransferInbox
+from outrider.v1.kv_pb2 import (
+    KvAck,
+    KvCancelled,
+    KvCommitAnswer,
+    KvHello,
+    KvReceiverMessage,
+    KvSenderMessage,
+    KvWelcome,
+)
 
 DRAIN_SECONDS = 10.0
 MAX_FALSE_HELLOS = 8
@@ -42,6 +44,7 @@ class ReceiverStream:
         self._arenas = arenas
         self._connectors = connectors
         self.cancel = cancel
+        self._connector = ""  # that its sender has settled on
         self._arena: ArenaMapping | None = None
         self._lock = threading.Lock()
         self._end_reason: str | None = None
@@ -53,69 +56,71 @@ class ReceiverStream:
         return self.transfer_id is not None
 
     def handle(self, message: bytes) -> bytes | None:
-        """The answer, if there is one. A message that does not parse is counted; the first must be a Hello."""
-        parsed: SenderMessage | None
+        """The answer, if there is one. A message that does not parse is counted; the first must be a hello."""
         try:
-            parsed = decode_sender_message(message)
-        except MalformedMessageError:
-            parsed = None  # if it was a frame, the commit will miss it
-        if isinstance(parsed, Hello):
-            return encode_welcome(self._welcome(parsed))
-        if parsed is None or self.transfer_id is None:
+            answer = self._answer(decode_message(message, KvSenderMessage))
+        except MalformedMessageError:  # if it was a frame, the commit will miss it
             self._inbox.count("messages_malformed")
-            if self.transfer_id is None:
+            if not self.is_attached:
                 self.cancel()  # not one of ours
             return None
-        return self._answer(parsed, self.transfer_id)
+        return answer.SerializeToString() if isinstance(answer, KvReceiverMessage) else answer
 
-    def _answer(self, message: SenderMessage, transfer_id: bytes) -> bytes | None:
-        match message:
-            case Region():
-                held = self._inbox.read(transfer_id, message)
-                return NOT_HELD if held is None else encode_frame(0, *held, kind=Kind.HELD)
-            case Frame() | SlotFrame():
-                return encode_ack(Ack(sequence=message.sequence, disposition=self._accept(message)))
-            case Mapping():
-                return encode_commit_answer(self._inbox.commit(transfer_id, message))
-            case Kind.CANCEL:
-                self._inbox.fail(transfer_id, "cancelled by the sender")
-                return encode_cancelled(self._inbox.wait_until_drained(transfer_id, timeout_seconds=DRAIN_SECONDS))
-            case _:
-                return None
-
-    def _welcome(self, hello: Hello) -> Welcome:
-        wants_arena = hello.arena_id != NO_ARENA
-        connector = "shared_memory" if wants_arena else "grpc"
-        if connector not in self._connectors:
-            return Welcome(state=AttachState.NOT_OFFERED)
+    def _answer(self, message: Frame | KvSenderMessage) -> KvReceiverMessage | bytes | None:
+        if isinstance(message, KvSenderMessage) and message.HasField("hello"):
+            return KvReceiverMessage(welcome=self._welcome(message.hello))
         if self.transfer_id is None:
-            state = self._inbox.attach(hello.transfer_id, hello.incarnation, connector=connector)
+            raise MalformedMessageError("the first message is a hello")
+        if isinstance(message, Frame):
+            ack = KvAck(sequence=message.sequence, disposition=_on_wire(self._accept(message)))
+            return KvReceiverMessage(ack=ack)
+        match message.WhichOneof("message"):
+            case "read":
+                held = self._inbox.read(self.transfer_id, decode_region(message.read))
+                return NOT_HELD if held is None else encode_frame(0, *held)
+            case "commit":
+                result = self._inbox.commit(self.transfer_id, message.commit.digest, connector=self._connector)
+                answer = KvCommitAnswer(state=_on_wire(result.state), complete_until=result.complete_until)
+                return KvReceiverMessage(commit_answer=answer)
+            case "cancel":
+                self._inbox.fail(self.transfer_id, "cancelled by the sender")
+                drain = self._inbox.wait_until_drained(self.transfer_id, timeout_seconds=DRAIN_SECONDS)
+                return KvReceiverMessage(cancelled=KvCancelled(is_drained=drain is DrainState.DRAINED))
+        return None
+
+    def _welcome(self, hello: KvHello) -> KvWelcome:
+        if hello.version != WIRE_VERSION:
+            raise MalformedMessageError(f"KV wire version {hello.version}, this side speaks {WIRE_VERSION}")
+        connector = "shared_memory" if hello.arena_id else "grpc"
+        if connector not in self._connectors:
+            return KvWelcome(state=_on_wire(AttachState.NOT_OFFERED))
+        if self.transfer_id is None:
+            state = self._inbox.attach(hello.transfer_id, hello.incarnation)
             if state is not AttachState.ATTACHED:
                 self._num_false_hellos += 1  # each is work for the interpreter that the node's steps need as well
                 if self._num_false_hellos == MAX_FALSE_HELLOS:
                     self.cancel()
-                return Welcome(state=state)
+                return KvWelcome(state=_on_wire(state))
             with self._lock:
                 self.transfer_id = hello.transfer_id
                 end_reason = self._end_reason
             if end_reason is not None:  # the stream broke just now
                 self._inbox.fail(hello.transfer_id, end_reason)
         elif hello.transfer_id != self.transfer_id:
-            return Welcome(state=AttachState.BUSY)  # one stream, one transfer
-        else:
-            self._inbox.set_connector(self.transfer_id, connector)
+            return KvWelcome(state=_on_wire(AttachState.BUSY))  # one stream, one transfer
+        self._connector = connector
         self._release_arena()
-        arena = self._arenas.attach(hello.arena_id, hello.arena_bytes) if wants_arena else None
+        arena = self._arenas.attach(hello.arena_id, hello.arena_bytes) if hello.arena_id else None
         self._arena = arena
-        return Welcome(state=AttachState.ATTACHED, nonce=NO_ARENA if arena is None else arena.nonce)
+        return KvWelcome(state=_on_wire(AttachState.ATTACHED), nonce=arena.nonce if arena is not None else b"")
 
-    def _accept(self, frame: Frame | SlotFrame) -> Disposition:
+    def _accept(self, frame: Frame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
             return self._inbox.note(Disposition.STALE)
-        if isinstance(frame, Frame):
-            return self._inbox.accept(frame.header, frame.payload)
-        arena = self._arena  # `break_off` comes from another thread
-        payload = None if arena is None else arena.copy(frame.offset, frame.header.length)
+        payload: memoryview | None = frame.payload
+        if frame.offset:
+            arena = self._arena  # `break_off` comes from another thread
+            payload = None if arena is None else arena.copy(frame.offset, frame.header.length)
         if payload is None:
             return self._inbox.note(Disposition.OUT_OF_BOUNDS)
         return self._inbox.accept(frame.header, payload)
@@ -148,3 +153,8 @@ class ReceiverStream:
             arena, self._arena = self._arena, None
         if arena is not None:
             self._arenas.release(arena)
+
+
+def _on_wire(member: enum.IntEnum) -> Any:
+    """The enums of kv.proto have the same numbers."""
+    return member.value

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Protocol
 import xxhash
 
 from outrider.errors import AbortedError, NotSupportedError, PeerLostError
-from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, Region, TransferSpec
-from outrider.kv_transfer.frames import Frame, Hello, Welcome
-from outrider.kv_transfer.inbox import AttachState
+from outrider.kv_transfer.base import (
+    CommitResult,
+    CommitState,
+    DrainState,
+    FrameHeader,
+    Region,
+    TransferSpec,
+    frames_digest,
+)
+from outrider.kv_transfer.frames import Frame
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
@@ -32,7 +39,7 @@ class Carrier(Protocol):
     def send(self, stream: SenderStream, header: FrameHeader, payload: memoryview) -> None:
         """Blocks for room. The payload is the caller's again at the return. Raises: PeerLostError, AbortedError."""
 
-    def abandon(self) -> None:
+    def abandon(self, stream: SenderStream) -> None:
         """The receiver was not drained: what it may still read is never written again."""
 
 
@@ -56,8 +63,9 @@ class Sender:
         self._stream = stream
         self._carrier = carrier
         self._reopen = reopen
-        self._sent: dict[Region, int] = {}  # the manifest
+        self._sent: dict[Region, int] = {}  # checksums of the payloads
         self._drain: DrainState | None = None
+        self.keep_alive_seconds = stream.keep_alive_seconds  # how often to call `keep_alive` while nothing is put
         self.keep_alive = stream.keep_alive
         self.interrupt = stream.interrupt
         self.when_ended = stream.when_ended
@@ -110,11 +118,11 @@ class Sender:
         """
         self._stream.raise_if_ended()
         try:
-            result = self._stream.commit(self._sent)
+            result = self._stream.commit(frames_digest(self._sent))
         except PeerLostError:
             # The answer may be what was lost: a commit may be asked for any number of times.
             self._drain = DrainState.UNKNOWN
-            self._carrier.abandon()
+            self._carrier.abandon(self._stream)
             self._stream.close()
             result = self._commit_again()
         if result.state is CommitState.COMMITTED:
@@ -125,9 +133,9 @@ class Sender:
     def _commit_again(self) -> CommitResult:
         stream = self._reopen()
         try:
-            welcome = stream.hello(Hello(transfer_id=self._spec.transfer_id, incarnation=self._spec.incarnation))
-            raise_unless_attached(welcome, stream.address)
-            return stream.commit(self._sent)
+            if stream.hello(self._spec) is None:
+                raise NotSupportedError(f"KV receiver {stream.address} does not take this connector")
+            return stream.commit(frames_digest(self._sent))
         finally:
             stream.close()
 
@@ -139,7 +147,7 @@ class Sender:
         if self._drain is None:
             self._drain = self._stream.cancel()
             if self._drain is DrainState.UNKNOWN:
-                self._carrier.abandon()
+                self._carrier.abandon(self._stream)
         return self._drain
 
 
@@ -155,18 +163,3 @@ def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
     is_whole = len(held.payload) == region.num_bytes(plane)
     if not is_asked_for or not is_whole or xxhash.xxh3_64_intdigest(held.payload) != header.checksum:
         raise AbortedError(f"KV of {region} was altered on the way", reason="HELD_KV_CORRUPT")
-
-
-def raise_unless_attached(welcome: Welcome, address: str) -> None:
-    """Raises: AbortedError (no such transfer, or taken), PeerLostError (another process there), NotSupportedError."""
-    match welcome.state:
-        case AttachState.ATTACHED:
-            return
-        case AttachState.WRONG_INCARNATION:
-            raise PeerLostError(f"the process at {address} is not the one that granted the transfer", node=address)
-        case AttachState.NOT_OFFERED:
-            raise NotSupportedError(f"KV receiver {address} does not take this connector")
-        case AttachState.UNKNOWN:
-            raise AbortedError(f"KV receiver {address} does not expect this transfer")
-        case AttachState.BUSY:
-            raise AbortedError(f"KV receiver {address} has another sender for this transfer")

@@ -7,41 +7,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import grpc
 
 from outrider.errors import AbortedError, OutriderError, PeerLostError
-from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region
-from outrider.kv_transfer.coverage import Manifest
+from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.frames import (
     ALIVE,
     CANCEL,
     METHOD,
-    Ack,
+    WIRE_VERSION,
     Frame,
-    Hello,
-    Kind,
     MalformedMessageError,
-    ReceiverMessage,
-    Welcome,
-    decode_receiver_message,
-    encode_commit,
-    encode_hello,
-    encode_read,
+    decode_message,
+    encode_frame,
 )
-from outrider.kv_transfer.inbox import Disposition
+from outrider.kv_transfer.inbox import AttachState, Disposition
 from outrider.kv_transfer.shared_window import SharedWindow
+from outrider.v1.kv_pb2 import KvAck, KvCommit, KvHello, KvReceiverMessage, KvSenderMessage, KvWelcome
 
 MAX_UNACKNOWLEDGED_FRAMES = 256
 """So that acknowledgements always fit into the stream's own window."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    num_bytes: int
-    release: Callable[[], None]  # the payload's memory
 
 
 class SenderStream:
@@ -56,27 +43,26 @@ class SenderStream:
         *,
         address: str,
         window: SharedWindow,
-        connect_seconds: float,
-        progress_seconds: float,
+        config: KvTransferConfig,
     ) -> None:
-        """`window`: of all streams to the address."""
+        """`window`: of all streams to the address, for payload that travels along them."""
         self.address = address
         self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
-        self._window = window
-        self._num_taken = 0  # bytes of it
-        self._connect_seconds = connect_seconds
-        self._progress_seconds = progress_seconds
+        self.window = window
+        self.keep_alive_seconds = config.keep_alive_seconds
+        self._connect_seconds = config.connect_seconds
+        self._progress_seconds = config.progress_seconds
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, Callable[[], None]] = {}  # by the frame's number, what frees its payload's room
         self.num_frames = 0  # that were sent: the number of the last one
         self._last_heard = time.monotonic()
         self._broken: OutriderError | None = None  # the call is over
         self._refused: OutriderError | None = None  # the receiver, or `interrupt`, wants no more
         self._tell_end: Callable[[], None] | None = None  # called once, without the lock
-        self._welcomes: list[Welcome] = []
+        self._welcomes: list[KvWelcome] = []
         self._num_asked = 0  # regions whose answer is due
-        self._held: deque[Frame | Literal[Kind.NOT_HELD]] = deque()
+        self._held: deque[Frame | None] = deque()  # None: it is not held there
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None
         push: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
@@ -85,59 +71,81 @@ class SenderStream:
 
     # ---- what the owner does
 
-    def hello(self, hello: Hello) -> Welcome:
-        """Raises: PeerLostError."""
+    def hello(self, spec: TransferSpec, *, arena_id: bytes = b"", arena_bytes: int = 0) -> bytes | None:
+        """Attaches to the transfer; the nonce that the receiver has read in the arena on offer. None: it takes no
+        payload this way.
+
+        Raises: AbortedError (no such transfer, or taken), PeerLostError (nobody, or another process there).
+        """
         self._welcomes.clear()
-        self._outgoing.put(encode_hello(hello))
+        hello = KvHello(
+            version=WIRE_VERSION,
+            transfer_id=spec.transfer_id,
+            incarnation=spec.incarnation,
+            arena_id=arena_id,
+            arena_bytes=arena_bytes,
+        )
+        self._say(KvSenderMessage(hello=hello))
         self._wait(lambda: bool(self._welcomes), self._connect_seconds, "did not answer")
-        return self._welcomes[-1]
+        welcome, there = self._welcomes[-1], f"KV receiver {self.address}"
+        match welcome.state:
+            case AttachState.ATTACHED:
+                return welcome.nonce
+            case AttachState.NOT_OFFERED:
+                return None
+            case AttachState.WRONG_INCARNATION:
+                raise PeerLostError(f"{there} is not the process that granted the transfer", node=self.address)
+            case AttachState.BUSY:
+                raise AbortedError(f"{there} has another sender for this transfer")
+        raise AbortedError(f"{there} does not expect this transfer")
 
-    def wait_for_room(self, num_bytes: int) -> None:
-        """Until this much more may be unacknowledged. Raises: PeerLostError, AbortedError.
+    def _say(self, message: KvSenderMessage) -> None:
+        self._outgoing.put(message.SerializeToString())
 
-        While others have their turn, the receiver lives if any of them hears of it; once this stream has sent, it must
-        hear by itself.
+    def wait_for_room(self, amount: int, window: SharedWindow) -> None:
+        """Until it has taken this much of the window. Raises: PeerLostError, AbortedError.
+
+        While others have their turn, the receiver lives if any of them hears of it, and is told that this sender does;
+        once this stream has sent, it must hear by itself.
         """
         wake = self._wake
 
         def takes() -> bool:
-            return len(self._in_flight) < MAX_UNACKNOWLEDGED_FRAMES and self._window.take(num_bytes, wake)
+            return len(self._in_flight) < MAX_UNACKNOWLEDGED_FRAMES and window.take(amount, wake)
 
         try:
             self._wait(takes, self._progress_seconds, "acknowledges nothing", is_in_turns=True)
-            with self._changed:
-                self._num_taken += num_bytes
         finally:
-            self._window.leave(wake)
+            window.leave(wake)
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def send(
-        self,
-        header: FrameHeader,
-        encode: Callable[[int, FrameHeader], bytes],
-        release: Callable[[], None] = lambda: None,
+        self, header: FrameHeader, payload: memoryview | None, *, offset: int = 0, release: Callable[[], None]
     ) -> None:
-        """Queues one frame. `release` is called once, by whichever thread learns that its payload is not needed."""
+        """Queues one frame, with its payload or with the payload's place in the arena.
+
+        `release` is called once, by whichever thread learns that the receiver needs the payload no more.
+        """
         with self._changed:
             self.num_frames += 1
             sequence = self.num_frames
-            self._in_flight[sequence] = _InFlight(header.length, release)
-        self._outgoing.put(encode(sequence, header))
+            self._in_flight[sequence] = release
+        self._outgoing.put(encode_frame(sequence, header, payload, offset=offset))
 
     def ask(self, region: Region) -> None:
         """For KV that the receiver holds: `next_held` gives the answers in order."""
         with self._changed:
             self._num_asked += 1
-        self._outgoing.put(encode_read(region))
+        self._say(KvSenderMessage(read=region.pack()))
 
     def next_held(self) -> Frame:
         """Raises: AbortedError when it is not held there, PeerLostError."""
         self._wait(lambda: bool(self._held), self._progress_seconds, "sends nothing of what it holds")
         held = self._held.popleft()
-        if held is Kind.NOT_HELD:
+        if held is None:
             raise AbortedError(f"KV receiver {self.address} does not hold what was asked for", reason="NOT_HELD")
         return held
 
@@ -146,15 +154,15 @@ class SenderStream:
         self.raise_if_ended()
         self._outgoing.put(ALIVE)
 
-    def commit(self, manifest: Manifest) -> CommitResult:
+    def commit(self, digest: int) -> CommitResult:
         """Frames and commit arrive in order: the answer acknowledges every frame.
 
         Raises: PeerLostError, AbortedError.
         """
         self._answers.clear()
-        self._outgoing.put(encode_commit(manifest))
+        self._say(KvSenderMessage(commit=KvCommit(digest=digest)))
         self._wait(lambda: bool(self._answers), self._progress_seconds, "does not answer the commit")
-        self._release_all()
+        self.release_all()
         return self._answers[-1]
 
     def cancel(self) -> DrainState:
@@ -165,7 +173,7 @@ class SenderStream:
             self._changed.wait_for(lambda: self._drain is not None or self._broken is not None, self._progress_seconds)
             drain = self._drain or DrainState.UNKNOWN
         if drain is DrainState.DRAINED:
-            self._release_all()
+            self.release_all()
         self.close()
         return drain
 
@@ -176,7 +184,6 @@ class SenderStream:
             is_settled = bool(self._answers) or self._drain is not None
         if not is_settled:
             self._call.cancel()
-        self._give_back()
 
     def interrupt(self) -> None:
         """From any thread: what waits raises AbortedError, and so does every later `put`, `keep_alive` or `commit`."""
@@ -216,43 +223,43 @@ class SenderStream:
         if error is not None:
             raise error
 
+    def release_all(self) -> None:
+        """What is in flight needs its room no more; an acknowledgement that comes later changes nothing."""
+        with self._changed:
+            in_flight, self._in_flight = list(self._in_flight.values()), {}
+        for release in in_flight:
+            release()
+
     def _wait(self, is_done: Callable[[], bool], seconds: float, complaint: str, *, is_in_turns: bool = False) -> None:
         with self._changed:
-            self._last_heard = time.monotonic()
+            self._last_heard = told_at = time.monotonic()
             while not is_done():
                 error = self._refused or self._broken
                 if error is not None:
                     raise error
                 is_others_turn = is_in_turns and not self._in_flight
-                heard = max(self._last_heard, self._window.last_heard) if is_others_turn else self._last_heard
-                remaining = heard + seconds - time.monotonic()
+                heard = max(self._last_heard, self.window.last_heard) if is_others_turn else self._last_heard
+                now = time.monotonic()
+                remaining = heard + seconds - now
                 if remaining <= 0:
                     raise PeerLostError(f"KV receiver {self.address} {complaint} for {seconds:g} s", node=self.address)
+                if is_in_turns:
+                    if now >= told_at + self.keep_alive_seconds:
+                        self._outgoing.put(ALIVE)
+                        told_at = now
+                    remaining = min(remaining, told_at + self.keep_alive_seconds - now)
                 self._changed.wait(remaining)
-
-    def _release_all(self) -> None:
-        with self._changed:
-            in_flight, self._in_flight = list(self._in_flight.values()), {}
-        for item in in_flight:
-            item.release()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        """All that it has of the window: it is acknowledged, or never will be."""
-        with self._changed:
-            num_bytes, self._num_taken = self._num_taken, 0
-        self._window.give_back(num_bytes)
 
     # ---- the reader thread
 
     def _read(self) -> None:
         try:
             for message in self._call:
-                self._take(decode_receiver_message(message))
+                self._take(decode_message(message, KvReceiverMessage))
             error: OutriderError = PeerLostError(f"KV receiver {self.address} ended the stream", node=self.address)
-        except MalformedMessageError as malformed:
+        except (MalformedMessageError, ValueError) as malformed:  # or an enum's number that this version does not know
             self._call.cancel()
-            error = PeerLostError(f"KV receiver {self.address}: {malformed.message}", node=self.address)
+            error = PeerLostError(f"KV receiver {self.address}: {malformed}", node=self.address)
         except grpc.RpcError as broken:
             details = f"KV receiver {self.address}: {broken.code().name}: {broken.details()}"
             error = PeerLostError(details, node=self.address)
@@ -262,37 +269,38 @@ class SenderStream:
         self._tell_if_ended()
         self._outgoing.put(None)  # lets gRPC's own thread go
 
-    def _take(self, message: ReceiverMessage) -> None:
-        acknowledged: _InFlight | None = None
-        frame = num_bytes = 0
-        self._window.hear()
+    def _take(self, message: Frame | KvReceiverMessage) -> None:
+        self.window.hear()
+        if isinstance(message, KvReceiverMessage) and message.HasField("ack"):
+            self._acknowledge(message.ack)
+            return
         with self._changed:
             self._last_heard = time.monotonic()
-            match message:
-                case Ack():
-                    frame = message.sequence
-                    acknowledged = self._in_flight.pop(frame, None)
-                    if acknowledged is not None:
-                        num_bytes = min(acknowledged.num_bytes, self._num_taken)  # none of a shared memory's
-                        self._num_taken -= num_bytes
-                    if message.disposition.is_refusal and self._refused is None:
-                        self._refused = refusal_of(self.address, message.disposition)
-                case Welcome():
-                    self._welcomes = [message]
-                case Frame() | Kind.NOT_HELD:
-                    if not self._num_asked:  # each may be as large as a frame
-                        raise MalformedMessageError("KV came that was not asked for")
-                    self._num_asked -= 1
-                    self._held.append(message)
-                case CommitResult():
-                    self._answers = [message]
-                case DrainState():
-                    self._drain = message
+            if isinstance(message, Frame) or message.HasField("not_held"):
+                if not self._num_asked:  # each may be as large as a frame
+                    raise MalformedMessageError("KV came that was not asked for")
+                self._num_asked -= 1
+                self._held.append(message if isinstance(message, Frame) else None)
+            elif message.HasField("welcome"):
+                self._welcomes = [message.welcome]
+            elif message.HasField("commit_answer"):
+                answer = message.commit_answer
+                self._answers = [CommitResult(state=CommitState(answer.state), complete_until=answer.complete_until)]
+            else:
+                self._drain = DrainState.DRAINED if message.cancelled.is_drained else DrainState.UNKNOWN
             self._changed.notify_all()
-        if acknowledged is not None:
-            self._window.give_back(num_bytes)
-            acknowledged.release()
-            self._tell_acknowledged(frame)
+
+    def _acknowledge(self, ack: KvAck) -> None:
+        disposition = Disposition(ack.disposition)
+        with self._changed:
+            self._last_heard = time.monotonic()
+            release = self._in_flight.pop(ack.sequence, None)
+            if disposition.is_refusal and self._refused is None:
+                self._refused = refusal_of(self.address, disposition)
+            self._changed.notify_all()
+        if release is not None:
+            release()
+            self._tell_acknowledged(ack.sequence)
         self._tell_if_ended()
 
 

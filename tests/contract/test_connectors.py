@@ -105,7 +105,7 @@ def test_a_commit_before_the_last_frame_says_what_is_missing_and_the_next_one_su
     put_all(sender, first)
     early = sender.commit()
     assert early.state is CommitState.INCOMPLETE
-    assert early.missing == (last[0],)
+    assert early.complete_until == last[0].tokens.start
     assert not link.peers.completed
     sender.put(*last)
     assert sender.commit().state is CommitState.COMMITTED

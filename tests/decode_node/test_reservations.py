@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_node.commands import TransferCompleted, TransferFailed
-from outrider.kv_transfer.base import Region, TransferStats
+from outrider.kv_transfer.base import CommitState, Region, TransferStats
 from outrider.session import (
     Granted,
     KvFailed,
@@ -67,7 +67,7 @@ def test_what_a_failed_transfer_has_brought_does_not_complete_the_next_one(node)
     node.retarget(group_id, SECOND)
     node.granted(group_id)
     sender = InMemoryConnector({"decode:1": node.ingest.inbox}).connect("decode:1", node.ingest.specs[SECOND])
-    assert sender.commit().missing
+    assert sender.commit().state is CommitState.INCOMPLETE
     assert not node.find(KvReady, group_id)
 
 

@@ -10,21 +10,18 @@ from hypothesis import strategies as st
 from outrider.errors import OutriderError
 from outrider.kv_transfer.arena import ArenaReader
 from outrider.kv_transfer.base import CommitState, Region
-from outrider.kv_transfer.frames import (
-    ALIVE,
-    CANCEL,
-    Hello,
+from outrider.kv_transfer.frames import ALIVE, CANCEL, encode_frame
+from outrider.kv_transfer.receiver_stream import ReceiverStream
+from tests.fuzz.messages import fuzzed
+from tests.kv_transfer.conftest import INCARNATION, Peers
+from tests.support.kv_messages import (
     decode_receiver_message,
     decode_sender_message,
     encode_commit,
-    encode_frame,
     encode_hello,
     encode_read,
     encode_slot_frame,
 )
-from outrider.kv_transfer.receiver_stream import ReceiverStream
-from tests.fuzz.messages import fuzzed
-from tests.kv_transfer.conftest import INCARNATION, Peers
 
 IDS = st.sampled_from([INCARNATION, b"t" * 16, b"o" * 16]) | st.binary(min_size=16, max_size=16)
 SMALL = st.integers(0, 20) | st.sampled_from([2**31, 2**32 - 1])
@@ -61,10 +58,9 @@ def sender_messages(draw, spec, frames):
         case "slot":
             data = encode_slot_frame(number, header, draw(SIZES))
         case "hello":
-            hello = Hello(transfer_id=draw(IDS), incarnation=draw(IDS), arena_id=draw(IDS), arena_bytes=draw(SIZES))
-            data = encode_hello(hello)
+            data = encode_hello(draw(IDS), draw(IDS), arena_id=draw(IDS), arena_bytes=draw(SIZES))
         case "commit":
-            data = encode_commit(Peers.manifest(frames[: draw(st.integers(0, len(frames)))]))
+            data = encode_commit(Peers.sent(frames[: draw(st.integers(0, len(frames)))]))
         case "cancel":
             data = CANCEL
         case "alive":
@@ -97,7 +93,7 @@ def test_any_messages_leave_a_transfer_whole(data):
     frames = peers.frames(spec)
     inbox, sink, stream = begun(peers, spec, "grpc", "shared_memory")
     if data.draw(st.booleans()):
-        stream.handle(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION)))
+        stream.handle(encode_hello(spec.transfer_id, INCARNATION))
     for _ in range(data.draw(st.integers(0, 10))):
         answer = stream.handle(data.draw(sender_messages(spec, frames)))
         if answer is not None:
@@ -124,7 +120,7 @@ def test_after_any_lies_the_same_transfer_still_completes(data):
     peers = Peers()
     spec = peers.spec(start=0, end=6)
     _, sink, stream = begun(peers, spec, "grpc")
-    stream.handle(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION)))
+    stream.handle(encode_hello(spec.transfer_id, INCARNATION))
     frames = peers.frames(spec)
     for _ in range(data.draw(st.integers(0, 6))):
         message = data.draw(sender_messages(spec, frames))
@@ -132,7 +128,7 @@ def test_after_any_lies_the_same_transfer_still_completes(data):
             stream.handle(message)
     for number, (header, payload) in enumerate(frames):
         stream.handle(encode_frame(number, header, payload))
-    result = decode_receiver_message(stream.handle(encode_commit(peers.manifest(frames))))
+    result = decode_receiver_message(stream.handle(encode_commit(peers.sent(frames))))
     assert result.state in (CommitState.COMMITTED, CommitState.UNKNOWN)
     if result.state is CommitState.COMMITTED:
         assert sink.cells == peers.expected_cells(spec)

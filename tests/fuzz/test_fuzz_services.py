@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.kv_transfer.frames import METHOD_NAME, Hello, encode_hello
+from outrider.kv_transfer.frames import METHOD_NAME
 from outrider.kv_transfer.frames import SERVICE_NAME as KV_SERVICE
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.protocol_versions import SUPPORTED_VERSIONS
@@ -21,6 +21,7 @@ from tests.fuzz.test_fuzz_kv import sender_messages
 from tests.fuzz.threaded_services import ThreadedServices
 from tests.kv_transfer.conftest import INCARNATION, Peers
 from tests.support import fake_head
+from tests.support.kv_messages import encode_hello
 
 SESSION = "/outrider.v1.DecodeService/Session"
 DRAFT = "/outrider.v1.DraftService/Draft"
@@ -186,5 +187,5 @@ def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served(re
 
         send()
         receiver.inbox.open(spec, peers.sink())
-        hello = Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION)
-        assert next(push(iter([encode_hello(hello)]), timeout=60))
+        hello = encode_hello(spec.transfer_id, INCARNATION)
+        assert next(push(iter([hello]), timeout=60))

@@ -10,16 +10,10 @@ import xxhash
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.kv_transfer.base import FrameHeader, Region, TransferSpec
-from outrider.kv_transfer.frames import (
-    METHOD,
-    Hello,
-    decode_receiver_message,
-    encode_commit,
-    encode_frame,
-    encode_hello,
-)
+from outrider.kv_transfer.frames import METHOD, encode_frame
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver import KvReceiver
+from tests.support.kv_messages import decode_receiver_message, encode_commit, encode_hello
 
 INCARNATION = b"i" * 16
 PLANES = (PlaneSpec("k", 4, 1, 4, "float32"), PlaneSpec("v", 2, 1, 8, "bfloat16"))
@@ -124,20 +118,21 @@ class Peers:
         return [self.frame(spec, region) for region in self.regions(spec)]
 
     @staticmethod
-    def manifest(frames):
+    def sent(frames):
+        """The checksums of these by region."""
         return {header.region: header.checksum for header, _ in frames}
 
     @staticmethod
     def hello(spec, **offer):
         """What a sender says first; `offer`: an arena."""
-        return encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation, **offer))
+        return encode_hello(spec.transfer_id, spec.incarnation, **offer)
 
     def finish(self, spec, stream):
         """The transfer still completes after whatever went wrong."""
         frames = self.frames(spec)
         for sequence, frame in enumerate(frames, start=1000):
             stream.ask(encode_frame(sequence, *frame))
-        return stream.ask(encode_commit(self.manifest(frames))).state
+        return stream.ask(encode_commit(self.sent(frames))).state
 
     def expected_cells(self, spec):
         sink = RecordingSink()

@@ -4,20 +4,20 @@ import errno
 import os
 import stat
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from outrider.errors import PeerLostError
 from outrider.kv_transfer import arena as arena_module
 from outrider.kv_transfer import shared_memory
 from outrider.kv_transfer.arena import HEAD_BYTES, IDLE_SECONDS, MAX_IDLE, Arena, ArenaReader, arena_path
 from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
-from outrider.kv_transfer.frames import decode_receiver_message, encode_slot_frame
 from outrider.kv_transfer.inbox import Disposition
 from outrider.kv_transfer.receiver_stream import ReceiverStream
-from tests.support.waiting import PATIENCE_SECONDS, wait_for
+from tests.support.kv_messages import decode_receiver_message, encode_slot_frame
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -33,12 +33,23 @@ def new_arena(tmp_path):
         arena.retire()
 
 
+def take(arena, owner="a sender"):
+    """A slot's offset; None: none is free, or there is no memory for it."""
+
+    def wake():
+        """Nobody waits."""
+
+    has_one = arena.free_slots.take(1, wake)
+    arena.free_slots.leave(wake)
+    return arena.take(owner) if has_one else None
+
+
 def test_what_the_sender_writes_the_receiver_reads_and_cannot_change(new_arena, tmp_path):
     arena, reader = new_arena(), ArenaReader(str(tmp_path))
     mapping = reader.attach(arena.arena_id, arena.num_bytes)
     assert mapping.nonce == arena.nonce
     arena.unlink()
-    offset = arena.take(1)
+    offset = take(arena)
     arena.write(offset, memoryview(b"hello"))
     view = mapping.copy(offset, 5)
     assert bytes(view) == b"hello"
@@ -53,45 +64,46 @@ def test_the_file_is_for_its_owner_only(new_arena, tmp_path):
 
 def test_slots_are_bounded_and_come_back(new_arena):
     arena = new_arena()
-    taken = [arena.take(0) for _ in range(4)]
+    taken = [take(arena) for _ in range(4)]
     assert sorted(taken) == [HEAD_BYTES + n * (1 << 14) for n in range(4)]
-    assert arena.take(0.01) is None
-    threading.Timer(0.05, arena.release, args=(taken[2],)).start()
-    assert arena.take(PATIENCE_SECONDS) == taken[2]
+    assert take(arena) is None
+    arena.release(taken[2])
+    assert take(arena) == taken[2]
 
 
 def test_memory_is_reserved_only_as_slots_are_needed(new_arena, tmp_path):
     arena = new_arena(num_bytes=64 << 20, slot_bytes=1 << 20)
     path = arena_path(str(tmp_path), arena.arena_id)
     for num_slots in (1, 2):
-        arena.take(1)
+        take(arena)
         assert num_slots << 20 <= path.stat().st_blocks * 512 < (num_slots + 1) << 20
 
 
 def test_a_full_file_system_leaves_the_slots_there_are(new_arena, monkeypatch):
     arena = new_arena()
-    assert arena.take(0) is not None
+    assert take(arena) is not None
 
     def full(*_arguments):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(arena_module.os, "posix_fallocate", full)
-    assert arena.take(0) is None
+    assert [take(arena) for _ in range(arena.num_slots)] == [None] * arena.num_slots
     arena.release(HEAD_BYTES)
-    assert arena.take(0) == HEAD_BYTES
+    assert take(arena) == HEAD_BYTES
+    assert take(arena) is None
     with pytest.raises(OSError, match="no space"):
         new_arena()
 
 
 def test_no_slot_of_a_retired_arena_is_ever_given_out_again(new_arena):
     arena = new_arena()
-    taken = [arena.take(0) for _ in range(arena.num_slots)]
-    with ThreadPoolExecutor(1) as executor:
-        waiting = executor.submit(arena.take, PATIENCE_SECONDS)
-        arena.retire()
-        assert waiting.result(PATIENCE_SECONDS / 2) is None
+    taken, told = [take(arena) for _ in range(arena.num_slots)], threading.Event()
+    assert not arena.free_slots.take(1, told.set)
+    arena.retire()
+    assert told.is_set()
     arena.release(taken[0])
-    assert arena.take(0) is None
+    with pytest.raises(PeerLostError, match="stopping"):
+        arena.free_slots.take(1, told.set)
 
 
 def test_the_receiver_maps_only_what_cannot_shrink_under_it(new_arena, tmp_path):
@@ -208,10 +220,11 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
 
 def test_an_arena_with_many_quarantined_slots_is_replaced(new_arena):
     arena = new_arena()
+    slots = [take(arena, owner) for owner in ("lost", "other")]
     assert not arena.is_worn
-    arena.quarantine(-(-arena.num_slots // 4))
+    arena.quarantine("lost")
     assert arena.is_worn
-    arena.quarantine(-arena.num_slots)
+    arena.release(slots[0])  # late, but not too late
     assert not arena.is_worn
 
 
@@ -239,7 +252,7 @@ def test_a_slot_that_is_taken_while_the_stream_breaks_off_is_no_error(new_arena,
     assert welcome.nonce == arena.nonce
     stream._looks = 0
     (header, payload), *_ = peers.frames(spec)
-    offset = arena.take(1)
+    offset = take(arena)
     arena.write(offset, payload)
     ack = decode_receiver_message(stream.handle(encode_slot_frame(1, header, offset)))
     assert ack.disposition is Disposition.WRITTEN

@@ -17,9 +17,7 @@ from outrider.kv_transfer import arena as arena_module
 from outrider.kv_transfer.arena import IDLE_SECONDS, Arena, ArenaReader, arena_path, sweep
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
-from outrider.kv_transfer.frames import NO_ARENA, Welcome
-from outrider.kv_transfer.inbox import AttachState
-from outrider.kv_transfer.shared_memory import UNATTACHABLE_SECONDS, ArenaSource, SlotCarrier
+from outrider.kv_transfer.shared_memory import ArenaSource
 
 OLD = time.time() - 3600
 
@@ -33,21 +31,12 @@ class Receiver:
         self.reader = ArenaReader(str(directory))
         self.can_attach = True
         self.is_lost = False
-        self.num_alive = 0
-        self.on_alive = lambda: None
 
-    def hello(self, hello):
+    def hello(self, _spec, *, arena_id, arena_bytes):
         if self.is_lost:
             raise PeerLostError("gone", node=self.address)
-        found = self.reader.attach(hello.arena_id, hello.arena_bytes) if self.can_attach else None
-        return Welcome(state=AttachState.ATTACHED, nonce=NO_ARENA if found is None else found.nonce)
-
-    def keep_alive(self):
-        self.num_alive += 1
-        self.on_alive()
-
-    def raise_if_ended(self):
-        pass
+        found = self.reader.attach(arena_id, arena_bytes) if self.can_attach else None
+        return b"" if found is None else found.nonce
 
     @property
     def spec(self):
@@ -86,7 +75,7 @@ def test_a_receiver_that_could_not_attach_is_asked_again_after_a_while(sender, t
     receiver.can_attach = False
     assert sender.offer(receiver) is None
     receiver.can_attach = True
-    sender.now += UNATTACHABLE_SECONDS - 1
+    sender.now += IDLE_SECONDS - 1
     assert sender.offer(receiver) is None
     sender.now += 2
     assert sender.offer(receiver) is not None
@@ -120,28 +109,6 @@ def test_arenas_that_nothing_was_sent_to_are_dropped(sender, tmp_path):
     sender.now += IDLE_SECONDS / 2
     sender.offer(receivers[0])
     assert sender.num_arenas == 1
-
-
-def test_a_sender_without_a_slot_says_that_it_lives_and_waits_while_others_get_theirs(tmp_path):
-    arena = Arena(directory=str(tmp_path), num_bytes=1 << 18, slot_bytes=1 << 18)
-    receiver = Receiver(tmp_path)
-    held = arena.take(0)
-
-    def serve_others():
-        arena.num_released += 1
-        if receiver.num_alive == 8:  # twice the deadline
-            arena.release(held)
-
-    receiver.on_alive = serve_others
-    assert SlotCarrier(arena, progress_seconds=0.1)._take_slot(receiver) == held
-    assert receiver.num_alive == 8
-
-
-def test_a_receiver_that_gives_nothing_back_is_lost(tmp_path):
-    arena = Arena(directory=str(tmp_path), num_bytes=1 << 18, slot_bytes=1 << 18)
-    arena.take(0)
-    with pytest.raises(PeerLostError, match="acknowledged no slot"):
-        SlotCarrier(arena, progress_seconds=0.05)._take_slot(Receiver(tmp_path))
 
 
 KILLED = """

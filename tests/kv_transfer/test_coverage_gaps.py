@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.kv_transfer.base import MAX_MISSING, Region, TransferSpec
+from outrider.kv_transfer.base import Region, TransferSpec
 from outrider.kv_transfer.coverage import Coverage
 
 SPEC = TransferSpec(
@@ -44,7 +44,7 @@ def cells(region):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(CUTS).flatmap(lambda cut: st.lists(regions(cut), max_size=12)))
-def test_gaps_are_exactly_the_cells_that_did_not_arrive(wanted):
+def test_a_transfer_is_complete_until_the_first_token_of_which_a_cell_did_not_arrive(wanted):
     coverage = Coverage(SPEC)
     arrived = set()
     for region in wanted:
@@ -60,10 +60,3 @@ def test_gaps_are_exactly_the_cells_that_did_not_arrive(wanted):
         for head in range(plane.num_heads)
     }
     assert coverage.complete_until() == min((token for _, _, token, _ in everything - arrived), default=12)
-    missing = coverage.missing()
-    gaps = [cell for region in missing for cell in cells(region)]
-    if len(missing) < MAX_MISSING:
-        assert sorted(gaps) == sorted(everything - arrived)
-    else:
-        assert len(gaps) == len(set(gaps))
-        assert set(gaps) <= everything - arrived

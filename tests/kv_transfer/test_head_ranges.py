@@ -9,8 +9,9 @@ import pytest
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.kv_transfer.base import CommitState, FrameHeader, Region, TransferSpec
-from outrider.kv_transfer.frames import decode_sender_message, encode_commit, encode_frame
+from outrider.kv_transfer.frames import encode_frame
 from outrider.kv_transfer.inbox import AttachState, Disposition
+from tests.support.kv_messages import decode_sender_message, encode_commit
 
 NUM_HEADS, NUM_TOKENS, NUM_LAYERS = 8, 6, 2
 PLANES = (PlaneSpec("k", NUM_LAYERS, NUM_HEADS, 1, "float32"), PlaneSpec("v", NUM_LAYERS, NUM_HEADS, 1, "float32"))
@@ -44,7 +45,7 @@ class Transfer:
             transfer_id=os.urandom(16), incarnation=incarnation, start_token=0, end_token=NUM_TOKENS, planes=PLANES
         )
         inbox.open(self.spec, self.sink)
-        assert inbox.attach(self.spec.transfer_id, incarnation, connector="test") is AttachState.ATTACHED
+        assert inbox.attach(self.spec.transfer_id, incarnation) is AttachState.ATTACHED
 
     def put(self, plane, heads=(0, NUM_HEADS), tokens=(0, NUM_TOKENS)):
         region = Region(plane, range(NUM_LAYERS), range(*tokens), range(*heads))
@@ -57,8 +58,8 @@ class Transfer:
         return disposition
 
     def commit(self):
-        manifest = decode_sender_message(encode_commit(self.sent))
-        return self.inbox.commit(self.spec.transfer_id, manifest)
+        _, commit = decode_sender_message(encode_commit(self.sent))
+        return self.inbox.commit(self.spec.transfer_id, commit.digest, connector="test")
 
 
 @pytest.fixture
@@ -87,16 +88,14 @@ def test_planes_may_be_cut_at_different_heads(transfer):
     assert transfer.commit().state is CommitState.COMMITTED
 
 
-def test_a_commit_names_the_heads_that_are_missing(transfer):
+def test_a_commit_names_the_token_from_which_heads_are_missing(transfer):
     transfer.put("k")
     transfer.put("v", (4, 6))
     transfer.put("v", (6, 8), tokens=(0, 5))
-    assert [str(region) for region in transfer.commit().missing] == [
-        "v layers 0-1 tokens 0-5 heads 0-3",
-        "v layers 0-1 tokens 5-5 heads 6-7",
-    ]
-    assert transfer.put("v", (6, 8), tokens=(5, 6)) is Disposition.WRITTEN
+    assert transfer.commit().complete_until == 0
     assert transfer.put("v", (0, 4)) is Disposition.WRITTEN
+    assert transfer.commit().complete_until == 5
+    assert transfer.put("v", (6, 8), tokens=(5, 6)) is Disposition.WRITTEN
     assert transfer.commit().state is CommitState.COMMITTED
 
 
@@ -115,10 +114,10 @@ def test_ranges_outside_the_plane_are_refused(transfer, heads):
     assert np.isnan(transfer.sink.kv["k"]).all()
 
 
-def test_a_manifest_with_other_heads_than_those_that_came_is_not_complete(transfer):
+def test_a_commit_of_other_heads_than_those_that_came_is_not_complete(transfer):
     for plane in ("k", "v"):
         for heads in ((0, 4), (4, 8)):
             transfer.put(plane, heads)
     first = next(iter(transfer.sent))
     del transfer.sent[first]
-    assert transfer.commit().missing == (first,)
+    assert transfer.commit().state is CommitState.INCOMPLETE

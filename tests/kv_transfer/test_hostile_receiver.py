@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,10 +9,13 @@ import grpc
 import pytest
 
 from outrider.errors import PeerLostError
-from outrider.kv_transfer.frames import METHOD_NAME, NOT_HELD, SERVICE_NAME, Hello, Welcome, encode_welcome
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.frames import METHOD_NAME, NOT_HELD, SERVICE_NAME
 from outrider.kv_transfer.inbox import AttachState
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.kv_transfer.shared_window import SharedWindow
+from tests.kv_transfer.conftest import Peers
+from tests.support.kv_messages import encode_welcome
 
 PATIENCE_SECONDS = 30.0
 
@@ -22,7 +24,7 @@ PATIENCE_SECONDS = 30.0
 def address():
     def push(requests, _context):
         next(requests)
-        yield encode_welcome(Welcome(state=AttachState.ATTACHED))
+        yield encode_welcome(AttachState.ATTACHED)
         yield NOT_HELD
         for _ in requests:
             pass
@@ -43,12 +45,11 @@ def test_kv_that_was_not_asked_for_ends_the_stream(address):
             channel,
             address=address,
             window=SharedWindow(1 << 20),
-            connect_seconds=PATIENCE_SECONDS,
-            progress_seconds=PATIENCE_SECONDS,
+            config=KvTransferConfig(connect_seconds=PATIENCE_SECONDS, progress_seconds=PATIENCE_SECONDS),
         )
         has_ended = threading.Event()
         stream.when_ended(has_ended.set)
-        stream.hello(Hello(transfer_id=os.urandom(16), incarnation=os.urandom(16)))
+        stream.hello(Peers.spec())
         assert has_ended.wait(PATIENCE_SECONDS)
         with pytest.raises(PeerLostError, match="not asked for"):
             stream.raise_if_ended()

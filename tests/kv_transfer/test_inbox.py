@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from outrider.kv_transfer.base import MAX_MISSING, CommitState, DrainState, Region
+from outrider.kv_transfer.base import CommitState, DrainState, Region, frames_digest
 from outrider.kv_transfer.inbox import AttachState, Disposition
 
 
@@ -17,8 +17,12 @@ from outrider.kv_transfer.inbox import AttachState, Disposition
 def transfer(peers, inbox):
     spec, sink = peers.spec(), peers.sink()
     inbox.open(spec, sink)
-    assert inbox.attach(spec.transfer_id, spec.incarnation, connector="test") is AttachState.ATTACHED
+    assert inbox.attach(spec.transfer_id, spec.incarnation) is AttachState.ATTACHED
     return spec, sink
+
+
+def digest_of(peers, frames):
+    return frames_digest(peers.sent(frames))
 
 
 def accept_all(inbox, frames):
@@ -39,11 +43,11 @@ def test_a_commit_is_idempotent_even_after_close_and_nothing_is_written_after_it
     frames = peers.frames(spec)
     accept_all(inbox, frames)
     for _ in range(3):
-        assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
+        assert inbox.commit(spec.transfer_id, digest_of(peers, frames), connector="test").state is CommitState.COMMITTED
     assert set(accept_all(inbox, frames)) == {Disposition.STALE}
     assert sink.num_writes == len(frames)
     inbox.close(spec.transfer_id)
-    assert inbox.commit(spec.transfer_id, {}).state is CommitState.COMMITTED
+    assert inbox.commit(spec.transfer_id, 0, connector="test").state is CommitState.COMMITTED
     assert len(peers.completed) == 1
 
 
@@ -62,37 +66,45 @@ def test_who_asks_again_while_the_commit_is_made_is_not_unknown(peers, inbox, tr
         def __exit__(self, *_error):
             inbox._lock = lock
             lock.release()
-            assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
+            assert (
+                inbox.commit(spec.transfer_id, digest_of(peers, frames), connector="test").state
+                is CommitState.COMMITTED
+            )
             inbox.close(spec.transfer_id)
 
     inbox._lock = AfterTheFirstLook()
-    assert inbox.attach(spec.transfer_id, spec.incarnation, connector="test") is AttachState.ATTACHED
+    assert inbox.attach(spec.transfer_id, spec.incarnation) is AttachState.ATTACHED
 
 
-def test_a_manifest_of_other_frames_than_those_that_arrived_is_not_complete(peers, inbox, transfer):
+def test_a_commit_of_other_frames_than_those_that_arrived_is_not_complete(peers, inbox, transfer):
     spec, _ = transfer
     frames = peers.frames(spec)
     accept_all(inbox, frames)
-    manifest = peers.manifest(frames)
-    first, *rest = manifest
+    sent = peers.sent(frames)
+    first, *rest = sent
     unsent = dataclasses.replace(first, layers=range(first.layers.start, 1))
     lies = (
-        ({each: manifest[each] for each in rest}, first),
-        (manifest | {first: manifest[first] ^ 1}, first),
-        ({unsent: manifest[first]} | manifest, unsent),
+        {each: sent[each] for each in rest},
+        sent | {first: sent[first] ^ 1},
+        sent | {first: sent[rest[0]], rest[0]: sent[first]},
+        {unsent: sent[first]} | sent,
+        {},
     )
-    for lie, missing in lies:
-        answer = inbox.commit(spec.transfer_id, lie)
-        assert (answer.state, answer.missing) == (CommitState.INCOMPLETE, (missing,))
-    assert inbox.commit(spec.transfer_id, manifest).state is CommitState.COMMITTED
+    for lie in lies:
+        answer = inbox.commit(spec.transfer_id, frames_digest(lie), connector="test")
+        assert (answer.state, answer.complete_until) == (CommitState.INCOMPLETE, spec.end_token)
+    in_another_order = frames_digest(dict(reversed(sent.items())))
+    assert inbox.commit(spec.transfer_id, in_another_order, connector="test").state is CommitState.COMMITTED
 
 
-def test_the_list_of_what_is_missing_is_bounded(peers, inbox):
-    spec = peers.spec(start=0, end=400)
-    inbox.open(spec, peers.sink())
-    for token in range(0, 400, 2):
-        inbox.accept(*peers.frame(spec, region(end_layer=4, start_token=token, end_token=token + 1)))
-    assert len(inbox.commit(spec.transfer_id, {}).missing) == MAX_MISSING
+@pytest.mark.parametrize("at", range(9))
+def test_a_transfer_that_lacks_any_one_frame_is_not_complete(peers, inbox, transfer, at):
+    spec, _ = transfer
+    frames = peers.frames(spec)
+    missing, _ = frames.pop(at)
+    accept_all(inbox, frames)
+    answer = inbox.commit(spec.transfer_id, digest_of(peers, frames), connector="test")
+    assert (answer.state, answer.complete_until) == (CommitState.INCOMPLETE, missing.region.tokens.start)
 
 
 @pytest.mark.parametrize("lie", [{"transfer_id": b"o" * 16}, {"incarnation": b"o" * 16}])
@@ -171,7 +183,7 @@ def test_good_payload_steered_to_a_wrong_place_never_completes(peers, inbox, tra
     header, payload = frames[1]
     inbox.accept(dataclasses.replace(header, region=frames[0][0].region), payload)
     accept_all(inbox, frames)
-    assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.INCOMPLETE
+    assert inbox.commit(spec.transfer_id, digest_of(peers, frames), connector="test").state is CommitState.INCOMPLETE
 
 
 def test_a_failure_is_reported_once_and_the_transfer_stays_dead(peers, inbox, transfer):
@@ -181,8 +193,8 @@ def test_a_failure_is_reported_once_and_the_transfer_stays_dead(peers, inbox, tr
     inbox.fail(spec.transfer_id, "second")
     assert peers.failed == {spec.transfer_id: "first"}
     assert set(accept_all(inbox, frames)) == {Disposition.STALE}
-    assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.UNKNOWN
-    assert inbox.attach(spec.transfer_id, spec.incarnation, connector="test") is AttachState.UNKNOWN
+    assert inbox.commit(spec.transfer_id, digest_of(peers, frames), connector="test").state is CommitState.UNKNOWN
+    assert inbox.attach(spec.transfer_id, spec.incarnation) is AttachState.UNKNOWN
     assert sink.cells == {}
 
 
@@ -209,7 +221,7 @@ def test_closing_is_silent_and_idempotent(peers, inbox, transfer):
     inbox.fail(spec.transfer_id, "late")
     assert inbox.close(b"never opened 123") is DrainState.DRAINED
     assert not peers.failed
-    assert inbox.commit(spec.transfer_id, {}).state is CommitState.UNKNOWN
+    assert inbox.commit(spec.transfer_id, 0, connector="test").state is CommitState.UNKNOWN
 
 
 def test_a_sink_that_raises_fails_the_transfer_and_close_still_drains(peers, inbox):
@@ -242,7 +254,7 @@ def test_frames_from_many_threads_are_each_written_once(peers, inbox):
     for thread in threads:
         thread.join(60)
     assert results.count(Disposition.WRITTEN) == len(frames) == sink.num_writes
-    assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
+    assert inbox.commit(spec.transfer_id, digest_of(peers, frames), connector="test").state is CommitState.COMMITTED
     assert sink.cells == peers.expected_cells(spec)
 
 

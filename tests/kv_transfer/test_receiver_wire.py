@@ -19,12 +19,10 @@ from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.frames import (
     ALIVE,
     MAX_MESSAGE_BYTES,
-    decode_receiver_message,
-    encode_commit,
     encode_frame,
-    encode_slot_frame,
 )
 from outrider.kv_transfer.inbox import AttachState, Disposition
+from tests.support.kv_messages import decode_receiver_message, encode_commit, encode_slot_frame
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_messages_that_do_not_parse_are_counted_and_the_commit_misses_their_fram
     broken_header[30] ^= 0x80
     for message in (b"", b"\xff" * 100, bytes(broken_header), encoded(2, frames[0])[:40], os.urandom(5000)):
         stream.say(message)
-    answer = stream.ask(encode_commit(peers.manifest(frames)))
+    answer = stream.ask(encode_commit(peers.sent(frames)))
     assert answer.state is CommitState.INCOMPLETE
     assert receiver.inbox.counters()["messages_malformed"] == 5
     assert peers.finish(spec, stream) is CommitState.COMMITTED
@@ -129,12 +127,12 @@ def test_a_commit_whose_answer_was_lost_is_answered_on_another_stream(peers, att
     frames = peers.frames(spec)
     for sequence, frame in enumerate(frames):
         stream.ask(encoded(sequence, frame))
-    stream.say(encode_commit(peers.manifest(frames)))
+    stream.say(encode_commit(peers.sent(frames)))
     assert peers.news.get(timeout=60) == ("complete", spec.transfer_id)
     stream.call.cancel()
     again = raw(port)
     again.ask(peers.hello(spec))
-    assert again.ask(encode_commit(peers.manifest(frames))).state is CommitState.COMMITTED
+    assert again.ask(encode_commit(peers.sent(frames))).state is CommitState.COMMITTED
     assert len(peers.completed) == 1
     assert not peers.failed
 
@@ -178,7 +176,7 @@ def sharing(peers, receiver_factory, raw, tmp_path):
 def test_pages_that_change_after_their_check_change_nothing_that_is_written(peers, sharing):
     spec, sink, arena, stream = sharing
     header, payload = peers.frames(spec)[0]
-    slot = arena.take(1)
+    slot = arena.take(spec)
     arena.write(slot, payload)
     sink.gate.clear()
     stream.say(encode_slot_frame(1, header, slot))
@@ -192,9 +190,9 @@ def test_pages_that_change_after_their_check_change_nothing_that_is_written(peer
 def test_slots_outside_the_arena_are_refused(peers, sharing):
     spec, sink, arena, stream = sharing
     header, payload = peers.frames(spec)[0]
-    for sequence, offset in enumerate((0, 4095, arena.num_bytes - 1, arena.num_bytes, 2**63, 2**64 - 1)):
+    for sequence, offset in enumerate((1, 4095, arena.num_bytes - 1, arena.num_bytes, 2**63, 2**64 - 1)):
         assert stream.ask(encode_slot_frame(sequence, header, offset)).disposition is Disposition.OUT_OF_BOUNDS
-    slot = arena.take(1)
+    slot = arena.take(spec)
     arena.write(slot, payload)
     assert stream.ask(encode_slot_frame(99, header, slot + 1)).disposition is Disposition.CORRUPT
     assert stream.ask(encode_slot_frame(99, header, slot)).disposition is Disposition.WRITTEN

@@ -13,11 +13,9 @@ from outrider.kv_transfer.base import CommitState
 from outrider.kv_transfer.frames import (
     ALIVE,
     METHOD,
-    Hello,
-    decode_receiver_message,
-    encode_hello,
 )
 from outrider.kv_transfer.inbox import AttachState
+from tests.support.kv_messages import decode_receiver_message, encode_hello
 from tests.support.waiting import wait_for
 
 
@@ -60,10 +58,10 @@ def read_all(call):
             pass
 
 
-UNKNOWN_HELLO = Hello(transfer_id=b"?" * 16, incarnation=b"?" * 16)
+UNKNOWN_HELLO = encode_hello(b"?" * 16, b"?" * 16)
 
 
-@pytest.mark.parametrize("messages", [(), (ALIVE,), (encode_hello(UNKNOWN_HELLO),)], ids=["no", "alive", "lie"])
+@pytest.mark.parametrize("messages", [(), (ALIVE,), (UNKNOWN_HELLO,)], ids=["no", "alive", "lie"])
 def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_factory, raw, many, monkeypatch, messages):
     monkeypatch.setattr("outrider.kv_transfer.receiver.HELLO_SECONDS", 600.0)  # no deadline helps
     receiver, port = receiver_factory(max_senders=8, max_unattached=4, progress_seconds=600.0)
@@ -85,7 +83,7 @@ def test_a_stream_that_guesses_transfers_is_sent_away_after_a_few(receiver_facto
     _, port = receiver_factory()
     stream = raw(port)
     for _ in range(100):
-        stream.say(encode_hello(UNKNOWN_HELLO))
+        stream.say(UNKNOWN_HELLO)
     answers = []
     with pytest.raises(grpc.RpcError) as ended:
         answers += stream.call

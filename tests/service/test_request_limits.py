@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.resolve import load_config
 from outrider.errors import CapacityError, ConfigError
-from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD, Hello, encode_hello
+from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error
@@ -34,6 +34,7 @@ from outrider.v1 import (
     session_pb2_grpc,
 )
 from tests.service.conftest import INFO, REPORT
+from tests.support.kv_messages import encode_hello
 
 authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
 
@@ -233,7 +234,7 @@ def test_kv_is_taken_from_services_only(security, tls_folder):
     receiver = KvReceiver(incarnation=INFO.incarnation, host="127.0.0.1", security=security, **ignore)
     address = f"127.0.0.1:{receiver.start()}"
     operator = PeerSecurity(SecurityConfig(tls=tls_of(tls_folder, "client")))
-    hello = encode_hello(Hello(transfer_id=os.urandom(16), incarnation=INFO.incarnation))
+    hello = encode_hello(os.urandom(16), INFO.incarnation)
     codes = []
     for caller in (security, operator, PLAINTEXT):
         with caller.open_bulk_channel(address, max_message_bytes=MAX_MESSAGE_BYTES) as channel:

@@ -12,9 +12,9 @@ import time
 import grpc
 
 from outrider.kv_transfer.frames import METHOD as KV_METHOD
-from outrider.kv_transfer.frames import Hello, encode_hello
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.v1 import node_pb2, router_pb2, session_pb2, session_pb2_grpc
+from tests.support.kv_messages import encode_hello
 
 S, R = session_pb2, router_pb2
 ROUTER_SERVICE = "/outrider.v1.RouterService/"
@@ -198,7 +198,7 @@ def garbage():
 
 def strangers():
     """Hellos of transfers that nobody expects."""
-    return [encode_hello(Hello(transfer_id=os.urandom(16), incarnation=os.urandom(16))) for _ in range(50)]
+    return [encode_hello(os.urandom(16), os.urandom(16)) for _ in range(50)]
 
 
 KINDS = {

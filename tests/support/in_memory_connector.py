@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from outrider.errors import AbortedError, OutriderError, PeerLostError
-from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region, TransferSpec, frames_digest
 from outrider.kv_transfer.frames import Frame
 from outrider.kv_transfer.inbox import AttachState, TransferInbox
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
@@ -31,7 +31,7 @@ class InMemoryConnector:
         inbox = self._inboxes.get(address)
         if inbox is None:
             raise PeerLostError(f"nobody listens at {address}", node=address)
-        state = inbox.attach(spec.transfer_id, spec.incarnation, connector=self.name)
+        state = inbox.attach(spec.transfer_id, spec.incarnation)
         if state is AttachState.WRONG_INCARNATION:
             raise PeerLostError(f"the process at {address} is not the one that granted the transfer", node=address)
         if state is not AttachState.ATTACHED:
@@ -46,6 +46,7 @@ class InMemorySender:
     """A `Sender` that writes in the caller's thread."""
 
     connector = InMemoryConnector.name
+    keep_alive_seconds = 2.5
 
     def __init__(self, spec: TransferSpec, inbox: TransferInbox, *, max_frame_bytes: int) -> None:
         self._spec = spec
@@ -78,7 +79,7 @@ class InMemorySender:
             held = self._inbox.read(self._spec.transfer_id, region)
             if held is None:
                 raise AbortedError("not held", reason="NOT_HELD")
-            check_held(Frame(sequence=0, header=held[0], payload=held[1]), self._spec, region)
+            check_held(Frame(sequence=0, header=held[0], offset=0, payload=held[1]), self._spec, region)
             blocks.write(region, held[1])
 
     def keep_alive(self) -> None:
@@ -86,7 +87,7 @@ class InMemorySender:
 
     def commit(self) -> CommitResult:
         self._raise_if_ended()
-        return self._inbox.commit(self._spec.transfer_id, self._sent)
+        return self._inbox.commit(self._spec.transfer_id, frames_digest(self._sent), connector=self.connector)
 
     def cancel(self) -> DrainState:
         self._end(AbortedError("the transfer was cancelled"))
