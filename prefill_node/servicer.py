@@ -12,7 +12,7 @@ from outrider.prefill import PrefillCall
 from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import Context, rpc_errors
-from outrider.service.telemetry.tracing import NO_TRACER, TraceContext, Tracer
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from outrider.wire.prefill import CALL, figures_to_proto
 from prefill_node.pending_jobs import PendingJobs
@@ -50,7 +50,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             fault_point("prefill.received")
             call = CALL.from_proto(request)
             check_call(call, self._served)
-            with traced(self._tracer, call, TraceContext.of_metadata(context.invocation_metadata())) as outcome:
+            with traced(self._tracer, call, context.invocation_metadata()) as outcome:
                 figures = outcome.figures = await self._jobs.run(call)
             fault_point("prefill.answered")
             return figures_to_proto(figures)

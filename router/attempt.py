@@ -14,6 +14,7 @@ import enum
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from google.rpc import code_pb2
 
@@ -23,6 +24,7 @@ from outrider.node import NodeState
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.rpc.status import UNREACHABLE
 from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.tracing import traceparent_of
 from outrider.session import (
     Granted,
     KvFailed,
@@ -316,9 +318,11 @@ class Attempt:
 
     async def _try_transfer(self, granted: Granted, link: PrefillLink) -> PeerLostError | None:
         """None once KV and wanted logprobs are here, else what was lost; nothing of a failed transfer goes on."""
-        prefill = self._prefill = asyncio.create_task(link.prefill(self._call(granted)), name="prefill")
+        span = self._figures.begin_prefill(link)
+        call = self._call(granted, traceparent_of(span.traced))
+        prefill = self._prefill = asyncio.create_task(link.prefill(call), name="prefill")
         prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
-        self._figures.begin_prefill(link, prefill)
+        prefill.add_done_callback(partial(self._figures.end_prefill, span))
         link.add_listener(self._on_standing)
         is_ready = False
         timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
@@ -368,14 +372,14 @@ class Attempt:
             self._session.retarget(command)
         return await self._wait_for_grant("a retarget")
 
-    def _call(self, granted: Granted) -> PrefillCall:
+    def _call(self, granted: Granted, traceparent: str) -> PrefillCall:
         return PrefillCall.of_grant(
             granted,
             self._opened,
             decode_incarnation=self.incarnation,
             fingerprint=self._work.served.info.fingerprint,
             may_read_held=self._keeps_received,
-            traceparent=self._figures.prefill_traceparent,
+            traceparent=traceparent,
         )
 
     def _take_figures(self, prefill: asyncio.Task[PrefillFigures]) -> None:
