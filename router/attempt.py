@@ -96,7 +96,7 @@ class Attempt:
                 cache_salt=place.kv_salt(request.options.cache_salt),
                 prompt_logprobs=request.options.prompt_logprobs if self._held.is_holding else None,
             ),
-            traceparent=self._figures.traceparent,
+            traceparent=traceparent_of(self._figures.traced),
         )
         self._running = {start.sample for start in self._opened.samples}  # on the decode node
         self._events: asyncio.Queue[_Event | Outcome] = asyncio.Queue()

@@ -16,7 +16,7 @@ from outrider.prefill import ComputedChunk, PrefillFigures, PushedKv
 from outrider.request import FinishReason, Request, VerificationMethod
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
-from outrider.service.telemetry.tracing import fail, traceparent_of
+from outrider.service.telemetry.tracing import fail
 from outrider.session import NO_SPECULATION, Granted, KvReady, SampleTokens
 from router.node_link import NodeLink, PrefillLink
 from router.timeline import RequestState, Span, SpanKind, Timeline
@@ -64,11 +64,6 @@ class AttemptFigures:
     def timeline(self) -> Timeline:
         return self.request.timeline
 
-    @property
-    def traceparent(self) -> str:
-        """For the decode node."""
-        return traceparent_of(self.traced)
-
     def ask(self, detail: str) -> Span:
         """The decode node is asked for room; the span is closed with its answer, or with the attempt."""
         return self._begin(SpanKind.OPEN, self.decode, detail)
@@ -92,16 +87,12 @@ class AttemptFigures:
 
     def end_prefill(self, span: Span, call: asyncio.Task[PrefillFigures]) -> None:
         """`span`: of the call, which has ended."""
-        if call.cancelled():
-            self._fail_prefill(span, "given up")
-        elif (error := call.exception()) is not None:
-            self._fail_prefill(span, str(error))
+        error = None if call.cancelled() else call.exception()
+        if call.cancelled() or error is not None:
+            fail(span.traced, "PREFILL_FAILED")
+            span.close("given up" if error is None else str(error))
         else:
             self._place(span, call.result())
-
-    def _fail_prefill(self, span: Span, detail: str) -> None:
-        fail(span.traced, "PREFILL_FAILED")
-        span.close(detail)
 
     def take_ready(self, ready: KvReady) -> None:
         """The reservation is filled."""

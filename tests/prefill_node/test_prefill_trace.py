@@ -9,7 +9,7 @@ import pytest
 from outrider.errors import CapacityError
 from outrider.prefill import PrefillCall
 from outrider.request import RequestOptions, SamplingParams
-from prefill_node.prefill_trace import traced
+from prefill_node.servicer import traced
 from tests.support.traces import TRACEPARENT, KeptSpans
 
 CALL = PrefillCall(
