@@ -77,6 +77,7 @@ class Span:
             self.end = time.monotonic()
             self.detail = detail[:MAX_WORDS] or self.detail
             self.traced.end()
+            self.traced = trace.INVALID_SPAN  # a timeline is kept for longer than its trace
 
 
 class Step(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from opentelemetry.trace import INVALID_SPAN
+
 from outrider.request import Request
 from outrider.service.telemetry.tracing import fail, nanoseconds
 from router.timeline import SpanKind, Timeline
@@ -56,6 +58,7 @@ def end_trace(timeline: Timeline, *, error: str) -> None:
     if error:
         fail(whole, error)
     whole.end(nanoseconds(ended_at))
+    timeline.traced, timeline.traced_attempts = INVALID_SPAN, []
 
 
 def _end_attempt(timeline: Timeline, attempt: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from opentelemetry.trace import INVALID_SPAN
 
 from outrider.v1 import router_pb2
 from router.timeline import MAX_REQUEST_SPANS, MAX_TRACED, SpanKind
@@ -140,3 +141,5 @@ async def test_a_request_has_a_bounded_number_of_spans(tracer):
         timeline.begin_attempt("decode-0")
     timelines.end(timeline, None)
     assert [len(tracer.named(name)) for name in ("queue", "attempt", "generate")] == [MAX_TRACED, MAX_TRACED, 1]
+    assert {span.traced for span in timeline.spans} == {timeline.traced} == {INVALID_SPAN}, "none is kept for the page"
+    assert timeline.traced_attempts == []

@@ -90,6 +90,13 @@ def test_metadata_may_hold_anything():
     assert place_of(caller_of_call(long)) == (TRACE_ID, CALLER_ID, True, "")
 
 
+def test_a_callers_tracestate_is_not_logged_by_a_service_without_traces(log_to):  # noqa: F811
+    stream = log_to(log_format="json")
+    metadata = [("traceparent", TRACEPARENT), ("tracestate", "my secret")]
+    assert place_of(caller_of_call(metadata)) == (TRACE_ID, CALLER_ID, True, "")
+    assert stream.getvalue() == ""
+
+
 # ------------------------------------------------------------ off
 
 

@@ -14,7 +14,6 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import TraceState
 
 from outrider import __version__
 from outrider.service.telemetry.logging import get_logger
@@ -39,7 +38,6 @@ class OtelTracer(Tracer):
         complaints = logging.getLogger("opentelemetry")
         complaints.handlers[:] = [_Complaints()]
         complaints.propagate = False
-        logging.getLogger(TraceState.__module__).disabled = True  # quotes what callers send
         self._exporter = OTLPSpanExporter(endpoint=self._endpoint)
         named = Resource.create(
             {

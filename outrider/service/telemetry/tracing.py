@@ -7,6 +7,7 @@ or an answer. The SDK is imported by `otel_tracer.py` alone.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -18,6 +19,7 @@ from opentelemetry.trace import (
     SpanKind,
     Status,
     StatusCode,
+    TraceState,
     get_current_span,
     set_span_in_context,
 )
@@ -30,6 +32,7 @@ MAX_LENGTH = 512
 """Characters of either, which W3C asks us to take; longer ones are left out."""
 
 _W3C = TraceContextTextMapPropagator()
+logging.getLogger(TraceState.__module__).disabled = True  # quotes what callers send
 
 Metadata = Iterable[tuple[str, str | bytes]]
 """Of a gRPC call."""
