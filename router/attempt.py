@@ -319,7 +319,14 @@ class Attempt:
     async def _try_transfer(self, granted: Granted, link: PrefillLink) -> PeerLostError | None:
         """None once KV and wanted logprobs are here, else what was lost; nothing of a failed transfer goes on."""
         span = self._figures.begin_prefill(link)
-        call = self._call(granted, traceparent_of(span.traced))
+        call = PrefillCall.of_grant(
+            granted,
+            self._opened,
+            decode_incarnation=self.incarnation,
+            fingerprint=self._work.served.info.fingerprint,
+            may_read_held=self._keeps_received,
+            traceparent=traceparent_of(span.traced),
+        )
         prefill = self._prefill = asyncio.create_task(link.prefill(call), name="prefill")
         prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
         prefill.add_done_callback(partial(self._figures.end_prefill, span))
@@ -371,16 +378,6 @@ class Attempt:
         if self._session is not None:
             self._session.retarget(command)
         return await self._wait_for_grant("a retarget")
-
-    def _call(self, granted: Granted, traceparent: str) -> PrefillCall:
-        return PrefillCall.of_grant(
-            granted,
-            self._opened,
-            decode_incarnation=self.incarnation,
-            fingerprint=self._work.served.info.fingerprint,
-            may_read_held=self._keeps_received,
-            traceparent=traceparent,
-        )
 
     def _take_figures(self, prefill: asyncio.Task[PrefillFigures]) -> None:
         if prefill.done() and not prefill.cancelled() and prefill.exception() is None:
