@@ -14,7 +14,6 @@ import enum
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from google.rpc import code_pb2
 
@@ -329,7 +328,7 @@ class Attempt:
         )
         prefill = self._prefill = asyncio.create_task(link.prefill(call), name="prefill")
         prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
-        prefill.add_done_callback(partial(self._figures.end_prefill, span))
+        prefill.add_done_callback(lambda task: self._figures.end_prefill(span, task))
         link.add_listener(self._on_standing)
         is_ready = False
         timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
