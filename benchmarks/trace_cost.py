@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from outrider.request import Request, RequestOptions, SamplingParams
 from outrider.service.telemetry.otel_tracer import OtelTracer
-from outrider.service.telemetry.tracing import NO_TRACER, Tracer
-from router.timeline import SpanKind, Timeline, Timelines
-from router.trace_spans import attempt_place, prefill_place, request_attributes, spans_of
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer, traceparent_of
+from router.timeline import SpanKind
+from router.timelines import Timelines
+from router.trace_spans import request_attributes
 
 COLLECTOR = """
 import sys
@@ -44,16 +45,17 @@ def serve_one(timelines: Timelines, tracer: Tracer, metadata: tuple[tuple[str, s
     """What tracing adds to a request, and the timeline itself, which is there without it."""
     tracer.enter(metadata)
     timeline = timelines.begin("a-request")
-    if timeline.place:
-        timeline.asked = request_attributes(REQUEST, model="m")
+    if timeline.traced.is_recording():
+        timeline.traced.set_attributes(request_attributes(REQUEST, model="m"))
     timeline.begin(SpanKind.ENCODE).close()
     timeline.begin(SpanKind.QUEUE).close()
-    timeline.attempts.append("decode-0")
+    attempt = timeline.begin_attempt("decode-0")
     opened = timeline.begin(SpanKind.OPEN, node="decode-0", attempt=0)
     prefill = timeline.begin(SpanKind.PREFILL, node="prefill-0", attempt=0)
     prefill.num_tokens = 240
-    for place in (attempt_place(timeline, 0), prefill_place(timeline, 0, 0)):
-        assert bool(place.traceparent) is bool(timeline.place)
+    timeline.show(prefill, attempt)
+    for span in (attempt, prefill.traced):
+        assert bool(traceparent_of(span)) is timeline.traced.is_recording()
     prefill.close()
     opened.close()
     timelines.end(timeline, None)
@@ -61,12 +63,7 @@ def serve_one(timelines: Timelines, tracer: Tracer, metadata: tuple[tuple[str, s
 
 def measure(tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> tuple[float, float]:
     """(event loop, processor) in microseconds for one request, medians of the rounds."""
-
-    def record(timeline: Timeline, error: str) -> None:
-        for span in spans_of(timeline, error=error):
-            tracer.record(span)
-
-    timelines = Timelines(256, begin_trace=tracer.begin, end_trace=record)
+    timelines = Timelines(256, tracer=tracer)
     walls, processors = [], []
     for _ in range(ROUNDS):
         wall, processor = time.perf_counter(), time.process_time()

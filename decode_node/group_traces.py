@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from outrider.service.telemetry.tracing import Span, SpanEvent, TraceContext, Tracer
+from opentelemetry.trace import Span
+
+from outrider.service.telemetry.tracing import Tracer, caller_of, fail, traceparent_of
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
@@ -27,12 +28,10 @@ MAX_EVENTS = 32
 @dataclass(slots=True)
 class _TracedGroup:
     opened: OpenSequenceGroup
-    context: TraceContext
+    span: Span
     running: set[int]  # samples
-    opened_at: float = field(default_factory=time.monotonic)
-    events: list[SpanEvent] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
-    error: str = ""
+    num_events: int = 0
     num_steps: int = 0  # of all samples, as the next four
     num_tokens: int = 0
     num_draft_tokens: int = 0
@@ -40,9 +39,9 @@ class _TracedGroup:
     num_preemptions: int = 0
 
     def add_event(self, name: str, **attributes: str | int) -> None:
-        if len(self.events) < MAX_EVENTS:
-            named = {f"outrider.{key}": value for key, value in attributes.items()}
-            self.events.append(SpanEvent(name, time.monotonic(), named))
+        if self.num_events < MAX_EVENTS:
+            self.num_events += 1
+            self.span.add_event(name, {f"outrider.{key}": value for key, value in attributes.items()})
 
     def take(self, event: SequenceGroupEvent) -> None:
         match event:
@@ -69,16 +68,11 @@ class _TracedGroup:
 
     def fail(self, error: str) -> None:
         self.running.clear()
-        self.error = error
+        fail(self.span, error)
 
-    def span(self) -> Span:
-        return Span(
-            name="decode",
-            context=self.context,
-            started_at=self.opened_at,
-            ended_at=time.monotonic(),
-            kind="server",
-            attributes={
+    def end(self) -> None:
+        self.span.set_attributes(
+            {
                 "gen_ai.request.id": self.opened.request_id,
                 "gen_ai.usage.output_tokens": self.num_tokens,
                 "gen_ai.response.finish_reasons": self.finish_reasons,
@@ -87,10 +81,9 @@ class _TracedGroup:
                 "outrider.num_draft_tokens": self.num_draft_tokens,
                 "outrider.num_accepted_draft_tokens": self.num_accepted,
                 "outrider.num_preemptions": self.num_preemptions,
-            },
-            events=self.events,
-            error=self.error,
+            }
         )
+        self.span.end()
 
 
 class GroupTraces:
@@ -102,12 +95,14 @@ class GroupTraces:
 
     def open(self, session_id: int, opened: OpenSequenceGroup) -> OpenSequenceGroup:
         """The group with its own span's place, below which draft nodes record; as it came where it is not traced."""
-        context = self._tracer.join(TraceContext.parse(opened.traceparent)) if opened.traceparent else None
-        if not context:
+        if not opened.traceparent:
+            return opened
+        span = self._tracer.join("decode", caller_of(opened.traceparent))
+        if not span.is_recording():
             return opened
         samples = {start.sample for start in opened.samples}
-        self._groups[session_id, opened.sequence_group_id] = _TracedGroup(opened, context, samples)
-        return replace(opened, traceparent=context.traceparent)
+        self._groups[session_id, opened.sequence_group_id] = _TracedGroup(opened, span, samples)
+        return replace(opened, traceparent=traceparent_of(span))
 
     def observe(self, session_id: int, events: Iterable[SequenceGroupEvent]) -> None:
         if not self._groups:
@@ -139,4 +134,4 @@ class GroupTraces:
     def _end_if_over(self, session_id: int, group: _TracedGroup) -> None:
         if not group.running:
             del self._groups[session_id, group.opened.sequence_group_id]
-            self._tracer.record(group.span())
+            group.end()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outrider.service.telemetry.tracing import Span, SpanEvent, TraceContext, Tracer
+from opentelemetry.trace import Span
+
+from outrider.service.telemetry.tracing import Tracer, caller_of, fail
 from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceUpdate
 
 MAX_TRACED = 4096
@@ -15,36 +16,30 @@ MAX_TRACED = 4096
 
 @dataclass(slots=True)
 class _TracedSequence:
-    context: TraceContext
-    started_at: float = field(default_factory=time.monotonic)
-    events: list[SpanEvent] = field(default_factory=list)
+    span: Span
     num_answers: dict[DraftStatus, int] = field(default_factory=lambda: dict.fromkeys(DraftStatus, 0))
     num_tokens: dict[DraftStatus, int] = field(default_factory=lambda: dict.fromkeys(DraftStatus, 0))
 
     def take(self, answer: SequenceProposals) -> None:
         if answer.status is DraftStatus.PROPOSED and not self.num_answers[answer.status]:
-            self.events.append(SpanEvent("first_proposal", time.monotonic()))
+            self.span.add_event("first_proposal")
         self.num_answers[answer.status] += 1
         self.num_tokens[answer.status] += sum(map(len, answer.branches))
 
-    def span(self, error: str) -> Span:
+    def end(self, error: str) -> None:
         answers, tokens = self.num_answers, self.num_tokens
-        return Span(
-            name="draft",
-            context=self.context,
-            started_at=self.started_at,
-            ended_at=time.monotonic(),
-            kind="server",
-            attributes={
+        self.span.set_attributes(
+            {
                 "outrider.num_proposals": answers[DraftStatus.PROPOSED],
                 "outrider.num_proposed_tokens": tokens[DraftStatus.PROPOSED],
                 "outrider.num_ahead_tokens": tokens[DraftStatus.AHEAD],
                 "outrider.num_catch_ups": answers[DraftStatus.CATCHING_UP],
                 "outrider.num_refusals": answers[DraftStatus.NO_ROOM] + answers[DraftStatus.UNKNOWN_PREFIX],
-            },
-            events=self.events,
-            error=error,
+            }
         )
+        if error:
+            fail(self.span, error)
+        self.span.end()
 
 
 class SequenceTraces:
@@ -60,9 +55,9 @@ class SequenceTraces:
             if update.closed:
                 self._end(update.sequence_id)
             elif start is not None and start.traceparent and update.sequence_id not in self._sequences:
-                context = self._tracer.join(TraceContext.parse(start.traceparent))
-                if context and len(self._sequences) < MAX_TRACED:
-                    self._sequences[update.sequence_id] = _TracedSequence(context)
+                caller, has_room = caller_of(start.traceparent), len(self._sequences) < MAX_TRACED
+                if has_room and (span := self._tracer.join("draft", caller)).is_recording():
+                    self._sequences[update.sequence_id] = _TracedSequence(span)
 
     def take_answers(self, answers: Iterable[SequenceProposals]) -> None:
         for answer in answers if self._sequences else ():
@@ -76,4 +71,4 @@ class SequenceTraces:
 
     def _end(self, sequence_id: int, *, error: str = "") -> None:
         if (sequence := self._sequences.pop(sequence_id, None)) is not None:
-            self._tracer.record(sequence.span(error))
+            sequence.end(error)

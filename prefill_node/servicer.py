@@ -1,22 +1,27 @@
-"""PrefillService: proto in, domain call, proto out."""
+"""PrefillService: proto in, domain call, proto out; and the call's spans."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from opentelemetry.trace import SpanKind
 
 from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import ID_BYTES
 from outrider.node import ModelInfo
-from outrider.prefill import PrefillCall
+from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import Context, rpc_errors
-from outrider.service.telemetry.tracing import NO_TRACER, TraceContext, Tracer
+from outrider.service.telemetry.tracing import NO_TRACER, Metadata, Tracer, caller_of_call, fail
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from outrider.wire.prefill import CALL, figures_to_proto
 from prefill_node.pending_jobs import PendingJobs
-from prefill_node.prefill_trace import traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             fault_point("prefill.received")
             call = CALL.from_proto(request)
             check_call(call, self._served)
-            with traced(self._tracer, call, TraceContext.of_metadata(context.invocation_metadata())) as outcome:
+            with traced(self._tracer, call, context.invocation_metadata()) as outcome:
                 figures = outcome.figures = await self._jobs.run(call)
             fault_point("prefill.answered")
             return figures_to_proto(figures)
@@ -85,3 +90,59 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
     ):
         if not is_valid:
             raise InvalidRequestError(f"{field} {message}", field=field)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Filled in by the block that is `traced`."""
+
+    figures: PrefillFigures | None = None
+
+
+@contextmanager
+def traced(tracer: Tracer, call: PrefillCall, metadata: Metadata | None) -> Iterator[Outcome]:
+    """Records the call's span, and its push's below it, however the block ends. `metadata`: of the router's call."""
+    outcome, whole = Outcome(), tracer.join("prefill", caller_of_call(metadata))
+    if not whole.is_recording():
+        yield outcome
+        return
+    started_at = time.time_ns()
+    try:
+        yield outcome
+    except asyncio.CancelledError:  # its router has given it up, as with a client that leaves
+        whole.add_event("cancelled")
+        raise
+    except BaseException as failure:
+        fail(whole, getattr(failure, "reason", type(failure).__name__))
+        raise
+    finally:
+        ended_at, figures = time.time_ns(), outcome.figures or PrefillFigures()
+
+        def since_start(seconds: float) -> int:
+            return started_at + round(seconds * 1e9)
+
+        whole.set_attributes(
+            {
+                "gen_ai.request.id": call.request_id,
+                "outrider.num_known_tokens": len(call.token_ids),
+                "outrider.num_held_tokens": call.held_prefix_length,
+                "outrider.num_cached_tokens": figures.num_cached_tokens,
+                "outrider.num_computed_tokens": figures.num_computed_tokens,
+                "outrider.num_read_tokens": figures.num_read_tokens,
+                "outrider.compute_seconds": figures.compute_seconds,
+            }
+        )
+        for chunk in figures.chunks:
+            whole.add_event("chunk", {"outrider.num_tokens": chunk.num_tokens}, since_start(chunk.end_seconds))
+        if outcome.figures is not None:
+            pushed_at = since_start(figures.pushed[0].start_seconds) if figures.pushed else ended_at
+            push = tracer.child(whole, "kv_push", kind=SpanKind.CLIENT, started_at=pushed_at)
+            push.set_attributes(
+                {
+                    "outrider.connector": figures.connector,
+                    "outrider.kv_bytes": figures.kv_bytes,
+                    "outrider.exposed_seconds": figures.exposed_seconds,
+                }
+            )
+            push.end(ended_at)
+        whole.end(ended_at)

@@ -23,6 +23,7 @@ from outrider.node import NodeState
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.rpc.status import UNREACHABLE
 from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.tracing import traceparent_of
 from outrider.session import (
     Granted,
     KvFailed,
@@ -94,7 +95,7 @@ class Attempt:
                 cache_salt=place.kv_salt(request.options.cache_salt),
                 prompt_logprobs=request.options.prompt_logprobs if self._held.is_holding else None,
             ),
-            traceparent=self._figures.traceparent,
+            traceparent=traceparent_of(self._figures.traced),
         )
         self._running = {start.sample for start in self._opened.samples}  # on the decode node
         self._events: asyncio.Queue[_Event | Outcome] = asyncio.Queue()
@@ -316,9 +317,18 @@ class Attempt:
 
     async def _try_transfer(self, granted: Granted, link: PrefillLink) -> PeerLostError | None:
         """None once KV and wanted logprobs are here, else what was lost; nothing of a failed transfer goes on."""
-        prefill = self._prefill = asyncio.create_task(link.prefill(self._call(granted)), name="prefill")
+        span = self._figures.begin_prefill(link)
+        call = PrefillCall.of_grant(
+            granted,
+            self._opened,
+            decode_incarnation=self.incarnation,
+            fingerprint=self._work.served.info.fingerprint,
+            may_read_held=self._keeps_received,
+            traceparent=traceparent_of(span.traced),
+        )
+        prefill = self._prefill = asyncio.create_task(link.prefill(call), name="prefill")
         prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
-        self._figures.begin_prefill(link, prefill)
+        prefill.add_done_callback(lambda task: self._figures.end_prefill(span, task))
         link.add_listener(self._on_standing)
         is_ready = False
         timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
@@ -367,16 +377,6 @@ class Attempt:
         if self._session is not None:
             self._session.retarget(command)
         return await self._wait_for_grant("a retarget")
-
-    def _call(self, granted: Granted) -> PrefillCall:
-        return PrefillCall.of_grant(
-            granted,
-            self._opened,
-            decode_incarnation=self.incarnation,
-            fingerprint=self._work.served.info.fingerprint,
-            may_read_held=self._keeps_received,
-            traceparent=self._figures.prefill_traceparent,
-        )
 
     def _take_figures(self, prefill: asyncio.Task[PrefillFigures]) -> None:
         if prefill.done() and not prefill.cancelled() and prefill.exception() is None:

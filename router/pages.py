@@ -24,7 +24,8 @@ from outrider.wire.cluster import LOAD_FIGURES
 from router.node_directory import NodeDirectory
 from router.node_link import NodeLink
 from router.registry import RequestRegistry
-from router.timeline import Span, Step, Timeline, Timelines
+from router.timeline import Span, Step, Timeline
+from router.timelines import Timelines
 
 LOOP_SECONDS = 2.0
 """How long the event loop may take for a copy."""

@@ -355,8 +355,8 @@ class RequestRegistry:
                 take_known_tokens(answer, stored)
                 answer.may_be_behind = self._is_exact(stored)
             timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
-            if timeline.place:
-                timeline.asked = request_attributes(request, model=served.info.name)
+            if timeline.traced.is_recording():
+                timeline.traced.set_attributes(request_attributes(request, model=served.info.name))
             work = Work(
                 answer=answer,
                 figures=RequestFigures(request, services.metrics, timeline),

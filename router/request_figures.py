@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from opentelemetry import trace
+
 from outrider.answer import Finished, KvTransferMetrics, RequestMetrics, Summary, Usage
 from outrider.errors import OutriderError
 from outrider.node_stamp import NODES_KEY, stamps_to_text
@@ -14,10 +16,10 @@ from outrider.prefill import ComputedChunk, PrefillFigures, PushedKv
 from outrider.request import FinishReason, Request, VerificationMethod
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
+from outrider.service.telemetry.tracing import fail
 from outrider.session import NO_SPECULATION, Granted, KvReady, SampleTokens
 from router.node_link import NodeLink, PrefillLink
 from router.timeline import RequestState, Span, SpanKind, Timeline
-from router.trace_spans import attempt_place, prefill_place
 
 TOKENS_KEY = "outrider-tokens"
 TTFT_KEY = "outrider-ttft-ms"
@@ -43,13 +45,13 @@ class AttemptFigures:
     decode: NodeLink
     num_known_tokens: int  # prompt and generated tokens that it started from
     index: int  # of the request's attempts
+    traced: trace.Span  # the attempt, in the request's trace
     num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
     kv_ready: KvReady | None = None
     prefill: PrefillFigures | None = None  # of the transfer that filled the reservation
     has_tokens: bool = False
     num_new_tokens: int = 0
     decoding: Span | None = None
-    num_prefills: int = 0  # calls to prefill nodes
 
     @property
     def num_computed_tokens(self) -> int | None:
@@ -61,16 +63,6 @@ class AttemptFigures:
     @property
     def timeline(self) -> Timeline:
         return self.request.timeline
-
-    @property
-    def traceparent(self) -> str:
-        """Of the attempt, for its decode node."""
-        return attempt_place(self.timeline, self.index).traceparent
-
-    @property
-    def prefill_traceparent(self) -> str:
-        """Of the next call to a prefill node."""
-        return prefill_place(self.timeline, self.index, self.num_prefills).traceparent
 
     def ask(self, detail: str) -> Span:
         """The decode node is asked for room; the span is closed with its answer, or with the attempt."""
@@ -85,21 +77,22 @@ class AttemptFigures:
         if not granted.kv_address:
             self._begin_decoding(f"the node computes {granted.num_tokens_to_compute} known tokens itself")
 
-    def begin_prefill(self, link: PrefillLink, call: asyncio.Task[PrefillFigures]) -> None:
+    def begin_prefill(self, link: PrefillLink) -> Span:
         """A prefill node is asked for KV."""
         self.timeline.add_node(link.stamp)
         span = self._begin(SpanKind.PREFILL, link)
-        self.num_prefills += 1
+        self.timeline.show(span, self.traced, trace.SpanKind.CLIENT)
+        span.traced.set_attribute("outrider.prefill_node", link.name)
+        return span
 
-        def end(call: asyncio.Task[PrefillFigures]) -> None:
-            if call.cancelled():
-                span.close("given up")
-            elif (error := call.exception()) is not None:
-                span.close(str(error))
-            else:
-                self._place(span, call.result())
-
-        call.add_done_callback(end)
+    def end_prefill(self, span: Span, call: asyncio.Task[PrefillFigures]) -> None:
+        """`span`: of the call, which has ended."""
+        error = None if call.cancelled() else call.exception()
+        if call.cancelled() or error is not None:
+            fail(span.traced, "PREFILL_FAILED")
+            span.close("given up" if error is None else str(error))
+        else:
+            self._place(span, call.result())
 
     def take_ready(self, ready: KvReady) -> None:
         """The reservation is filled."""
@@ -179,9 +172,8 @@ class RequestFigures:
 
     def begin_attempt(self, decode: NodeLink, *, num_known_tokens: int) -> AttemptFigures:
         """`num_known_tokens`: of the prompt, and generated."""
-        figures = AttemptFigures(self, decode, num_known_tokens, index=len(self.timeline.attempts))
-        self.timeline.attempts.append(decode.name)
-        return figures
+        index = len(self.timeline.attempts)
+        return AttemptFigures(self, decode, num_known_tokens, index, self.timeline.begin_attempt(decode.name))
 
     def admit(self, granted: Granted) -> None:
         """The first grant; later calls do nothing."""

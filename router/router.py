@@ -35,8 +35,7 @@ from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.store.address import MEMORY, store_address
 from router.store.base import AnswerStore
-from router.timeline import Timeline, Timelines
-from router.trace_spans import spans_of
+from router.timelines import Timelines
 from router.transport import RouterIdentity
 from router.work import Services
 
@@ -78,9 +77,7 @@ class Router:
         """
         self._config = config
         self._tracer = tracer
-        self._timelines = Timelines(
-            config.timelines, keeps_tokens=shows_text, begin_trace=tracer.begin, end_trace=self._record
-        )
+        self._timelines = Timelines(config.timelines, keeps_tokens=shows_text, tracer=tracer)
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
@@ -210,10 +207,6 @@ class Router:
         if self.services is None:
             raise PeerLostError("the router waits for nodes", reason="NO_NODE")
         return self.services
-
-    def _record(self, timeline: Timeline, error: str) -> None:
-        for span in spans_of(timeline, error=error):
-            self._tracer.record(span)
 
     def _on_lost(self, role: NodeRole) -> None:
         if self.services is not None:

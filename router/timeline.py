@@ -8,25 +8,21 @@ has seen, at the times at which it saw it, on one clock.
 from __future__ import annotations
 
 import enum
-import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from opentelemetry import trace
 
 from outrider.answer import SpeculationMetrics
 from outrider.errors import InternalError, InvalidRequestError, OutriderError
 from outrider.node_stamp import NodeStamp
-from outrider.service.telemetry.tracing import NO_TRACE, Attributes, TraceContext
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.session import SampleTokens, SpeculationCounts
 
-MAX_STEPS = 100_000
-"""Steps kept of all requests together, about 20 MB. A step with token ids counts once more for each
-
-`TOKENS_OF_A_STEP` of them.
-"""
 TOKENS_OF_A_STEP = 6
+"""For each of which a step with token ids counts once more against the bounds."""
 MAX_REQUEST_STEPS = 5_000
 """Steps kept of one request. Further ones are only counted."""
 MAX_REJECTED = 256
@@ -34,6 +30,8 @@ MAX_REJECTED = 256
 MAX_REQUEST_SPANS = 1_000
 MAX_REQUEST_MOVES = 100
 """Moves kept of one request, the first ones."""
+MAX_TRACED = 128
+"""Spans that a request's trace has of attempts, and of other work of the router."""
 MAX_WORDS = 500
 """Characters kept of a message of a node, which may send anything."""
 
@@ -71,12 +69,15 @@ class Span:
     num_tokens: int | None = None
     num_bytes: int | None = None
     detail: str = ""
+    traced: trace.Span = trace.INVALID_SPAN  # in the request's trace; of some kinds
 
     def close(self, detail: str = "") -> None:
         """Ends the span now. A second call does nothing."""
         if self.end is None:
             self.end = time.monotonic()
             self.detail = detail[:MAX_WORDS] or self.detail
+            self.traced.end()
+            self.traced = trace.INVALID_SPAN  # a timeline is kept for longer than its trace
 
 
 class Step(NamedTuple):
@@ -152,8 +153,8 @@ class Timeline:
     request_id: str
     take_room: Callable[[int], bool]  # for so many steps more; False: there is none
     keeps_tokens: bool = False
-    place: TraceContext = NO_TRACE  # of its span, where it is traced
-    asked: Attributes = field(default_factory=dict)  # for that span: what was asked for
+    tracer: Tracer = NO_TRACER
+    traced: trace.Span = trace.INVALID_SPAN  # the whole request, in its caller's trace
     arrived_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None  # the first grant
     first_token_at: float | None = None
@@ -165,6 +166,8 @@ class Timeline:
     num_generated_tokens: int = 0
     num_samples: int = 0
     attempts: list[str] = field(default_factory=list)  # the decode node of each, those included that refused it
+    traced_attempts: list[trace.Span] = field(default_factory=list)  # the first `MAX_TRACED`
+    num_traced: int = 0  # other spans of the router in the trace
     finish_reasons: list[str] = field(default_factory=list)  # of samples that have ended, in their order
     num_moves: int = 0  # times that work moved from a prefill or decode node
     stamps: list[NodeStamp] = field(default_factory=list)  # of nodes that worked on it, in the order of their first use
@@ -191,10 +194,27 @@ class Timeline:
         if stamp not in self.stamps:
             self.stamps.append(stamp)
 
+    def begin_attempt(self, node: str) -> trace.Span:
+        """On this decode node. Returns its span in the trace."""
+        self.attempts.append(node)
+        if len(self.attempts) > MAX_TRACED:
+            return trace.INVALID_SPAN
+        self.traced_attempts.append(self.tracer.child(self.traced, "attempt"))
+        return self.traced_attempts[-1]
+
     def begin(self, kind: SpanKind, *, node: str = "", attempt: int | None = None, detail: str = "") -> Span:
         """A span that begins now. `attempt`: None for the next one to be opened."""
         start, attempt = time.monotonic(), len(self.attempts) if attempt is None else attempt
-        return self.add_span(Span(kind, start, attempt, node, detail=detail))
+        span = Span(kind, start, attempt, node, detail=detail)
+        if kind in (SpanKind.ENCODE, SpanKind.QUEUE):
+            self.show(span, self.traced)
+        return self.add_span(span)
+
+    def show(self, span: Span, parent: trace.Span, kind: trace.SpanKind = trace.SpanKind.INTERNAL) -> None:
+        """Shows a span that begins now in the trace, too."""
+        if self.num_traced < MAX_TRACED:
+            self.num_traced += 1
+            span.traced = self.tracer.child(parent, span.kind, kind=kind)
 
     def add_span(self, span: Span) -> Span:
         if len(self.spans) < MAX_REQUEST_SPANS:
@@ -235,6 +255,7 @@ class Timeline:
         self.num_moves += 1
         if len(self.moves) < MAX_REQUEST_MOVES:
             self.moves.append(Move(time.monotonic(), cause, node, error[:MAX_WORDS]))
+            self.traced.add_event("moved", {"outrider.cause": cause, "outrider.node": node})
 
     def end(self, error: OutriderError | None) -> None:
         """However the request ended; without an error and an outcome its client has left. Idempotent."""
@@ -251,87 +272,3 @@ class Timeline:
             self.outcome = RequestState.ABORTED
         for span in self.spans:
             span.close()
-
-
-class Timelines:
-    """The newest requests' timelines. Owned by the event loop.
-
-    Of more than `max_timelines` requests, or `max_steps` steps together, those that ended first are forgotten first.
-    A request that is forgotten while it runs records no more steps.
-    """
-
-    def __init__(
-        self,
-        max_timelines: int,
-        *,
-        keeps_tokens: bool = False,
-        max_steps: int = MAX_STEPS,
-        begin_trace: Callable[[], TraceContext] = lambda: NO_TRACE,
-        end_trace: Callable[[Timeline, str], None] = lambda _timeline, _error: None,
-    ) -> None:
-        """`max_timelines`: 0 keeps none. `keeps_tokens`: the ids of tokens too, which are the answer's text.
-
-        `begin_trace` gives a request's place in a trace; if it has one, `end_trace` gets its timeline, and the reason
-        of its failure.
-        """
-        self._max_timelines = max_timelines
-        self._num_free_steps = max_steps if max_timelines else 0
-        self.keeps_tokens = keeps_tokens
-        self._begin_trace, self._end_trace = begin_trace, end_trace
-        self._serials = itertools.count(1)
-        self._running: dict[int, Timeline] = {}  # by serial, in the order of their beginning
-        self._ended: dict[int, Timeline] = {}  # by serial, in the order of their end
-
-    def __iter__(self) -> Iterator[Timeline]:
-        """The newest first."""
-        return iter(sorted((*self._running.values(), *self._ended.values()), key=lambda each: -each.serial))
-
-    def find(self, serial: int) -> Timeline | None:
-        return self._running.get(serial) or self._ended.get(serial)
-
-    def begin(self, request_id: str) -> Timeline:
-        """Begins the timeline of a request that has just arrived. The caller ends it with `end`."""
-        timeline = Timeline(
-            next(self._serials), request_id, self._take_room, keeps_tokens=self.keeps_tokens, place=self._begin_trace()
-        )
-        self._running[timeline.serial] = timeline
-        while len(self._running) + len(self._ended) > self._max_timelines:
-            self._forget(self._ended or self._running)
-        return timeline
-
-    @contextmanager
-    def beginning(self, request_id: str) -> Iterator[Timeline]:
-        """As `begin`; what the block raises ends it."""
-        timeline = self.begin(request_id)
-        try:
-            yield timeline
-        except OutriderError as error:
-            self.end(timeline, error)
-            raise
-        except BaseException:
-            self.end(timeline, None)
-            raise
-
-    def end(self, timeline: Timeline, error: OutriderError | None) -> None:
-        """Ends the timeline, whether the request was answered, aborted or failed. Idempotent."""
-        timeline.end(error)
-        if timeline.place:
-            self._end_trace(timeline, "" if error is None else error.reason)
-            timeline.place = NO_TRACE
-        if self._running.pop(timeline.serial, None) is not None:
-            self._ended[timeline.serial] = timeline
-
-    def _take_room(self, size: int) -> bool:
-        while self._num_free_steps < size and self._ended:
-            self._forget(self._ended)
-        if self._num_free_steps < size:
-            return False
-        self._num_free_steps -= size
-        return True
-
-    def _forget(self, timelines: dict[int, Timeline]) -> None:
-        """Removes the oldest of these timelines and frees its steps, even while a caller still holds the timeline."""
-        timeline = timelines.pop(next(iter(timelines)))
-        timeline.take_room = lambda _size: False
-        self._num_free_steps += timeline.size
-        timeline.steps, timeline.size = [], 0

@@ -18,7 +18,7 @@ from router.placement import Placement
 from router.receipts.keeper import ReceiptKeeper
 from router.request_figures import RequestFigures
 from router.request_queue import RequestQueue
-from router.timeline import Timelines
+from router.timelines import Timelines
 
 NODE_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch", "protocol", UNREACHABLE})
 """Of losses for which a node is to blame; others the request may have caused itself, and the node goes on."""

@@ -19,8 +19,7 @@ from outrider.config.arguments import add_settings_arguments, load_arguments
 from outrider.config.values import without_passwords
 from outrider.errors import ConfigError, InvalidRequestError, MismatchError, NotFoundError, OutriderError
 from outrider.node_stamp import NodeStamp
-from outrider.receipt import ABORTED, FAILED, Receipt
-from outrider.receipt_files import find_receipt, read_receipts
+from outrider.receipt import ABORTED, FAILED, Receipt, find_receipt, read_receipts
 
 STORE_SECONDS = 10.0
 """How long the store may take to find a receipt."""

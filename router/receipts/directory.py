@@ -1,4 +1,4 @@
-"""Receipts in files of a directory, which routers may share (`outrider.receipt_files` reads them)."""
+"""Receipts in files of a directory, which routers may share (`outrider.receipt` reads them)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import ConfigError
-from outrider.receipt import MAX_LINE_BYTES
-from outrider.receipt_files import PATTERN, segment_name
+from outrider.receipt import MAX_LINE_BYTES, PATTERN, segment_name
 from outrider.segment_files import SEGMENTS_IN_BOUND, SegmentWriter
 from router.receipts.base import ReceiptLine
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.receipt import MAX_LINE_BYTES, Receipt
-from outrider.receipt_files import find_receipt
+from outrider.receipt import MAX_LINE_BYTES, Receipt, find_receipt
 from router.receipts.base import ReceiptLine
 from router.receipts.directory import DirectoryReceipts
 from router.receipts.valkey import ValkeyReceipts

@@ -9,8 +9,7 @@ import pytest
 from outrider.errors import CapacityError
 from outrider.prefill import PrefillCall
 from outrider.request import RequestOptions, SamplingParams
-from outrider.service.telemetry.tracing import TraceContext
-from prefill_node.prefill_trace import traced
+from prefill_node.servicer import traced
 from tests.support.traces import TRACEPARENT, KeptSpans
 
 CALL = PrefillCall(
@@ -31,7 +30,7 @@ CALL = PrefillCall(
 )
 def test_a_call_that_its_router_gives_up_is_no_error_and_others_say_why(raised, error, events):
     tracer = KeptSpans()
-    with pytest.raises(type(raised)), traced(tracer, CALL, TraceContext.parse(TRACEPARENT)):
+    with pytest.raises(type(raised)), traced(tracer, CALL, [("traceparent", TRACEPARENT)]):
         raise raised
     (span,) = tracer.spans
     assert (span.name, span.error, [event.name for event in span.events]) == ("prefill", error, events)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from router import pages
-from router.timeline import Timelines
+from router.timelines import Timelines
 from tests.router.conftest import Cluster, eventually
 
 

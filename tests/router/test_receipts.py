@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 
 from outrider.config.resolve import load_config
 from outrider.errors import ConfigError
-from outrider.receipt import Receipt
-from outrider.receipt_files import find_receipt, read_receipts
+from outrider.receipt import Receipt, find_receipt, read_receipts
 from outrider.v1 import router_pb2
 from outrider.wire.receipt import request_from_receipt
 from router.clients import TokenFile
@@ -359,7 +358,7 @@ def test_a_hostile_line_is_refused_by_what_is_wrong_with_it(line, change, messag
 
 
 def test_a_line_that_has_no_end_is_not_read_whole(line, tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.receipt_files.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("outrider.receipt.MAX_LINE_BYTES", 100)
     path = tmp_path / "receipts.jsonl"
     path.write_bytes(line)
     with pytest.raises(ConfigError, match=r"receipts\.jsonl, line 1: .*more than 100 bytes"):

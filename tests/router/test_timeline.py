@@ -19,8 +19,8 @@ from router.timeline import (
     TOKENS_OF_A_STEP,
     Span,
     SpanKind,
-    Timelines,
 )
+from router.timelines import Timelines
 from router.work import Refused, describe
 from tests.router.conftest import eventually
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from opentelemetry.trace import INVALID_SPAN
 
 from outrider.v1 import router_pb2
-from router.timeline import MAX_REQUEST_SPANS, SpanKind, Timelines
-from router.trace_spans import MAX_SPANS, spans_of
+from router.timeline import MAX_REQUEST_SPANS, MAX_TRACED, SpanKind
+from router.timelines import Timelines
 from tests.router.conftest import PATIENCE_SECONDS, eventually, make_request, read_on, refused, told
 from tests.support.router_fakes import letters
 from tests.support.traces import CALLER_ID, HOSTILE, NOT_SAMPLED, TRACE_ID, TRACEPARENT, KeptSpans
@@ -131,9 +132,14 @@ async def test_a_request_that_is_taken_over_continues_the_trace_of_the_call_that
     assert named(tracer, "attempt").context.parent_id == whole.context.span_id
 
 
-def test_a_request_has_a_bounded_number_of_spans(tracer):
-    timeline = Timelines(1).begin("r")
+async def test_a_request_has_a_bounded_number_of_spans(tracer):
+    tracer.enter(METADATA)
+    timelines = Timelines(1, tracer=tracer)
+    timeline = timelines.begin("r")
     for _ in range(MAX_REQUEST_SPANS):
-        timeline.begin(SpanKind.OPEN, node="decode-0").close()
-        timeline.attempts.append("decode-0")
-    assert len(list(spans_of(timeline, error=""))) == MAX_SPANS + 1
+        timeline.begin(SpanKind.QUEUE).close()
+        timeline.begin_attempt("decode-0")
+    timelines.end(timeline, None)
+    assert [len(tracer.named(name)) for name in ("queue", "attempt", "generate")] == [MAX_TRACED, MAX_TRACED, 1]
+    assert {span.traced for span in timeline.spans} == {timeline.traced} == {INVALID_SPAN}, "none is kept for the page"
+    assert timeline.traced_attempts == []

@@ -7,9 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
+from opentelemetry.context import attach
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
-from outrider.service.telemetry.tracing import NO_TRACE, Span, TraceContext, Tracer
+from outrider.service.telemetry.tracing import Tracer, caller_of_call
 
 TRACE_ID, CALLER_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{CALLER_ID}-01"
@@ -33,24 +37,73 @@ HOSTILE = (
 """Values of traceparent that name no place."""
 
 
-class KeptSpans(Tracer):
+@dataclass(frozen=True)
+class KeptContext:
+    """Of a span; ids in hexadecimal."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str  # empty: it has none
+    tracestate: str
+
+    @property
+    def traceparent(self):
+        return f"00-{self.trace_id}-{self.span_id}-01"
+
+
+@dataclass(frozen=True)
+class KeptEvent:
+    name: str
+    at: int  # nanoseconds since 1970
+    attributes: dict[str, object]
+
+
+@dataclass(frozen=True)
+class KeptSpan:
+    name: str
+    context: KeptContext
+    kind: str
+    started_at: int  # nanoseconds since 1970, as the next
+    ended_at: int
+    attributes: dict[str, object]  # without the error's
+    events: list[KeptEvent]
+    error: str
+
+
+class KeptSpans(Tracer, SpanProcessor):
     """Samples what comes sampled, and begins no trace by itself."""
 
     def __init__(self) -> None:
-        self.caller = NO_TRACE
-        self.spans: list[Span] = []
+        self.spans: list[KeptSpan] = []  # that have ended
+        provider = TracerProvider(sampler=ParentBased(ALWAYS_OFF), shutdown_on_exit=False)
+        provider.add_span_processor(self)
+        self._spans = provider.get_tracer("tests")
 
     def enter(self, metadata):
-        self.caller = TraceContext.of_metadata(metadata)
+        attach(caller_of_call(metadata))
 
-    def begin(self):
-        return self.join(self.caller)
-
-    def join(self, parent):
-        return parent.child(f"here {len(self.spans)}") if parent.is_sampled else NO_TRACE
-
-    def record(self, span):
-        self.spans.append(span)
+    def on_end(self, span):
+        found, parent = span.get_span_context(), span.parent
+        attributes = {key: list(value) if type(value) is tuple else value for key, value in span.attributes.items()}
+        error = attributes.pop("error.type", "")
+        assert (span.status.status_code is StatusCode.ERROR, span.status.description) == (bool(error), error or None)
+        self.spans.append(
+            KeptSpan(
+                name=span.name,
+                context=KeptContext(
+                    trace_id=format_trace_id(found.trace_id),
+                    span_id=format_span_id(found.span_id),
+                    parent_id="" if parent is None else format_span_id(parent.span_id),
+                    tracestate=found.trace_state.to_header(),
+                ),
+                kind=span.kind.name.lower(),
+                started_at=span.start_time,
+                ended_at=span.end_time,
+                attributes=attributes,
+                events=[KeptEvent(event.name, event.timestamp, dict(event.attributes)) for event in span.events],
+                error=error,
+            )
+        )
 
     def named(self, name):
         return [span for span in self.spans if span.name == name]

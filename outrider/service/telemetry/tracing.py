@@ -1,102 +1,84 @@
-"""Traces of requests across the services (ADR 37). Where tracing is off, a call here does nothing.
+"""Traces of requests across the services (ADR 37), by OpenTelemetry's API: where tracing is off, its spans do nothing.
 
-A service says where in a trace its work stands (`Tracer.begin`, `Tracer.join`), passes that place on with what it asks
-of others, and records a `Span` when the work has ended. A place is a value, which any thread may carry; only the event
-loop records. OpenTelemetry is imported by `otel_tracer.py` alone.
+A service begins a span below its caller's (`Tracer.begin`, `Tracer.join`), passes `traceparent_of` it on with what it
+asks of others, and ends it when the work has ended. Only the event loop uses spans; nothing in them is text of a prompt
+or an answer. The SDK is imported by `otel_tracer.py` alone.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+import logging
+import time
+from collections.abc import Iterable
+
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    NoOpTracer,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceState,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace import Tracer as SpanMaker
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 MAX_LENGTH = 512
 """Characters of either, which W3C asks us to take; longer ones are left out."""
 
-_TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?[ \t]*")
+_W3C = TraceContextTextMapPropagator()
+logging.getLogger(TraceState.__module__).disabled = True  # quotes what callers send
 
 Metadata = Iterable[tuple[str, str | bytes]]
 """Of a gRPC call."""
-Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
-    """A span's place in a trace. False where there is none."""
-
-    trace_id: str = ""  # 32 lower-case hexadecimal digits, not all zero
-    span_id: str = ""  # 16
-    is_sampled: bool = False  # whether what happens there is recorded
-    tracestate: str = ""  # other tracing systems' own; not passed on to nodes
-    parent_id: str = ""  # of the span above it, where this process knows it
-
-    def __bool__(self) -> bool:
-        return bool(self.trace_id)
-
-    @classmethod
-    def parse(cls, traceparent: str, tracestate: str = "") -> TraceContext:
-        """Of W3C's headers. Callers may send anything: what is not well-formed is no place."""
-        found = _TRACEPARENT.fullmatch(traceparent) if len(traceparent) <= MAX_LENGTH else None
-        if found is None:
-            return NO_TRACE
-        version, trace_id, span_id, flags, rest = found.groups()
-        if version == "ff" or (version == "00" and rest) or not int(trace_id, 16) or not int(span_id, 16):
-            return NO_TRACE
-        is_sampled = bool(int(flags, 16) & 1)
-        return cls(trace_id, span_id, is_sampled, tracestate if len(tracestate) <= MAX_LENGTH else "")
-
-    @classmethod
-    def of_metadata(cls, metadata: Metadata | None) -> TraceContext:
-        """What a call says; one that names two places has none."""
-        found: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
-        for key, value in metadata or ():
-            if key in found and isinstance(value, str):
-                found[key].append(value)
-        return cls.parse(",".join(found[TRACEPARENT]), ",".join(found[TRACESTATE]))
-
-    @property
-    def traceparent(self) -> str:
-        """W3C's header; empty for no place."""
-        return f"00-{self.trace_id}-{self.span_id}-{int(self.is_sampled):02x}" if self.trace_id else ""
-
-    def child(self, key: str) -> TraceContext:
-        """The place below this one that the key always names: it can be passed on before its span is recorded."""
-        if not self.trace_id:
-            return self
-        span_id = hashlib.blake2b(f"{self.span_id} {key}".encode(), digest_size=8).hexdigest()
-        return TraceContext(self.trace_id, span_id, self.is_sampled, self.tracestate, self.span_id)
+def caller_of(traceparent: str, tracestate: str = "") -> Context:
+    """A context with the caller's span, by W3C's headers. Callers may send anything: else it is empty."""
+    if len(traceparent) > MAX_LENGTH or "\n" in traceparent:
+        return Context()
+    headers = {TRACEPARENT: traceparent, TRACESTATE: tracestate if len(tracestate) <= MAX_LENGTH else ""}
+    return _W3C.extract(headers, Context())
 
 
-NO_TRACE = TraceContext()
+def caller_of_call(metadata: Metadata | None) -> Context:
+    """As a call's metadata name it; those that name two callers name none."""
+    found: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
+    for key, value in metadata or ():
+        if key in found and isinstance(value, str):
+            found[key].append(value)
+    return caller_of(",".join(found[TRACEPARENT]), ",".join(found[TRACESTATE]))
 
 
-class SpanEvent(NamedTuple):
-    name: str
-    at: float  # monotonic seconds
-    attributes: Attributes | None = None
+def traceparent_of(span: Span) -> str:
+    """W3C's header; empty where the span is not recorded."""
+    headers: dict[str, str] = {}
+    if span.is_recording():
+        _W3C.inject(headers, set_span_in_context(span, Context()))
+    return headers.get(TRACEPARENT, "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """What took time, and has ended. Monotonic seconds. Nothing in it is text of a prompt or an answer."""
+def nanoseconds(at: float) -> int:
+    """OpenTelemetry's clock, nanoseconds since 1970, at this time of the monotonic one, in seconds."""
+    return time.time_ns() - round((time.monotonic() - at) * 1e9)
 
-    name: str
-    context: TraceContext
-    started_at: float
-    ended_at: float
-    kind: Literal["internal", "server", "client"] = "internal"  # server: the span above it is another process's
-    attributes: Attributes = field(default_factory=dict)
-    events: Sequence[SpanEvent] = ()
-    error: str = ""  # one word for why it failed; empty: it did not
+
+def fail(span: Span, reason: str) -> None:
+    """The span's work failed. `reason`: one word. Nothing where the span is not recorded, or has ended."""
+    if span.is_recording():
+        span.set_attribute("error.type", reason)
+        span.set_status(Status(StatusCode.ERROR, reason))
 
 
 class Tracer:
-    """Traces nothing. Owned by the event loop. No method raises, or waits, because of a collector."""
+    """Makes a service's spans; this one makes none. No method raises, or waits, because of a collector."""
+
+    _spans: SpanMaker = NoOpTracer()
 
     def start(self, instance: str) -> None:
         """The service knows its name: from here on it traces."""
@@ -104,16 +86,23 @@ class Tracer:
     def enter(self, metadata: Metadata | None) -> None:
         """What this task begins, and tasks that it starts, continues the trace of the client's call that it serves."""
 
-    def begin(self) -> TraceContext:
-        """The place of a request: below the client's, or at the root of a new trace. `NO_TRACE`: it is not sampled."""
-        return NO_TRACE
+    def begin(self, name: str) -> Span:
+        """A request's span: below the client's, or at the root of a new trace."""
+        return self._spans.start_span(name, kind=SpanKind.SERVER)
 
-    def join(self, parent: TraceContext) -> TraceContext:
-        """The place of what another service asks for. `NO_TRACE`: it is not sampled."""
-        return NO_TRACE
+    def join(self, name: str, caller: Context) -> Span:
+        """The span of what another service asks for: none where that one's is not sampled."""
+        if not get_current_span(caller).get_span_context().trace_flags.sampled:
+            return INVALID_SPAN
+        return self._spans.start_span(name, caller, SpanKind.SERVER)
 
-    def record(self, span: Span) -> None:
-        """One at a place that `begin` or `join` gave, or below it."""
+    def child(
+        self, parent: Span, name: str, *, kind: SpanKind = SpanKind.INTERNAL, started_at: int | None = None
+    ) -> Span:
+        """A span below another one of this service, if that one is recorded. `started_at`: nanoseconds; default now."""
+        if not parent.is_recording():
+            return INVALID_SPAN
+        return self._spans.start_span(name, set_span_in_context(parent, Context()), kind, start_time=started_at)
 
     def stop(self, timeout_seconds: float) -> None:
         """Sends what was recorded, or gives it up after this time. Blocks: for another thread than the event loop's."""
