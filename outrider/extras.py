@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Never
 
 from outrider.errors import ConfigError
 
 _MODULES = {  # the smallest extra first
-    "router": "grpc_reflection jinja2 llguidance prometheus_client structlog tokenizers uvloop xxhash",
+    "router": "grpc_reflection jinja2 llguidance opentelemetry prometheus_client structlog tokenizers uvloop xxhash",
     "node": "cryptography gguf numpy psutil safetensors tqdm trustme",
     "torch": "accelerate array_api_compat torch transformers",
     "openai": "smg smg_grpc_proto",
     "store": "valkey",
-    "otel": "opentelemetry",
+    "otel": "opentelemetry.exporter opentelemetry.sdk",
     "top": "rich",
     "triton": "triton",
 }
@@ -29,11 +30,19 @@ def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
 
     Raises: the error itself, where no extra brings the module.
     """
-    extra = EXTRAS.get((error.name or "").partition(".")[0])
+    package, *within = (error.name or "").split(".")
+    extra = EXTRAS.get(".".join([package, *within[:1]])) or EXTRAS.get(package)
     if extra is None:
         raise error
     extra = "node" if extra == "router" and starts_nodes else extra
     return f"{error.name} is not installed: {install_command(extra)} brings it"
+
+
+def require(extra: str) -> None:
+    """Raises ModuleNotFoundError, which `explain_missing` takes, where a module of the extra is not installed."""
+    for module, its in EXTRAS.items():
+        if its == extra and find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def run_role(role: str, main: Callable[[], int]) -> Never:

@@ -29,7 +29,9 @@ from outrider.cluster.plan import (
     plan_children,
 )
 from outrider.errors import ConfigError, InternalError, NotFoundError, PeerLostError
+from outrider.extras import require
 
+require("node")  # which its children import
 TICK_SECONDS = 0.05
 START_SECONDS = 600.0
 """Default patience of `wait_serving`: a first start may download the model."""

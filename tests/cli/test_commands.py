@@ -172,7 +172,11 @@ def test_a_role_whose_extra_is_not_installed_is_one_line_too(role):
 def test_each_extra_brings_the_modules_that_are_said_to_come_with_it():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     for module, extra in EXTRAS.items():
-        wanted = {"grpc_reflection": "grpcio-reflection", "opentelemetry": "opentelemetry-sdk"}.get(module, module)
+        wanted = {
+            "grpc_reflection": "grpcio-reflection",
+            "opentelemetry": "opentelemetry-api",
+            "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-grpc",
+        }.get(module, module.replace(".", "-"))
         names = [re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]]
         assert wanted.replace("_", "-") in names, (module, extra)
 
