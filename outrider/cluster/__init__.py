@@ -5,3 +5,38 @@ with Cluster(ClusterConfig(port=0)) as cluster:
         ...
 assert set(cluster.exit_statuses.values()) == {0}
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.cluster.child import ChildState, ClusterEvent, EventKind, NodeProcess
+    from outrider.cluster.cluster import Cluster
+    from outrider.cluster.config import ClusterConfig, Supervision
+    from outrider.cluster.plan import Launch
+
+__all__ = [
+    "ChildState",
+    "Cluster",
+    "ClusterConfig",
+    "ClusterEvent",
+    "EventKind",
+    "Launch",
+    "NodeProcess",
+    "Supervision",
+]
+_MODULES = {
+    **dict.fromkeys(("ChildState", "ClusterEvent", "EventKind", "NodeProcess"), "child"),
+    **dict.fromkeys(("ClusterConfig", "Supervision"), "config"),
+    "Cluster": "cluster",
+    "Launch": "plan",
+}
+"""By name, its module here, which is imported when the name is first used: a client has the settings, and no more."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
