@@ -49,9 +49,8 @@ class ConstraintChecker:
             "eos_token_ids": info.eos_token_ids,
         }
         self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
-        self._asking: dict[
-            tuple[str, bytes], asyncio.Future[None]
-        ] = {}  # by client and hash: each in its client's turn
+        # By client and hash: of a client's requests with one constraint one is in the queue, each in its client's turn.
+        self._asking: dict[tuple[str, bytes], asyncio.Future[None]] = {}
         self._seconds = 0.0  # that one takes lately
         self._process: subprocess.Popen[str] | None = None  # of the queue's thread
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently asked for last; the
