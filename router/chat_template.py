@@ -78,7 +78,7 @@ class ChatTemplate:
         try:
             try:
                 text = template.render(values)
-            except _TEMPLATE_ERRORS:
+            except (TypeError, jinja2.UndefinedError):
                 if not _write_arguments(chat):
                     raise
                 text = template.render(values)

@@ -13,10 +13,9 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from weakref import WeakValueDictionary
 
 from outrider.constraints.compile_process import MAX_CPU_SECONDS
-from outrider.errors import CapacityError, InternalError, InvalidRequestError, NotSupportedError
+from outrider.errors import CapacityError, InternalError, InvalidRequestError, NotSupportedError, OutriderError
 from outrider.node import ModelInfo
 from outrider.own_modules import module_command
 from outrider.request import Constraint
@@ -51,7 +50,7 @@ class ConstraintChecker:
         }
         self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
         # By client and hash: of a client's requests with one constraint one is in the queue, each in its client's turn.
-        self._asking: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
+        self._asking: dict[tuple[str, bytes], asyncio.Future[None]] = {}
         self._seconds = 0.0  # that one takes lately
         self._process: subprocess.Popen[str] | None = None  # of the queue's thread
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently asked for last; the
@@ -64,17 +63,36 @@ class ConstraintChecker:
         """
         asked = json.dumps(asdict(constraint))
         key = hashlib.sha256(asked.encode()).digest()
-        async with self._asking.setdefault((client, key), asyncio.Lock()):
-            if key not in self._verdicts:
-                size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
-                compile_once = partial(self._compile_once, key, constraint, asked)
-                self._verdicts[key] = await self._queue.run(compile_once, client=client, num_bytes=size)
+        while key not in self._verdicts:
+            await self._ask_once(key, constraint, asked, client)
         message = self._verdicts[key]
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         if message is not None:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
+
+    async def _ask_once(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
+        """The first of a client's requests that wait for a constraint has it compiled; others share what that raises.
+
+        Where the first one's client leaves, nothing is raised, and one of the others is to ask.
+        """
+        if (asking := self._asking.get((client, key))) is not None:
+            await asyncio.shield(asking)
+            return
+        asking = self._asking[client, key] = asyncio.get_running_loop().create_future()
+        size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
+        try:
+            compile_once = partial(self._compile_once, key, constraint, asked)
+            self._verdicts[key] = await self._queue.run(compile_once, client=client, num_bytes=size)
+        except OutriderError as error:
+            asking.set_exception(error)
+            asking.exception()  # nobody else may wait
+            raise
+        finally:
+            del self._asking[client, key]
+            if not asking.done():
+                asking.set_result(None)
 
     def close(self) -> None:
         """Ends the process; a second call does nothing."""

@@ -79,6 +79,15 @@ def test_arguments_are_a_text_for_a_template_that_takes_no_object():
     assert "(no JSON)" in render(AS_TEXT, [{"role": "assistant", "tool_calls": [call]}])
 
 
+def test_what_is_wrong_with_messages_is_told_and_not_that_arguments_are_no_text():
+    source = """{% for m in messages %}
+    {% for call in m.tool_calls %}{% for name, value in call.function.arguments | items %}{{ name }}{% endfor %}
+    {% endfor %}{% if m.role == "x" %}{{ raise_exception("no role x") }}{% endif %}{% endfor %}"""
+    call = {"function": {"name": "w", "arguments": {"a": 1}}}
+    with pytest.raises(InvalidRequestError, match="no role x"):
+        render(source, [{"role": "assistant", "tool_calls": [call]}, {"role": "x", "content": "a"}])
+
+
 def test_tools_have_the_template_that_is_for_them():
     sources = {"default": "plain", "tool_use": "{{ tools | tojson }}"}
     assert render(sources, CHAT) == "plain"

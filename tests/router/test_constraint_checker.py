@@ -89,6 +89,28 @@ async def test_a_constraint_that_many_ask_for_is_compiled_once_as_long_as_one_of
     assert not checker._asking
 
 
+async def test_those_who_wait_for_one_compiling_share_its_failure(checker, monkeypatch):
+    """Each after the other would wait 20 s for a compiler that gets no processor, and be waited for."""
+    asked, release = [], threading.Event()
+
+    def compile_constraint(constraint, _asked):
+        asked.append(constraint)
+        assert release.wait(60)
+        raise CapacityError("starved", reason="CONSTRAINTS_BUSY")
+
+    monkeypatch.setattr(checker, "_compile", compile_constraint)
+    waiting = [asyncio.ensure_future(checker.check(GOOD)) for _ in range(5)]
+    await asyncio.sleep(0)
+    release.set()
+    async with asyncio.timeout(60):
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in errors] == [CapacityError] * 5
+        assert asked == [GOOD]
+        with pytest.raises(CapacityError):
+            await checker.check(GOOD)
+    assert asked == [GOOD] * 2, "a later request tries again"
+
+
 async def test_nobody_waits_behind_all_that_another_client_has_before_the_same_constraint(checker, monkeypatch):
     asked, turns = [], threading.Semaphore(0)
 
