@@ -123,3 +123,8 @@ def test_what_a_template_refuses_is_the_requests_fault(source, message):
     with pytest.raises(InvalidRequestError) as raised:
         render(source, [{"role": "user", **message}])
     assert (raised.value.field, raised.value.reason) == ("chat.messages", "CHAT_TEMPLATE")
+
+
+def test_json_takes_its_arguments_by_position_as_in_transformers():
+    template = ChatTemplate({"default": "{{ tools | tojson(true, 1) }}"}, {})
+    assert template.render([], tools=[{"a": "é"}], add_generation_prompt=False) == '[\n {\n  "a": "\\u00e9"\n }\n]'
