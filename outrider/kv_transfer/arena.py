@@ -134,6 +134,7 @@ class Arena:
         """A slot's offset, for one of `free_slots`. None: there is no memory for it, and there are fewer slots now."""
         with self._lock:
             if not self._free and not self._reserve():
+                self.num_slots -= 1
                 return None
             offset = self._free.pop()
             self._taken[offset] = owner
@@ -161,6 +162,7 @@ class Arena:
         with self._lock:
             del self._taken[offset]
             self._free.append(offset)
+        self.free_slots.hear()
         self.free_slots.give_back(1)
 
 

@@ -31,6 +31,9 @@ WIRE_VERSION = 3
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 65_536
 """A payload and its header."""
 
+MAX_OTHER_BYTES = 4096
+"""Of what is no frame: parsed, small fields in any number would be many times as large."""
+
 CANCEL = KvSenderMessage(cancel=KvCancel()).SerializeToString()
 ALIVE = KvSenderMessage(alive=KvAlive()).SerializeToString()
 NOT_HELD = KvReceiverMessage(not_held=KvNotHeld()).SerializeToString()
@@ -76,6 +79,8 @@ def decode_message(message: bytes, others: type[Others]) -> Frame | Others:
     try:
         if message[0] == 0:
             return _decode_frame(message)
+        if len(message) > MAX_OTHER_BYTES:
+            raise DecodeError("too long")
         parsed = others.FromString(message)
     except (DecodeError, struct.error, IndexError) as error:
         raise MalformedMessageError(f"not a KV message ({len(message)} bytes): {error}") from error

@@ -1,7 +1,7 @@
 """The decode node's KV ingest: a synchronous gRPC server on its own port and threads.
 
-Copying and hashing release the GIL and stay off the token loop. There is no protobuf:
-handlers take and return raw bytes (see `frames`).
+Copying and hashing release the GIL and stay off the token loop. Handlers take and
+return raw bytes: a frame is not parsed by protobuf (see `frames`).
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class SenderStream:
     def wait_for_room(self, amount: int, window: SharedWindow) -> None:
         """Until it has taken this much of the window. Raises: PeerLostError, AbortedError.
 
-        While others have their turn, the receiver lives if any of them hears of it, and is told that this sender does;
+        While others have their turn, the receiver lives if the window hears of it, and is told that this sender does;
         once this stream has sent, it must hear by itself.
         """
         wake = self._wake
@@ -114,7 +114,7 @@ class SenderStream:
             return len(self._in_flight) < MAX_UNACKNOWLEDGED_FRAMES and window.take(amount, wake)
 
         try:
-            self._wait(takes, self._progress_seconds, "acknowledges nothing", is_in_turns=True)
+            self._wait(takes, self._progress_seconds, "acknowledges nothing", window)
         finally:
             window.leave(wake)
 
@@ -230,20 +230,23 @@ class SenderStream:
         for release in in_flight:
             release()
 
-    def _wait(self, is_done: Callable[[], bool], seconds: float, complaint: str, *, is_in_turns: bool = False) -> None:
+    def _wait(
+        self, is_done: Callable[[], bool], seconds: float, complaint: str, turns: SharedWindow | None = None
+    ) -> None:
         with self._changed:
             self._last_heard = told_at = time.monotonic()
             while not is_done():
                 error = self._refused or self._broken
                 if error is not None:
                     raise error
-                is_others_turn = is_in_turns and not self._in_flight
-                heard = max(self._last_heard, self.window.last_heard) if is_others_turn else self._last_heard
+                heard = self._last_heard
+                if turns is not None and not self._in_flight:
+                    heard = max(heard, turns.last_heard)
                 now = time.monotonic()
                 remaining = heard + seconds - now
                 if remaining <= 0:
                     raise PeerLostError(f"KV receiver {self.address} {complaint} for {seconds:g} s", node=self.address)
-                if is_in_turns:
+                if turns is not None:
                     if now >= told_at + self.keep_alive_seconds:
                         self._outgoing.put(ALIVE)
                         told_at = now

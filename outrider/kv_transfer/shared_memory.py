@@ -99,6 +99,7 @@ class ArenaSource:
 
     def _remember(self, incarnation: bytes, offered: _Offered) -> None:
         """With the lock held. Senders in work keep what they use."""
+        self._offered.pop(incarnation, None)  # at another address of it, perhaps
         for other in [key for key, known in self._offered.items() if known.address == offered.address]:
             del self._offered[other]
         self._offered[incarnation] = offered

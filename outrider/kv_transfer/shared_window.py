@@ -15,7 +15,7 @@ class SharedWindow:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.last_heard = 0.0  # by time.monotonic: of the receiver, by any stream
+        self.last_heard = 0.0  # by time.monotonic: of the receiver; of slots, an acknowledgement of one
         self._lock = threading.Lock()
         self._num_bytes = self._num_free = num_bytes
         self._waiting: dict[Callable[[], None], None] = {}  # first come, first served

@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import threading
+import time
 
 import pytest
 
@@ -67,7 +68,9 @@ def test_slots_are_bounded_and_come_back(new_arena):
     taken = [take(arena) for _ in range(4)]
     assert sorted(taken) == [HEAD_BYTES + n * (1 << 14) for n in range(4)]
     assert take(arena) is None
+    before = time.monotonic()
     arena.release(taken[2])
+    assert arena.free_slots.last_heard >= before, "the receiver lives"
     assert take(arena) == taken[2]
 
 
@@ -80,17 +83,19 @@ def test_memory_is_reserved_only_as_slots_are_needed(new_arena, tmp_path):
 
 
 def test_a_full_file_system_leaves_the_slots_there_are(new_arena, monkeypatch):
-    arena = new_arena()
+    arena = new_arena(num_bytes=8 << 14)
     assert take(arena) is not None
 
     def full(*_arguments):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(arena_module.os, "posix_fallocate", full)
-    assert [take(arena) for _ in range(arena.num_slots)] == [None] * arena.num_slots
+    assert [take(arena) for _ in range(8)] == [None] * 8
     arena.release(HEAD_BYTES)
-    assert take(arena) == HEAD_BYTES
+    assert take(arena, "lost") == HEAD_BYTES
     assert take(arena) is None
+    arena.quarantine("lost")
+    assert arena.is_worn, "there are no others"
     with pytest.raises(OSError, match="no space"):
         new_arena()
 

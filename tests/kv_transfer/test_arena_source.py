@@ -111,6 +111,18 @@ def test_arenas_that_nothing_was_sent_to_are_dropped(sender, tmp_path):
     assert sender.num_arenas == 1
 
 
+def test_a_receiver_with_two_addresses_keeps_no_idle_arena_of_another(sender, tmp_path):
+    receiver, idle = Receiver(tmp_path), Receiver(tmp_path, address="127.0.0.1:2")
+    sender.offer(receiver)
+    sender.offer(idle)
+    sender.now += IDLE_SECONDS / 2
+    receiver.address = "127.0.0.1:3"  # another router reaches it there
+    sender.offer(receiver)
+    sender.now += IDLE_SECONDS / 2
+    sender.offer(receiver)
+    assert sender.num_arenas == 1
+
+
 KILLED = """
 import signal, sys
 from outrider.kv_transfer.arena import Arena

@@ -109,6 +109,12 @@ def test_a_message_with_more_behind_it_is_refused(message):
         decode_sender_message(message + b"x")
 
 
+def test_what_is_no_frame_is_short():
+    """Small fields in any number would take many times their bytes to parse."""
+    with pytest.raises(MalformedMessageError, match="8000 bytes"):
+        decode_sender_message(ALIVE * 4000)
+
+
 def test_a_region_of_another_length_or_with_a_name_that_is_no_text_is_refused():
     packed = REGION.pack()
     for wrong in (packed[:-1], packed + b"x", b"", b"\xff" + packed[1:]):

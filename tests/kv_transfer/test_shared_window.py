@@ -91,7 +91,7 @@ def test_a_stream_waits_for_its_turn_as_long_as_the_receiver_is_heard_and_says_t
     thread.start()
     end = time.monotonic() + 4.0
     while time.monotonic() < end:  # eight times its deadline, twice the receiver's: others are acknowledged
-        made.window.hear()
+        window.hear()
         assert not has_room.wait(0.05)
     window.give_back(100)
     assert has_room.wait(PATIENCE_SECONDS)
@@ -105,6 +105,24 @@ def test_a_silent_receiver_fails_those_who_wait_for_their_turn_too(stream):
     with pytest.raises(PeerLostError, match=r"acknowledges nothing for 0\.5 s"):
         made.wait_for_room(80, window)
     assert not window._waiting
+
+
+def test_who_waits_for_a_slot_waits_for_one_of_this_arena_whatever_else_the_receiver_says(stream):
+    """All may be quarantined, while later transfers go on in another arena."""
+    made, _ = stream
+    slots, told = SharedWindow(1), threading.Event()
+    assert slots.take(1, other)
+    slots.leave(other)
+    threading.Timer(PATIENCE_SECONDS, slots.close).start()
+
+    def talk():
+        while not told.wait(0.05):
+            made.window.hear()
+
+    threading.Thread(target=talk, daemon=True).start()
+    with pytest.raises(PeerLostError, match=r"acknowledges nothing for 0\.5 s"):
+        made.wait_for_room(1, slots)
+    told.set()
 
 
 def test_turns_are_taken_in_the_order_of_asking_and_more_than_the_window_is_lent_alone():
