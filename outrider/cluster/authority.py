@@ -67,10 +67,10 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
     try:
         if not there:
             if wrong := [name for name in (config.peer_name, config.operator_name) if not _can_be_certified(name)]:
-                raise ConfigError(f"--tls: certificates are for DNS names, and {wrong[0]} is none")
+                raise ConfigError(f"--tls: certificates are for DNS names in lower case, and {wrong[0]} is none")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             authority = Authority()
-            machine = filter(_can_be_certified, (socket.gethostname(), own_host().strip("[]")))
+            machine = filter(_can_be_certified, (socket.gethostname().lower(), own_host().strip("[]").lower()))
             authority.write(folder)
             authority.issue(folder, NODE, *dict.fromkeys((config.peer_name, *HERE, *machine)))
             authority.issue(folder, CLIENT, config.operator_name)
@@ -86,9 +86,9 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
 
 
 def _can_be_certified(name: str) -> bool:
-    """A DNS name or an address. A machine's own name may be neither: DNS has no underscore."""
+    """An address, or a DNS name that stays as it is. A machine's own name may be neither: DNS has no underscore."""
     try:
-        return ip_of(name) is not None or bool(idna.encode(name, uts46=True))
+        return ip_of(name) is not None or idna.encode(name, uts46=True).decode() == name
     except idna.IDNAError:
         return False
 

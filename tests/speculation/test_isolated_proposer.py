@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from outrider.speculation.proposers.base import ProposalRequest
-from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS, MAX_FAILED_CALLS, IsolatedProposer
+from outrider.speculation.proposers.isolated import (
+    ALL_COOLDOWN_SECONDS,
+    COOLDOWN_SECONDS,
+    MAX_FAILED_CALLS,
+    IsolatedProposer,
+)
 from tests.support.scripted_proposer import ScriptedProposer
 
 TEXT = tuple(range(60))
@@ -94,8 +99,17 @@ def test_a_proposer_that_fails_for_all_is_soon_left_alone_for_a_while_and_keeps_
     assert len(isolated.inner.batches) == MAX_FAILED_CALLS
     assert len(isolated.inner.forgotten) < 256 // 4
     isolated.inner.bad.clear()
-    isolated.now += COOLDOWN_SECONDS
-    assert isolated.served(256) == set(range(256))
+    isolated.now += ALL_COOLDOWN_SECONDS
+    assert isolated.served(256) == set(range(256)) - set(isolated.inner.forgotten)
+
+
+def test_some_that_always_fail_keep_no_drafts_from_the_others_for_long():
+    isolated = Isolated(*range(12))  # together, and first: one search does not get beyond them
+    served = []
+    for _ in range(30):
+        served.append(len(isolated.served(128)))
+        isolated.now += COOLDOWN_SECONDS / 10
+    assert served.count(128 - 12) > 10
 
 
 def test_forgetting_ends_the_wait():

@@ -44,9 +44,13 @@ def _type_of(kind: str) -> Any:
 
 
 def _declarations(text: str, separator: str) -> Iterator[tuple[str, str]]:
-    """(name, kind) of each field or argument, a kind without spaces: "int64_t", "OutriderBatch*"."""
-    for match in re.finditer(rf"([\w\s*]*[\s*])(\w+)\s*(?:{separator}|$)", text):
-        yield match[2], "".join(match[1].split())
+    """(name, kind) of each field or argument; kinds are without spaces: "OutriderBatch*". Raises: ValueError."""
+    for declaration in map(str.strip, text.split(separator)):
+        if declaration not in ("", "void"):  # what is behind the last field, and no arguments
+            match = re.fullmatch(r"([\w\s*]*[\s*])(\w+)", declaration)
+            if match is None:  # left out, it would move the others
+                raise ValueError(f"not understood in the headers of the native kernels: {declaration}")
+            yield match[2], "".join(match[1].split())
 
 
 def _structures() -> dict[str, type[ctypes.Structure]]:

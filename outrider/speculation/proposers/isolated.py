@@ -10,6 +10,9 @@ from outrider.speculation.proposers.base import Proposal, ProposalRequest, Propo
 COOLDOWN_SECONDS = 1.0
 """A sequence that made the proposer fail is not asked for again for so long."""
 
+ALL_COOLDOWN_SECONDS = COOLDOWN_SECONDS / 4
+"""Of all, after a search that served nobody. Shorter: the next one begins without those that this one has found."""
+
 MAX_FAILED_CALLS = 16
 """In one `propose`: enough to find two bad sequences among some hundred. The search goes on in the next call."""
 
@@ -25,7 +28,7 @@ class IsolatedProposer:
     until `COOLDOWN_SECONDS` have passed: a sequence that always fails must not cost every step its batch.
 
     After `MAX_FAILED_CALLS` the requests that are left get no draft in this call, and nothing of them is forgotten. If
-    none was served until then, the proposer gets a cooldown as a whole.
+    none was served until then, the proposer is left alone for `ALL_COOLDOWN_SECONDS`.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class IsolatedProposer:
                 else:
                     self._cool_down(group[0].sequence_id, error, now)
         if groups and not found:
-            self._all_cooldown_until = now + COOLDOWN_SECONDS
+            self._all_cooldown_until = now + ALL_COOLDOWN_SECONDS
         return found
 
     def _cool_down(self, sequence_id: int, error: Exception, now: float) -> None:

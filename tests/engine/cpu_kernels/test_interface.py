@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from outrider.engine.cpu_kernels.compiler import SOURCE
+from outrider.engine.cpu_kernels import interface
+from outrider.engine.cpu_kernels.compiler import SOURCE, find_compiler
 from outrider.engine.cpu_kernels.interface import SIGNATURES, structures
 
 
@@ -17,18 +18,27 @@ def test_every_declaration_of_the_headers_is_read():
     assert set(re.findall(r"struct (\w+) {", text)) == set(vars(structures))
 
 
-def test_structures_have_the_fields_of_the_headers():
-    assert structures.OutriderMatrix._fields_ == [
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("out_features", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-    ]
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_structures_lie_as_the_compiler_lays_them_out():
+    lines = ["#include <cstddef>", '#include "sampler_api.h"']
+    for name, structure in vars(structures).items():
+        lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});")
+        for field, _ in structure._fields_:
+            place = getattr(structure, field)
+            lines.append(f"static_assert(offsetof({name}, {field}) == {place.offset});")
+            lines.append(f"static_assert(sizeof({name}::{field}) == {place.size});")
+    find_compiler().compile("\n".join([*lines, ""]), ["-std=c++17", "-fsyntax-only"])
     assert dict(structures.OutriderFeatures._fields_)["projection"] is structures.OutriderMatrix
     assert dict(structures.OutriderSampling._fields_)["top_p"] is ctypes.c_double
-    assert ctypes.sizeof(structures.OutriderLayer) == 4 * 8 + 4 * 48 + 8
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["int64_t sizes[4]", "int64_t one, two", "int32_t bit : 1", "void (*call)(int)", "/* a */ int32_t b"],
+)
+def test_a_field_that_is_not_understood_is_refused_and_not_left_out(field):
+    with pytest.raises(ValueError, match="not understood"):
+        list(interface._declarations(f"int64_t first;\n  {field};\n  float last;", ";"))
 
 
 def test_signatures_are_those_of_the_headers():
