@@ -84,7 +84,7 @@ class Child:
         self.exit_status: int | None = None
         self.num_restarts = 0
         self.num_failures = 0
-        self.is_useless = False  # a router that waits for nodes refused it
+        self.refused_by: set[str] = set()  # names of routers that still wait for nodes
         self.start_at = 0.0
         self.serving_since: float | None = None
         self._process: subprocess.Popen[bytes] | None = None

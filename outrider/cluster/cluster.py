@@ -238,8 +238,9 @@ class Cluster:
                 refused = next((other for other in self._children if other.address == said["address"]), child)
                 why = f"by {child.name}: {said['refused']}"
                 self._tell(refused, EventKind.REFUSED, why)
-                refused.is_useless |= child.role == ROUTER and child.has_never_served
-                if all(other.is_useless for other in self._children if other.role == DECODE):
+                if child.role == ROUTER and child.has_never_served:
+                    refused.refused_by.add(child.name)
+                if all(child.name in other.refused_by for other in self._children if other.role == DECODE):
                     self._fail(refused, f"{refused.name} is refused {why}")  # the router would wait for ever
             else:
                 child.address = str(said["address"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def may_start() -> bool:
     return Path(os.environ.get("START_WHEN", "/")).exists()
 
 
+def choose_refused(targets: Sequence[str]) -> str:
+    """The first target; of several, the second one where another router has refused the first."""
+    if len(targets) == 1:
+        return targets[0]
+    marker = Path(os.environ["START_WHEN"] + ".refused")
+    is_refused = marker.exists()
+    marker.touch()
+    return targets[is_refused]
+
+
 class RoleService:
     def __init__(self, role: str, config: RoleConfig) -> None:
         self._role = role
@@ -98,7 +109,7 @@ class RoleService:
                 await asyncio.sleep(0.01)
         if self._role in os.environ.get("ROLE_REFUSES", ""):
             refused = getattr(self._config, os.environ.get("ROLE_REFUSED", "prefill_targets"))
-            announce(refused="its dtype is bfloat16", address=refused[0])
+            announce(refused="its dtype is bfloat16", address=choose_refused(refused))
         announce_progress("weights", 10, 10)
         while not may_start():
             await asyncio.sleep(0.01)  # polls

@@ -208,10 +208,11 @@ def test_a_node_that_another_refuses_is_told_by_its_name(tmp_path):
     assert (refused.name, refused.message) == ("prefill-0", "by router: its dtype is bfloat16")
 
 
-@pytest.mark.parametrize("decode_nodes", [1, 2])
-def test_a_start_ends_when_the_router_refuses_every_decode_node(tmp_path, decode_nodes):
+@pytest.mark.parametrize(("decode_nodes", "routers"), [(1, 1), (2, 1), (2, 2)])
+def test_a_start_ends_when_one_router_refuses_every_decode_node(tmp_path, decode_nodes, routers):
     environ = {"ROLE_REFUSES": "router", "ROLE_REFUSED": "decode_targets", "START_WHEN": str(tmp_path / "never")}
-    cluster = make_cluster(tmp_path, draft_nodes=0, decode_nodes=decode_nodes, environ=environ, end_seconds=1.0)
+    nodes = {"draft_nodes": 0, "decode_nodes": decode_nodes, "routers": routers}
+    cluster = make_cluster(tmp_path, **nodes, environ=environ, end_seconds=1.0)
     cluster.start()
     try:
         reason = "decode-0 is refused by router: its dtype" if decode_nodes == 1 else "does not serve"
