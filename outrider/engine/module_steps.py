@@ -78,6 +78,11 @@ class ModuleSteps:
         logits = self._compute(batch, on_layer_done)
         return logits.numpy() if self._is_native else logits
 
+    @property
+    def capturable(self) -> Callable[[InputBatch], Tensor] | None:
+        """As ModelRunner.capturable."""
+        return None if self._graphs is None else self._compute
+
     def capture_graphs(self) -> None:
         """As ModelRunner.capture_graphs."""
         if self._graphs is not None:

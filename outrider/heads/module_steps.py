@@ -29,12 +29,17 @@ class ModuleHeadSteps:
         self.parallel_feature = model.parallel_feature
         self._model = model
         self._kv_cache = kv_cache
-        self._device, self._dtype = torch.device(device), TORCH_DTYPES[model.spec.dtype]
+        self._device, self.dtype = torch.device(device), TORCH_DTYPES[model.spec.dtype]
         self._attention: AttentionBackend
         if kernels is not None:
             self._attention = NativeAttention(kernels)
         else:
             self._attention = make_attention_backend("auto", device, model.spec.dtype)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether `compute` reads nothing on the host that differs between batches of one shape."""
+        return self._kv_cache is not None and self._attention.can_be_captured and self._model.spec.num_parallel == 1
 
     @property
     def target_ids(self) -> Array | None:
@@ -45,8 +50,8 @@ class ModuleHeadSteps:
         """Features as the head is fed with them: on its device, in its dtype."""
         tensor = tensor_of(values)
         # `to` would give up the interpreter's lock even where it has nothing to do, see PlaneFeatures.
-        is_fit = tensor.dtype == self._dtype and tensor.device == self._device
-        return tensor if is_fit else tensor.to(self._device, self._dtype)
+        is_fit = tensor.dtype == self.dtype and tensor.device == self._device
+        return tensor if is_fit else tensor.to(self._device, self.dtype)
 
     @torch.inference_mode()
     def forward(
@@ -59,6 +64,13 @@ class ModuleHeadSteps:
         Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
         float32, -inf where it has none.
         """
+        hidden, logits = self.compute(batch, features, ids_beside(depths, features), attended)
+        return hidden, self._as_logits_are(logits)
+
+    def compute(
+        self, batch: InputBatch, features: Tensor, depths: Tensor, attended: InputBatch
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, of depths that are on the device. May be captured, see `can_be_captured`."""
         fed = batch.on(self._device)
         step = None if self._kv_cache is None else PagedStep(attended, self._kv_cache, self._attention, None)
 
@@ -66,13 +78,11 @@ class ModuleHeadSteps:
             assert step is not None, "a head without layers asks for attention"
             return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
 
-        of_rows = ids_beside(depths, features)
-        hidden = self._model.forward(HeadRows(fed.token_ids, features, of_rows, fed.positions), attend)
+        hidden = self._model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
         hidden = hidden.index_select(0, fed.logits_rows)
         if not batch.num_logits:
             return hidden, hidden
-        logits = self._model.logits(hidden, of_rows.index_select(0, fed.logits_rows))
-        return hidden, self._as_logits_are(self._of_target(logits))
+        return hidden, self._of_target(self._model.logits(hidden, depths.index_select(0, fed.logits_rows)))
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """[n, draft_vocab_size] → [n, vocab_size]: -inf where the head has no logit."""

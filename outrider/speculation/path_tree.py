@@ -242,9 +242,11 @@ class PathTree:
 
     def is_over(self, path: DraftPath) -> bool:
         """Whether it ends with a stop token, at the maximum length, or where a head can draft no further."""
-        if len(self) + len(path) >= self._max_length or len(path) > self._max_own_rows:
-            return True
-        return bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids
+        return self.num_left_of(path) <= 0 or (bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids)
+
+    def num_left_of(self, path: DraftPath) -> int:
+        """Tokens that it can grow by: until the maximum length, and as far as a head can draft."""
+        return min(self.num_left, self._max_own_rows + 1) - len(path)
 
     @property
     def num_left(self) -> int:

@@ -123,13 +123,14 @@ def pick(
     tl.store(token_ids + row, tl.where((key >> 32) <= _NOTHING, 0, token_id))
 
 
-def winners_of(values: Tensor, table: Tensor, limits: Tensor | None) -> Tensor:
+def winners_of(values: Tensor, table: Tensor, limits: Tensor | None, token_ids: Tensor | None = None) -> Tensor:
     """The token of each row: argmax_v (value_v / temperature - log a_v), or that of the values where a row is greedy.
 
     Args:
         values: [num_rows, num_ids] float32 after step 4, a row's side by side.
         table: [8, num_rows] int64, of a `DecisionTable`.
         limits: [num_rows] int64, the order key of the last token that takes part; None: all do.
+        token_ids: [num_rows] int64, written and returned; None: a new one.
 
     Returns:
         [num_rows] int64: the lowest id among equals, the first NaN where there is one, 0 where nothing is above -inf.
@@ -137,7 +138,8 @@ def winners_of(values: Tensor, table: Tensor, limits: Tensor | None) -> Tensor:
     num_rows, num_ids = values.shape
     num_chunks = -(-num_ids // (arrivals.BLOCK_SIZE * BLOCKS_PER_PROGRAM))
     best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=values.device)
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=values.device)
+    if token_ids is None:
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=values.device)
     with torch.cuda.device_of(values):  # where triton launches
         best_scores[num_rows, num_chunks](
             values, table, table if limits is None else limits, best,

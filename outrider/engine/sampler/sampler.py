@@ -90,6 +90,11 @@ class Sampler:
         else:
             self._decider = ArrayDecider(self._editor)
 
+    @property
+    def decider(self) -> NativeDecider | TritonDecider | ArrayDecider:
+        """What decides, where the logits are."""
+        return self._decider
+
     def warm_up(self) -> None:
         """Decides rows in each of the ways that are compiled: seconds that no request should wait for.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,21 +32,27 @@ class DecisionTable:
 
     @classmethod
     def of(cls, decisions: Sequence[Decision], *, num_ids: int, device: torch.device) -> DecisionTable:
-        words = np.empty((8, len(decisions)), dtype=np.int64)
+        words = table_words(decisions, num_ids=num_ids)
         drawn = [decision.params for decision in decisions if not decision.params.is_greedy]
-        for row, decision in enumerate(decisions):
-            key, params = decision.key, decision.params
-            low, high = split_seed(key.seed)
-            words[:4, row] = (key.position & WORD, key.sample, low, high)
-            words[6, row] = params.top_k if params.top_k < num_ids else 0
-        params_of = [decision.params for decision in decisions]
-        words[4] = _bits([0.0 if each.is_greedy else each.temperature for each in params_of])
-        words[5] = _bits([math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params_of])
-        words[7] = np.asarray([each.top_p for each in params_of], dtype=np.float64).view(np.int64)
         has_top_k = any(0 < each.top_k < num_ids for each in drawn)
         has_top_p = any(each.top_p < 1.0 for each in drawn)
         has_filters = has_top_k or has_top_p or any(each.min_p > 0.0 for each in drawn)
         return cls(upload(words, device), has_filters, has_top_k, has_top_p)
+
+
+def table_words(decisions: Sequence[Decision], *, num_ids: int) -> npt.NDArray[np.int64]:
+    """`DecisionTable.words` of them, on the host."""
+    words = np.empty((8, len(decisions)), dtype=np.int64)
+    for row, decision in enumerate(decisions):
+        key, params = decision.key, decision.params
+        low, high = split_seed(key.seed)
+        words[:4, row] = (key.position & WORD, key.sample, low, high)
+        words[6, row] = params.top_k if params.top_k < num_ids else 0
+    params_of = [decision.params for decision in decisions]
+    words[4] = _bits([0.0 if each.is_greedy else each.temperature for each in params_of])
+    words[5] = _bits([math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params_of])
+    words[7] = np.asarray([each.top_p for each in params_of], dtype=np.float64).view(np.int64)
+    return words
 
 
 def _bits(numbers: Sequence[float]) -> np.ndarray:
@@ -68,3 +75,23 @@ class TritonDecider:
         if table.has_filters:
             limits = limits_of(values, table.words, has_top_k=table.has_top_k, has_top_p=table.has_top_p)
         return winners_of(values, table.words, limits)
+
+    def table_words(self, decisions: Sequence[Decision]) -> npt.NDArray[np.int64]:
+        """Of a DecisionTable, on the host: [8, len(decisions)]."""
+        return table_words(decisions, num_ids=self._editor.vocabulary.num_ids)
+
+    @torch.inference_mode()
+    def race(self, logits: Tensor, words: Tensor, winners: Tensor) -> None:
+        """Decides rows that need no edits, and decides them again without those that have won, as often as there is
+        room. May be captured in a CUDA graph: it takes nothing from the host. Changes the logits.
+
+        Args:
+            logits: [num_rows, vocab_size] float32.
+            words: [8, num_rows] int64, as of a DecisionTable.
+            winners: [num_races, num_rows] int64, which it writes.
+        """
+        values = self._editor.edit(logits, ())
+        for number, token_ids in enumerate(winners.unbind(0)):
+            if number:
+                values.scatter_(1, winners[number - 1][:, None], -math.inf)
+            winners_of(values, words, limits_of(values, words, has_top_k=True, has_top_p=True), token_ids)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from outrider.engine.arrays import Array, Arrays, ids_beside, largest_of, namespace
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.pending import Pending, read
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
 from outrider.engine.sampler.elementary import masses_of
@@ -21,6 +23,9 @@ from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
+if TYPE_CHECKING:
+    from outrider.engine.rollouts import Rollouts
+
 
 @dataclass(frozen=True, slots=True)
 class PathRows:
@@ -28,7 +33,8 @@ class PathRows:
 
     token_ids: Sequence[int]  # at least one
     start_position: int  # of the first of them; KV of everything before is in the cache
-    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); of a head one less, and parallel rows
+    # Covers [0, start_position + len(token_ids) + max_tokens - 1); of a head one less, and parallel rows.
+    block_ids: Sequence[int]
     sampling: object  # of the sequence: from `start`
     assumed_token_ids: tuple[int, ...] = ()  # of the path: count as generated, besides the committed
     num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: and n - 1 runners-up
@@ -36,6 +42,7 @@ class PathRows:
     features: Features | None = None  # of a head: of the committed tokens
     num_committed: int = 0  # of a head: tokens; those from here on are fed with `states`, in place of features
     states: tuple[object, ...] = ()  # its own hidden states, one for each such token of `token_ids`
+    max_tokens: int = 1  # that may be decided, each fed to decide the next
 
 
 class DraftForward(Protocol):
@@ -49,10 +56,67 @@ class DraftForward(Protocol):
     max_model_len: int
     vocab_size: int
     head: HeadRules | None  # None: a model, which is fed with tokens alone
+    kv_cache: PagedKVCache | None  # None: of a head that keeps no KV
+    rollouts: Rollouts | None = None  # on a GPU: several tokens of a path without the host between them
+
+    @property
+    def max_tokens(self) -> int:
+        """That `decide` may decide after one path; more than 1 with rollouts."""
+        return 1 if self.rollouts is None else self.rollouts.max_tokens
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
-        """Copies blocks, then runs one forward pass. Returns the decisions of each element of `rows`, in order."""
+        """Copies blocks, then runs one forward pass, or a rollout of those paths that may have more than one token.
+
+        Returns the decisions of each element of `rows`, in order.
+        """
+        if self.kv_cache is not None and block_copies:
+            self.kv_cache.copy_blocks(block_copies)
+        rollouts, rolled = self.rollouts, list[int]()
+        if rollouts is not None:
+            able = [place for place, row in enumerate(rows) if _can_be_rolled_out(row, rollouts.first_rows)]
+            rolled = able[: rollouts.max_sequences]
+        if rollouts is None or not rolled:
+            return self._decide_once(rows)
+        pending = self._roll_out(rollouts, [rows[place] for place in rolled])
+        others = [row for place, row in enumerate(rows) if place not in rolled]
+        once = iter(self._decide_once(others) if others else ())
+        found = dict(zip(rolled, read(pending)[0], strict=True))
+        return [found[place] if place in found else next(once) for place in range(len(rows))]
+
+    def _decide_once(self, rows: Sequence[PathRows]) -> list[Decided]:
+        """One forward pass."""
         raise NotImplementedError
+
+    def _of_head(self, rows: Sequence[PathRows]) -> Mapping[str, Any]:
+        """What `Rollouts.queue` takes of a head besides: `depths` and `features` of these rows."""
+        return {}
+
+    def _roll_out(self, rollouts: Rollouts, rows: Sequence[PathRows]) -> Pending[list[Decided]]:
+        is_head = self.head is not None  # whose rows are one less
+        decided, states = rollouts.queue(
+            [SequenceRows(row.token_ids, row.start_position - is_head, row.block_ids, 1) for row in rows],
+            [next(_sample_rows(row, 0).decisions()) for row in rows],
+            [row.max_tokens for row in rows],
+            **self._of_head(rows),
+        )
+
+        def finish(arrays: Arrays) -> list[Decided]:
+            token_ids = arrays[0].transpose(2, 0, 1)
+            confidences = arrays[0][:, -1].view(np.float64).T
+            found = []
+            for place, row in enumerate(rows):
+                first, *others = map(
+                    Decided,
+                    map(tuple, token_ids[place, : row.max_tokens, : row.num_decisions].tolist()),
+                    repeat(None),
+                    states[place] if is_head else repeat(None),
+                    repeat(()),
+                    confidences[place].tolist() if is_head else repeat(1.0),
+                )
+                found.append(replace(first, following=tuple(others)))
+            return found
+
+        return Pending((decided,), finish)
 
     def is_ready(self, start: SequenceStart) -> bool:
         """Whether the sequence can start: its constraint is compiled. If it can be, it soon will."""
@@ -150,6 +214,13 @@ def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     # What a grammar allows after tokens that are not known yet is not known either.
     state = replace(row.sampling, constraint=None) if num_ahead else row.sampling
     return SampleRows(state, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
+
+
+def _can_be_rolled_out(row: PathRows, most_rows: int) -> bool:
+    """Whether more than one token is wanted, and nothing but the race decides them."""
+    assert isinstance(row.sampling, SequenceSampling)
+    is_edited = row.sampling.penalties.changes(len(row.assumed_token_ids)) or row.sampling.constraint is not None
+    return 1 < row.max_tokens and len(row.token_ids) <= most_rows and not (is_edited or row.wants_distribution)
 
 
 def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
@@ -31,6 +30,7 @@ from outrider.speculation.proposers.base import (
     nothing,
 )
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
+from outrider.speculation.proposers.forward_plan import Plan, PlannedRows
 from outrider.speculation.row_budget import MAX_ROWS, CatchUpBudget, RowBudget
 
 NUM_EXTRA_TOKENS = 2
@@ -57,25 +57,6 @@ SHARE_BESIDE_ANSWERS = 0.25
 
 SHARE_ALONE = 1.0
 """A forward of look-ahead alone may take longer than the smallest one by this share."""
-
-
-class _PlannedRows(NamedTuple):
-    """One path's share of the forward that is being put together."""
-
-    tree: PathTree
-    path: DraftPath
-    rows: PathRows
-
-
-@dataclass(slots=True)
-class _Plan:
-    """One call of `propose`: at most one forward."""
-
-    rows: list[_PlannedRows] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks, before the forward
-    behind: set[int] = field(default_factory=set)  # sequences whose prefix needs another call
-    no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, for want of a block
-    looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
 
 
 class DraftModelProposer:
@@ -110,7 +91,7 @@ class DraftModelProposer:
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, after at most one forward."""
-        plan = _Plan()
+        plan = Plan()
         trees = [self._tree(request) for request in requests]
         served = [(request, tree) for request, tree in zip(requests, trees, strict=True) if tree]
         waiting = [(request, tree) for request, tree in served if not request.looks_ahead]
@@ -188,7 +169,7 @@ class DraftModelProposer:
 
     # --- planning -------------------------------------------------------------------------
 
-    def _plan_answers(self, plan: _Plan, waiting: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
+    def _plan_answers(self, plan: Plan, waiting: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
         """Rows of drafts that are waited for, the shortest missing prefixes first.
 
         A part of the budget is the first request's with a prefix to compute: a long one is not put off for ever.
@@ -218,12 +199,22 @@ class DraftModelProposer:
             if request.num_wanted > 0 and num_rows == num_missing:
                 tells_runners_up = request.max_alternatives or tree.start.takes_siblings
                 num_decisions = 1 + (NUM_RUNNERS_UP if tells_runners_up else 0)
-            if self._add(plan, tree, main, num_rows=num_rows, num_decisions=num_decisions, evicts_beside=busy):
+            is_added = self._add(
+                plan,
+                tree,
+                main,
+                num_rows=num_rows,
+                num_decisions=num_decisions,
+                max_tokens=max(1, request.num_wanted - len(main)),
+                min_reach=request.min_reach,
+                evicts_beside=busy,
+            )
+            if is_added:
                 budget -= 0 if is_draft else num_rows
             else:
                 plan.no_room.add(request.sequence_id)
 
-    def _plan_look_ahead(self, plan: _Plan, ahead: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
+    def _plan_look_ahead(self, plan: Plan, ahead: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
         """The likeliest next tokens of all sequences that are looked ahead for, as many as cost little."""
         candidates: list[AheadRow] = []
         for request, tree in ahead:
@@ -246,7 +237,7 @@ class DraftModelProposer:
         if not plan.rows:
             plan.looking_ahead.clear()  # no free block: another call would not help
 
-    def _add_ahead(self, plan: _Plan, row: AheadRow) -> bool:
+    def _add_ahead(self, plan: Plan, row: AheadRow) -> bool:
         """Returns False if there is no block for it."""
         tree = row.tree
         path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
@@ -258,27 +249,36 @@ class DraftModelProposer:
 
     def _add(
         self,
-        plan: _Plan,
+        plan: Plan,
         tree: PathTree,
         path: DraftPath,
         *,
         num_rows: int,
         num_decisions: int,
+        max_tokens: int = 1,
+        min_reach: float = 0.0,
         evicts_beside: Sequence[PathTree] | None = None,
     ) -> bool:
         """Adds the path's next rows to the forward. Returns False if there is no block for them.
 
-        `evicts_beside`: KV of sequences other than these may be evicted; None: nothing is.
+        `max_tokens`: that are wanted after the path; there may be room for fewer, and the forward may decide fewer.
+        `min_reach`: as of the request. `evicts_beside`: KV of sequences other than these may be evicted; None: nothing
+        is, nor is it for more than one token.
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
         num_parallel_rows = self._head.num_parallel_rows if self._head and num_decisions else 0
+        if max_tokens > 1:
+            most = min(self._forward.max_tokens, tree.num_left_of(path)) if num_decisions else 1
+            max_tokens = max(1, min(max_tokens, most))
         while True:
             try:
-                plan.copies += path.kv.reserve(tree.rows_before(start + num_rows) + num_parallel_rows)
+                plan.copies += path.kv.reserve(tree.rows_before(start + num_rows) + num_parallel_rows + max_tokens - 1)
                 break
             except NoFreeBlocksError:
-                if evicts_beside is None or not self._evict(plan, evicts_beside):
+                if max_tokens > 1:
+                    max_tokens = 1
+                elif evicts_beside is None or not self._evict(plan, evicts_beside):
                     return False
         rows = PathRows(
             missing,
@@ -293,11 +293,12 @@ class DraftModelProposer:
             tuple(
                 each.state for each in path.decided[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]
             ),
+            max_tokens,
         )
-        plan.rows.append(_PlannedRows(tree, path, rows))
+        plan.rows.append(PlannedRows(tree, path, rows, min_reach))
         return True
 
-    def _evict(self, plan: _Plan, busy: Iterable[PathTree]) -> bool:
+    def _evict(self, plan: Plan, busy: Iterable[PathTree]) -> bool:
         """Frees blocks: those of alternatives first, then those of the least recently used sequence."""
         planned = {id(row.path) for row in plan.rows}
         for tree in self._trees.values():
@@ -314,7 +315,7 @@ class DraftModelProposer:
 
     # --- the forward ----------------------------------------------------------------------
 
-    def _run(self, plan: _Plan) -> None:
+    def _run(self, plan: Plan) -> None:
         if not plan.rows:
             return
         started = self._clock()
@@ -324,23 +325,20 @@ class DraftModelProposer:
             self._give_up_copies(plan)
             raise
         num_rows, seconds = sum(len(row.rows.token_ids) for row in plan.rows), self._clock() - started
-        budget = self._budget if num_rows == len(plan.rows) else self._catch_up
-        budget.observe(num_rows, seconds)
+        if all(row.rows.max_tokens <= 1 for row in plan.rows):  # else it may have been several forwards
+            budget = self._budget if num_rows == len(plan.rows) else self._catch_up
+            budget.observe(num_rows, seconds)
         for row, outcome in zip(plan.rows, decided, strict=True):
-            kv = row.path.kv
-            kv.advance(row.tree.rows_before(row.rows.start_position + len(row.rows.token_ids)))
-            row.path.decided += [each for each in (outcome, *outcome.following) if each.token_ids]
-            if row.path is row.tree.main:
-                kv.publish(row.tree.token_ids)
+            row.take(outcome)
 
-    def _give_up_copies(self, plan: _Plan) -> None:
+    def _give_up_copies(self, plan: Plan) -> None:
         """Marks blocks that a failed forward may not have copied as not computed."""
         destinations = {destination for _, destination in plan.copies}
         for kv in (row.path.kv for row in plan.rows):
             if not destinations.isdisjoint(kv.block_ids):  # the last one with valid tokens: only that is ever copied
                 kv.truncate(kv.num_tokens - kv.num_tokens % self._forward.pool.block_size)
 
-    def _proposal(self, plan: _Plan, request: ProposalRequest, tree: PathTree | None) -> Proposal:
+    def _proposal(self, plan: Plan, request: ProposalRequest, tree: PathTree | None) -> Proposal:
         length = len(request.token_ids)
         if tree is None:
             return nothing(request)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.sampler import Sampler, SequenceSampling
 from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_tree import Decided
@@ -27,6 +28,8 @@ from outrider.speculation.proposers.base import MAX_SEQUENCES
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 
 if TYPE_CHECKING:
+    from outrider.engine.rollouts import Rollouts
+    from outrider.engine.step_graphs import GraphCapture
     from outrider.heads.base import HeadModel
     from outrider.heads.module_steps import ModuleHeadSteps
 
@@ -51,6 +54,7 @@ class HeadForward(DraftForward):
     max_model_len: int
     vocab_size: int
     head: HeadRules
+    rollouts: Rollouts | None = None
 
     @classmethod
     def of(
@@ -108,6 +112,26 @@ class HeadForward(DraftForward):
         max_model_len = min(spec.max_model_len, num_blocks * block_size - rules.num_parallel_rows)
         return cls(pool, cache, model, steps, sampler, max_model_len, spec.vocab_size, rules)
 
+    def rolling_out(self, capture: GraphCapture) -> HeadForward:
+        """The same with rollouts, which are captured here: before any block is handed out."""
+        from outrider.engine.rollouts import Rollouts  # imports torch and triton
+
+        model, steps = self.model, self.steps
+        rollouts = Rollouts(
+            self.sampler,
+            self.kv_cache,
+            max_model_len=self.max_model_len,
+            num_races=1 + NUM_RUNNERS_UP,
+            width=model.spec.width,
+            dtype=steps.dtype,
+        )
+        rollouts.capture_all(
+            lambda batch, features, depths: steps.compute(batch, features, depths, batch),
+            capture,
+            lambda logits, temperatures: confidences_of(logits, temperatures, model.target_ids),
+        )
+        return replace(self, rollouts=rollouts)
+
     def warm_up(self) -> None:
         """Decides once after many rows and once after one, so that no request pays for memory and compilation."""
         for num_rows in (min(WARM_UP_ROWS, self.max_model_len), 1):
@@ -125,9 +149,7 @@ class HeadForward(DraftForward):
         tokens = (0,) * num_rows
         return PathRows(tokens, start_position, blocks, sampling, (), 1, num_committed=end_position, states=states)
 
-    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
-        if self.kv_cache is not None:
-            self.kv_cache.copy_blocks(block_copies)
+    def _decide_once(self, rows: Sequence[PathRows]) -> list[Decided]:
         spec, num_parallel = self.model.spec, self.model.spec.num_parallel
         fed_rows = [(row, spec.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
         batch = build_input_batch(
@@ -152,7 +174,10 @@ class HeadForward(DraftForward):
         hidden, logits = self.steps.forward(batch, features, depths, attended)
         if not batch.num_logits:
             return [Decided(()) for _ in rows]
-        confidences = self._confidences(logits[::num_parallel], [row for row in rows if row.num_decisions])
+        params = [cast("SequenceSampling", row.sampling).params for row in rows if row.num_decisions]
+        temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
+        of_next = logits[::num_parallel]
+        confidences = confidences_of(of_next, beside(temperatures, of_next), self.steps.target_ids)
         # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
         states = iter([xp.asarray(state, copy=True) for state in hidden[::num_parallel]])
         return [
@@ -160,22 +185,11 @@ class HeadForward(DraftForward):
             for each in self._decide(logits, rows, num_parallel=num_parallel, confidences=(confidences,))
         ]
 
-    @without_warnings
-    def _confidences(self, logits: Array, rows: Sequence[PathRows]) -> Array:
-        """Of logits [len(rows), vocab_size]: each row's largest probability, at its temperature.
-
-        Returns [len(rows)] float64; 0 where features were no numbers.
-        """
-        xp, target_ids = namespace(logits), self.steps.target_ids
-        params = [cast("SequenceSampling", row.sampling).params for row in rows]
-        temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
-        # In place: new memory takes longer than the arithmetic.
-        values = xp.asarray(logits, copy=True) if target_ids is None else xp.take(logits, target_ids, axis=1)
-        values -= xp.max(values, axis=1, keepdims=True)
-        values /= beside(temperatures, values)
-        xp.exp(values, out=values)
-        largest = 1.0 / xp.sum(values, axis=1, dtype=xp.float64)
-        return xp.where(xp.isnan(largest), 0.0, largest)
+    def _of_head(self, rows: Sequence[PathRows]) -> Mapping[str, Any]:
+        return {
+            "depths": [depth for row in rows for depth in _depths(row, len(row.token_ids))],
+            "features": [part for row in rows for part in self._fed_with(row, 0)],
+        }
 
     def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Array]:
         """Of the path's rows and its parallel ones: [n, width] each, together as many as there are rows."""
@@ -190,6 +204,25 @@ class HeadForward(DraftForward):
             assert feature is not None, "a parallel head has one"
             parts.append(feature.expand(num_parallel_rows, -1))
         return parts
+
+
+@without_warnings
+def confidences_of(logits: Array, temperatures: Array, target_ids: Array | None) -> Array:
+    """Each row's largest probability at its temperature: [num_rows] float64; 0 where features were no numbers.
+
+    Args:
+        logits: [num_rows, vocab_size] float32.
+        temperatures: [num_rows, 1] float32, above 0.
+        target_ids: [n] int64, the ids that count; None: all.
+    """
+    xp = namespace(logits)
+    # In place: new memory takes longer than the arithmetic.
+    values = xp.asarray(logits, copy=True) if target_ids is None else xp.take(logits, target_ids, axis=1)
+    values -= xp.max(values, axis=1, keepdims=True)
+    values /= temperatures
+    xp.exp(values, out=values)
+    largest = 1.0 / xp.sum(values, axis=1, dtype=xp.float64)
+    return xp.where(xp.isnan(largest), 0.0, largest)
 
 
 def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:

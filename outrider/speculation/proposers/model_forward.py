@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.engine.graph_shapes import GraphShapes
@@ -19,6 +19,7 @@ from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
+from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
@@ -26,6 +27,8 @@ from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_F
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
+    from outrider.engine.rollouts import Rollouts
+    from outrider.engine.step_graphs import GraphCapture
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class ModelForward(DraftForward):
     max_model_len: int
     vocab_size: int
     head: None = None
+    rollouts: Rollouts | None = None
 
     @classmethod
     def of(
@@ -73,9 +77,19 @@ class ModelForward(DraftForward):
         )
         return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
 
-    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
-        if block_copies:
-            self.kv_cache.copy_blocks(block_copies)
+    def rolling_out(self, capture: GraphCapture) -> ModelForward:
+        """The same with rollouts, which are captured here: before any block is handed out."""
+        from outrider.engine.rollouts import Rollouts  # imports torch and triton
+
+        compute = self.runner.capturable
+        assert compute is not None
+        rollouts = Rollouts(self.sampler, self.kv_cache, max_model_len=self.max_model_len, num_races=1 + NUM_RUNNERS_UP)
+        rollouts.capture_all(
+            lambda batch, features, _depths: (features.new_empty((batch.num_logits, 0)), compute(batch)), capture
+        )
+        return replace(self, rollouts=rollouts)
+
+    def _decide_once(self, rows: Sequence[PathRows]) -> list[Decided]:
         fed = [
             SequenceRows(row.token_ids, row.start_position, row.block_ids, min(row.num_decisions, 1)) for row in rows
         ]

@@ -1,0 +1,79 @@
+"""Drafters with rollouts on a CPU: Triton's interpreter computes, and a graph is the same call again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import make_runner
+from outrider.engine.rollouts import Rollouts
+from outrider.engine.sampler import Sampler
+from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel
+from outrider.engine.sampler.triton_decider import TritonDecider
+from outrider.model_hub.loaded_model import LoadedModel
+from outrider.speculation.proposers import head_forward
+from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.model_forward import ModelForward
+from tests.support.interpreted_triton import interpreted_attention
+from tests.support.toy_head import VOCAB_SIZE, ToyHead
+
+BLOCK_SIZE = 16
+
+
+class Graphs:
+    """Runs what was captured when it is replayed, and counts that."""
+
+    def __init__(self) -> None:
+        self.num_captured = self.num_replays = 0
+
+    def capture(self, run):
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            run()
+
+        return replay
+
+
+def by_kernels(sampler: Sampler) -> Sampler:
+    """Deciding as on a GPU."""
+    editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
+    sampler._editor, sampler._decider = editor, TritonDecider(editor)
+    return sampler
+
+
+def model_forward(model: LoadedModel, *, num_blocks: int = 64) -> ModelForward:
+    """Of a model that torch computes, as on a GPU."""
+    cache = PagedKVCache(model.spec.planes, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_scratch_blocks=1)
+    runner = make_runner(model, cache, interpreted_attention())
+    runner._graphs = SimpleNamespace(run=lambda _batch: None)  # none holds a batch
+    pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"", enable_prefix_cache=True)
+    sampler, spec = by_kernels(model.open_sampler()), model.spec
+    return ModelForward(pool, cache, runner, sampler, spec.max_model_len, spec.vocab_size)
+
+
+def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 1024) -> HeadForward:
+    """Likewise."""
+
+    def cache_of(planes, **options):
+        return PagedKVCache(planes, **options | {"num_scratch_blocks": 1})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(head_forward, "PagedKVCache", cache_of)
+        forward = HeadForward.of(
+            head, num_cached_tokens=num_cached_tokens, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool)
+        )
+    by_kernels(forward.sampler)
+    forward.steps._attention = interpreted_attention()
+    forward.steps._as_logits_are = lambda values: values  # tensors
+    return forward
+
+
+def small(monkeypatch) -> None:
+    """Fewer graphs, of fewer rows: the interpreter is slow."""
+    monkeypatch.setattr(Rollouts, "max_sequences", 4)
+    monkeypatch.setattr(Rollouts, "first_rows", 6)
