@@ -116,6 +116,7 @@ class SimulatedRunner:
     kv_cache: SimulatedKVCache
     time: SetTime
     is_asynchronous: bool = field(default=False, init=False)
+    capturable: None = field(default=None, init=False)
     padded_rows: tuple[int, ...] = field(default=(), init=False)
 
     def forward(self, batch: InputBatch, *, on_layer_done: None = None) -> npt.NDArray[np.float32]:

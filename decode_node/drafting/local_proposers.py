@@ -60,7 +60,7 @@ def open_local_head(
     folder = head.folder
     if folder is None or not config.local_head or not config.num_speculative_tokens:
         return None, None
-    target = HeadTarget.of(model)
+    target = HeadTarget.of(model, cuda_graphs=head.cuda_graphs)
     proposer = make_head_proposer(
         head.packed(model) or load_head(folder, target),
         target,

@@ -14,6 +14,8 @@ from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outrider.engine.arrays import Array
     from outrider.engine.feature_spec import FeatureSpec
 
@@ -39,6 +41,10 @@ class ModelRunner(Protocol):
         Returns [num_logits, vocab_size] float32, with no rows when none need logits: an array of numpy where native
         kernels compute the model or its layers, else a tensor on its device, which nobody may change.
         """
+
+    @property
+    def capturable(self) -> Callable[[InputBatch], Tensor] | None:
+        """`forward` of a padded batch, as a CUDA graph may capture it; None where none may."""
 
     def capture_graphs(self) -> None:
         """Captures the steps that are padded, after the first forwards and before any block is handed out."""

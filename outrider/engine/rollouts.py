@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -107,8 +109,8 @@ class Rollouts:
         """One rollout; the host does not wait. Read what it decided before the next.
 
         Args:
-            fed: of each sequence, at most `max_sequences`, the rows of the first forward, at most `first_rows`, of which
-                the last has logits. There are blocks for all tokens but the last.
+            fed: of each sequence, up to `max_sequences`, the rows of the first forward, up to `first_rows`, of which the
+                last has logits. There are blocks for all tokens but the last.
             decisions: after them. Nothing edits the logits of these tokens.
             num_tokens: to decide, up to `max_tokens`, and of one sequence at least 2.
             depths: of a head, of all rows of `fed`.
@@ -134,7 +136,11 @@ class Rollouts:
             last_row = first.arrays.logits_rows[place]
             words[8:11, place] = start, end, depths[last_row] if depths else 0
             following.append(SequenceRows([0], end - 1, row.block_ids, 1))
-        packed = (first.packed(), self._padded(following, num_seqs, num_seqs).packed(), words)
+        packed: tuple[npt.NDArray[Any], ...] = (
+            first.packed(),
+            self._padded(following, num_seqs, num_seqs).packed(),
+            words,
+        )
         for buffer, values in zip(shape.buffers, packed, strict=True):
             buffer.copy_(page_locked(values, self._device), non_blocking=True)
         if features:
@@ -171,7 +177,7 @@ class Rollouts:
         fields = shape.following.on(self._device)
         temperatures = words[4].to(torch.int32).view(torch.float32)[:, None]
         temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # of a greedy row
-        batch, features, depths = shape.first, shape.features, words[11:].flatten()
+        batch, states, depths = shape.first, shape.features, words[11:].flatten()
         for token, decided in enumerate(shape.decided[:num_tokens].unbind(0)):
             if token:
                 advance[(1,)](
@@ -180,8 +186,8 @@ class Rollouts:
                     num_seqs, self._max_blocks, self._scratch_block * self._block_size,
                     BLOCK_SIZE=self._block_size, ROWS=num_seqs,
                 )  # fmt: skip
-                batch, features, depths = shape.following, states, words[10]
-            states, logits = forward(batch, features, depths)
+                batch, depths = shape.following, words[10]
+            states, logits = forward(batch, states, depths)
             shape.states[token].copy_(states)
             if confidences is not None:
                 decided[-1].view(torch.float64).copy_(confidences(logits, temperatures))

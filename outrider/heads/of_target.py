@@ -30,6 +30,7 @@ class HeadOfTarget:
     def __init__(self, config: ModelConfig) -> None:
         """Raises: ConfigError for a missing folder; what is in it is looked at later."""
         self.folder = head_folder(config)
+        self.cuda_graphs = config.cuda_graphs
         self._packed: PackedHead | None = None
 
     def packed(self, model: LoadedModel) -> PackedHead | None:

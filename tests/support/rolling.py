@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+from outrider.engine.gpu_kernels import filters, race
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner
@@ -74,6 +75,8 @@ def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 102
 
 
 def small(monkeypatch) -> None:
-    """Fewer graphs, of fewer rows: the interpreter is slow."""
+    """Fewer graphs, of fewer rows, and smaller programs: the interpreter is slow."""
     monkeypatch.setattr(Rollouts, "max_sequences", 4)
     monkeypatch.setattr(Rollouts, "first_rows", 6)
+    monkeypatch.setattr(filters, "CHUNK", 512)
+    monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 4)

@@ -64,6 +64,7 @@ class NativeStep:
     attention_name = "native"
     padded_rows: tuple[int, ...] = ()
     can_be_traced = is_asynchronous = False
+    capturable = None
 
     def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
         """`kv_cache` was made for these kernels. `features`: made of each row, and kept in their plane of the cache."""

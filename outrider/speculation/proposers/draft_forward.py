@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenD
 
 if TYPE_CHECKING:
     from outrider.engine.rollouts import Rollouts
+    from outrider.engine.step_graphs import GraphCapture
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,15 @@ class DraftForward(Protocol):
     head: HeadRules | None  # None: a model, which is fed with tokens alone
     kv_cache: PagedKVCache | None  # None: of a head that keeps no KV
     rollouts: Rollouts | None = None  # on a GPU: several tokens of a path without the host between them
+
+    @property
+    def can_roll_out(self) -> bool:
+        """Whether `rolling_out` may be called: a GPU computes, and all that differs between batches it reads there."""
+        return False
+
+    def rolling_out(self, capture: GraphCapture) -> Self:
+        """The same with rollouts, which are captured here: before any block is handed out."""
+        raise NotImplementedError
 
     @property
     def max_tokens(self) -> int:
@@ -208,6 +221,24 @@ class DraftForward(Protocol):
         return Pending((ids, masses), finish)
 
 
+Forward = TypeVar("Forward", bound=DraftForward)
+
+
+def with_rollouts(forward: Forward, device: str) -> Forward:
+    """On a GPU the same with rollouts. Where they cannot be captured it says so, and it is as it was."""
+    if not forward.can_roll_out:
+        return forward
+    import torch
+
+    from outrider.engine.step_graphs import cuda_graphs
+
+    try:
+        return forward.rolling_out(cuda_graphs(torch.device(device)))
+    except RuntimeError as error:
+        _log.warning("each draft token waits for the host, as no graph of several can be captured: %s", error)
+        return forward
+
+
 def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     assert isinstance(row.sampling, SequenceSampling)
     position = row.start_position + len(row.token_ids) + num_ahead
@@ -220,7 +251,7 @@ def _can_be_rolled_out(row: PathRows, most_rows: int) -> bool:
     """Whether more than one token is wanted, and nothing but the race decides them."""
     assert isinstance(row.sampling, SequenceSampling)
     is_edited = row.sampling.penalties.changes(len(row.assumed_token_ids)) or row.sampling.constraint is not None
-    return 1 < row.max_tokens and len(row.token_ids) <= most_rows and not (is_edited or row.wants_distribution)
+    return row.max_tokens > 1 and len(row.token_ids) <= most_rows and not (is_edited or row.wants_distribution)
 
 
 def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:

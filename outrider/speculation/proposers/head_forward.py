@@ -13,6 +13,7 @@ import numpy.typing as npt
 from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.arrays import Array, beside, namespace, without_warnings
 from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.device import device_type
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -81,7 +82,12 @@ class HeadForward(DraftForward):
         if spec.planes:
             num_blocks, block_size = -(-num_cached_tokens // BLOCK_SIZE), BLOCK_SIZE
             cache = PagedKVCache(
-                spec.planes, num_blocks=num_blocks, block_size=block_size, device=device, kernels=of_cache
+                spec.planes,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                device=device,
+                num_scratch_blocks=0 if device_type(device) == "cpu" else 1,  # for rows that pad (`rollouts`)
+                kernels=of_cache,
             )
         pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"", enable_prefix_cache=False)
         sampler = Sampler(
@@ -112,23 +118,29 @@ class HeadForward(DraftForward):
         max_model_len = min(spec.max_model_len, num_blocks * block_size - rules.num_parallel_rows)
         return cls(pool, cache, model, steps, sampler, max_model_len, spec.vocab_size, rules)
 
-    def rolling_out(self, capture: GraphCapture) -> HeadForward:
-        """The same with rollouts, which are captured here: before any block is handed out."""
-        from outrider.engine.rollouts import Rollouts  # imports torch and triton
+    @property
+    def can_roll_out(self) -> bool:
+        return self.steps.can_be_captured
 
-        model, steps = self.model, self.steps
+    def rolling_out(self, capture: GraphCapture) -> HeadForward:
+        from outrider.engine.rollouts import Rollouts  # imports torch and triton
+        from outrider.heads.module_steps import ModuleHeadSteps
+
+        steps, target_ids = self.steps, self.steps.target_ids
+        assert isinstance(steps, ModuleHeadSteps)
+        assert self.kv_cache is not None
         rollouts = Rollouts(
             self.sampler,
             self.kv_cache,
             max_model_len=self.max_model_len,
             num_races=1 + NUM_RUNNERS_UP,
-            width=model.spec.width,
+            width=self.model.spec.width,
             dtype=steps.dtype,
         )
         rollouts.capture_all(
             lambda batch, features, depths: steps.compute(batch, features, depths, batch),
             capture,
-            lambda logits, temperatures: confidences_of(logits, temperatures, model.target_ids),
+            lambda logits, temperatures: confidences_of(logits, temperatures, target_ids),
         )
         return replace(self, rollouts=rollouts)
 

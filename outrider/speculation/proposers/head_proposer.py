@@ -21,6 +21,7 @@ from outrider.model_hub.loaded_model import LoadedModel, grammar_compiler, known
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.proposers.base import ProposerInfo
+from outrider.speculation.proposers.draft_forward import with_rollouts
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 
@@ -45,10 +46,11 @@ class HeadTarget:
     constraints: GrammarCompiler  # for the same vocabulary
     vocabulary_fingerprint: str
     kernels: CpuKernels | None  # on a CPU: what computes the sampler and attention; None: torch
+    cuda_graphs: bool = True  # whether forwards may be captured
     num_threads: int = 0  # of a head that torch computes; 0: as many as torch has, such as those of a target by torch
 
     @classmethod
-    def of(cls, model: LoadedModel) -> HeadTarget:
+    def of(cls, model: LoadedModel, *, cuda_graphs: bool = True) -> HeadTarget:
         """Of a model that is in this process."""
         return cls(
             directory=model.directory,
@@ -58,6 +60,7 @@ class HeadTarget:
             constraints=model.constraints,
             vocabulary_fingerprint=model.info.vocabulary_fingerprint,
             kernels=model.cpu_kernels,
+            cuda_graphs=cuda_graphs,
             num_threads=model.num_threads if model.model is None else 0,
         )
 
@@ -80,6 +83,7 @@ class HeadTarget:
             constraints=grammar_compiler(text, len(known)),
             vocabulary_fingerprint=vocabulary_fingerprint(text.own_vocabulary),
             kernels=None if choice.library is None else start_kernels(choice, config),
+            cuda_graphs=config.cuda_graphs,
             num_threads=config.num_threads,
         )
 
@@ -119,7 +123,7 @@ def open_head_forward(model: HeadModel | PackedHead, target: HeadTarget, *, num_
 
         torch.set_num_threads(target.num_threads)
     forward.warm_up()
-    return forward
+    return with_rollouts(forward, target.device) if target.cuda_graphs else forward
 
 
 def make_head_proposer(

@@ -22,7 +22,7 @@ from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import ProposerInfo
-from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, with_rollouts
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
 
 if TYPE_CHECKING:
@@ -77,8 +77,11 @@ class ModelForward(DraftForward):
         )
         return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
 
+    @property
+    def can_roll_out(self) -> bool:
+        return self.runner.capturable is not None
+
     def rolling_out(self, capture: GraphCapture) -> ModelForward:
-        """The same with rollouts, which are captured here: before any block is handed out."""
         from outrider.engine.rollouts import Rollouts  # imports torch and triton
 
         compute = self.runner.capturable
@@ -112,6 +115,7 @@ def open_draft_model(
         graphs=GraphShapes() if config.cuda_graphs else None,
         main_memory_bytes=main_memory_bytes,
     )
+    forward = with_rollouts(forward, model.device)
     info = ProposerInfo(
         name=f"draft_model:{model.info.name}",
         vocabulary_fingerprint=model.info.vocabulary_fingerprint,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ GREEDY = {"temperature": 0.0}
 HOT = {"temperature": 0.9}
 FILTERED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
 PENALISED = {"temperature": 0.9, "presence_penalty": 0.7}
-BIASED_LATER = {"temperature": 0.9, "min_tokens": 3}
+EARLY = {"temperature": 0.9, "min_tokens": 3}
 KINDS = ["model", "head", "head of few ids"]
 
 
@@ -53,7 +55,7 @@ def pair(request, model, graphs, monkeypatch):
     return [DraftModelProposer(each, info) for each in (forwards[0], forwards[1].rolling_out(graphs.capture))]
 
 
-def request(token_ids, num_wanted, params=HOT, *, key=1, takes_trees=False, **fields):
+def request_of(token_ids, num_wanted, params=HOT, *, key=1, takes_trees=False, **fields):
     options = RequestOptions(
         sampling=SamplingParams(**{"seed": 5, "max_tokens": 400} | params),
         verification_method=fields.pop("verification_method", VerificationMethod.COUPLED),
@@ -70,7 +72,6 @@ def drafts_of(proposer, *requests):
         num_calls += 1
         asked = [each for each in requests if each.sequence_id not in done]
         proposals = proposer.propose(asked)
-        check_proposer(proposer)
         done |= {each.sequence_id: each for each in proposals if each.progress is Progress.DONE}
         assert num_calls < 100
     return [done[each.sequence_id] for each in requests], num_calls
@@ -94,16 +95,116 @@ def assert_alike(one, other):
         assert confidences[0] == pytest.approx(confidences[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("params", [GREEDY, HOT, FILTERED], ids=["greedy", "hot", "filtered"])
-def test_tokens_siblings_confidences_and_caches_are_the_same(pair, graphs, params):
+def rounds(pair, graphs, params, *asked):
+    """(num_wanted, num_agreeing) each: so many are drafted, then some of them and another token are committed."""
     text = list(PROMPT)
-    for num_wanted, num_agreeing in ((5, 2), (1, 0), (4, 4), (8, 3), (2, 2)):
-        asked = request(text, num_wanted, params, takes_trees=num_wanted > 2)
+    for num_wanted, num_agreeing in asked:
         graphs.num_replays = 0
-        (drafts, _), (rolled, num_calls) = (drafts_of(each, asked) for each in pair)
+        request = request_of(text, num_wanted, params, takes_trees=num_wanted > 2)
+        (drafts, _), (rolled, num_calls) = (drafts_of(each, request) for each in pair)
         assert rolled == drafts
         assert_alike(*pair)
         # What was committed is read by the same replay, unless it is a prompt.
-        assert (num_calls, graphs.num_replays) == ((2 if text == PROMPT else 1), int(num_wanted > 1))
+        assert num_calls == (2 if text == PROMPT and num_wanted > 1 else 1)
+        assert graphs.num_replays == int(num_wanted > 1)
         path = [each.token_ids[0] for each in pair[0]._trees[1].main.decided]
         text = [*text, *path[:num_agreeing], 3]
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_tokens_siblings_confidences_and_caches_are_the_same_for_every_number(pair, graphs, params):
+    rounds(pair, graphs, params, (5, 2), (1, 0), (4, 4), (2, 0), (8, 3))
+
+
+@pytest.mark.parametrize("pair", ["head"], indirect=True)
+def test_filters_are_applied_on_the_device(pair, graphs):
+    rounds(pair, graphs, FILTERED, (3, 2), (2, 1))
+
+
+def test_sequences_want_unlike_numbers_and_some_cannot_be_rolled_out(pair, graphs):
+    """Those with penalties, with stop tokens still banned, and drafts that are drawn: a call for each token."""
+    texts = {key: [key, *PROMPT] for key in range(8)}
+    wanted = {0: 5, 1: 2, 2: 1, 3: 4, 4: 3, 5: 3, 6: 3, 7: 2}
+    params = {4: PENALISED, 5: EARLY}
+    methods = {6: VerificationMethod.REJECTION}
+
+    def asked():
+        return [
+            request_of(
+                text,
+                wanted[key],
+                params.get(key, HOT),
+                key=key,
+                verification_method=methods.get(key, VerificationMethod.COUPLED),
+                stop_token_ids=(7,),
+            )
+            for key, text in texts.items()
+        ]
+
+    for _ in range(2):
+        (drafts, num_calls), (rolled, num_rolled_calls) = (drafts_of(each, *asked()) for each in pair)
+        assert [each.tree.token_ids for each in rolled] == [each.tree.token_ids for each in drafts]
+        assert_alike(*pair)
+        assert num_rolled_calls < num_calls
+        texts = {
+            key: [*text, *draft.tree.token_ids[:2], 3] for (key, text), draft in zip(texts.items(), drafts, strict=True)
+        }
+        wanted |= {0: 2, 2: 4}
+    assert graphs.num_replays >= 2
+
+
+def test_a_draft_ends_where_it_would_token_by_token(pair, graphs):
+    """At a stop token, where it is not sure enough, and at the end of the text."""
+    (whole, _), _ = (drafts_of(each, request_of(PROMPT, 6)) for each in pair)
+    tokens = whole[0].tree.token_ids
+    tree = pair[0]._trees[1]
+    reach = tree.main.decided[0].confidence * tree.main.decided[1].confidence
+    fields = ({"stop_token_ids": (tokens[2],)}, {"min_reach": reach * 1.01}, {"params": HOT | {"max_tokens": 4}})
+    for key, field in enumerate(fields, start=2):
+        (drafts, _), (rolled, _) = (drafts_of(each, request_of(PROMPT, 6, key=key, **field)) for each in pair)
+        assert rolled == drafts
+        assert len(rolled[0].tree) < 6 or "min_reach" in field
+        assert_alike(*pair)
+
+
+def test_where_the_window_ends_or_blocks_run_out_it_goes_on_token_by_token(pair, graphs):
+    """Of a text of one block one token starts another."""
+    for each in pair:
+        each._forward = replace(each._forward, max_model_len=35)
+    for key, (length, num_wanted) in enumerate(((30, 5), (33, 2), (34, 1))):
+        text = [(7 * index) % 300 for index in range(length)]
+        (drafts, _), (rolled, _) = (drafts_of(each, request_of(text, num_wanted, key=key)) for each in pair)
+        assert rolled == drafts
+        assert len(rolled[0].tree) == num_wanted
+        assert_alike(*pair)
+    for each in pair:
+        for key in range(3):
+            each.forget(key)
+        pool = each._forward.pool
+        pool.allocate(pool.num_free_blocks - 1)
+    graphs.num_replays = 0
+    text = [(7 * index) % 300 for index in range(12)]
+    (drafts, _), (rolled, _) = (drafts_of(each, request_of(text, 8, key=9)) for each in pair)
+    assert rolled == drafts
+    assert 0 < len(rolled[0].tree) < 8
+    assert graphs.num_replays == 0
+
+
+def test_a_sequence_may_go_between_calls_and_look_ahead_goes_on_from_a_rollout(pair, graphs):
+    fields = {"max_alternatives": 2}
+    for each in pair:
+        drafts_of(each, request_of(PROMPT, 4, key=1), request_of([9, *PROMPT], 5, key=2))
+        each.forget(2)
+        drafts_of(each, request_of(PROMPT, 4, key=3, **fields))
+        for _ in range(30):
+            (proposal,) = each.propose([request_of(PROMPT, 4, key=3, looks_ahead=True, **fields)])
+            check_proposer(each)
+            if not proposal.has_more:
+                break
+    mains = [[decided.token_ids for decided in each._trees[3].main.decided] for each in pair]
+    assert len(mains[0]) > 4
+    assert mains[0] == mains[1]
+    for each in pair:
+        each.forget(1)
+        each.forget(3)
+        assert each._forward.pool.num_free_blocks == each._forward.pool.num_blocks
