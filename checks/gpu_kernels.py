@@ -56,9 +56,9 @@ def cases() -> Iterator[Case]:
     """Every kernel, with the sizes of an 8B model of the Llama family."""
     types = dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16")
     types |= dict.fromkeys(("split_values", "split_largest", "split_totals"), "*fp32")
-    types |= dict.fromkeys(("query_start_loc", "block_tables"), "*i32")
+    types |= dict.fromkeys(("query_start_loc", "block_tables", "table_starts"), "*i32")
     types |= dict.fromkeys(("positions", "path_starts", "path_slots"), "*i64")
-    types |= dict.fromkeys(("num_seqs", "max_blocks", "max_splits", "window"), "i32")
+    types |= dict.fromkeys(("num_seqs", "max_splits", "window"), "i32")
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
     sizes = {"HEADS_PER_KV": 4, "HEADS_PER_TILE": 4, "NUM_KV_HEADS": 8, "HEAD": 128, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
     sizes |= {"LINES": TILE.lines, "KEYS": TILE.keys, "SPLIT_KEYS": TILE.split_keys}

@@ -133,7 +133,7 @@ class SimulatedRunner:
         for index, row in enumerate(arrays.logits_rows):
             sequence = int(np.searchsorted(starts, row, side="right")) - 1
             positions = np.arange(max(0, arrays.positions[row] + 1 - ORDER), arrays.positions[row] + 1)
-            table = np.asarray(arrays.block_tables[sequence * batch.max_blocks : (sequence + 1) * batch.max_blocks])
+            table = np.asarray(arrays.block_tables[arrays.table_starts[sequence] :])
             places = table[positions // size] * size + positions % size
             if batch.has_trees:
                 path = arrays.path_slots[arrays.path_starts[row] : arrays.path_starts[row + 1]][-ORDER:]

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 MOST_ROWS = 256
 """Of a bucket. In larger steps launches take a small part of the time."""
-LEAST_KEYS = 512
-"""Of the shortest block tables: shorter ones would be more buckets, and attention would not be faster."""
-KEYS_FACTOR = 4
-"""Between one length of block tables and the next. Attention programs without keys return at once."""
-MOST_DEPTH = 16
+MAX_MEAN_DEPTH = 16
 """Of a draft tree's paths, on average over the rows of a step."""
-LEAST_TREE_ROWS = 4
+MIN_TREE_ROWS = 4
 """A tree needs three rows, a known token and two siblings; rounded to a power of two."""
+MAX_TABLE_BLOCKS = 1 << 20
+"""Of all block tables of a batch, which take 4 bytes each on the device. Blocks that sequences share count for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The shape of a padded batch."""
+    """The shape of a padded batch, whatever the lengths of its block tables."""
 
     num_rows: int  # a power of two; as many sequences, of which some have no rows
-    max_blocks: int
     has_trees: bool = False
 
 
@@ -39,72 +35,59 @@ class GraphShapes:
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows to which steps are padded, rising."""
-        most = min(_power_of_two(self.max_rows), MOST_ROWS)
-        return tuple(1 << power for power in range(most.bit_length()))
+        max_rows = min(_power_of_two(self.max_rows), MOST_ROWS)
+        return tuple(1 << power for power in range(max_rows.bit_length()))
 
-
-class Buckets:
-    """All buckets of a node."""
-
-    def __init__(self, shapes: GraphShapes, *, max_model_len: int, block_size: int) -> None:
-        self._shapes = shapes
-        lengths = [LEAST_KEYS]
-        while lengths[-1] < max_model_len:
-            lengths.append(lengths[-1] * KEYS_FACTOR)
-        lengths[-1] = max(min(lengths[-1], max_model_len), LEAST_KEYS)
-        self._max_blocks = [-(-length // block_size) for length in lengths]
-
-    def __iter__(self) -> Iterator[Bucket]:
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
         """The largest first, so that the others find memory that it has left."""
-        for has_trees in (True, False) if self._shapes.has_trees else (False,):
-            for num_rows in reversed(self._shapes.row_counts):
-                if not has_trees or num_rows >= LEAST_TREE_ROWS:
-                    yield from (Bucket(num_rows, max_blocks, has_trees) for max_blocks in reversed(self._max_blocks))
+        falling = self.row_counts[::-1]
+        trees = [Bucket(num_rows, has_trees=True) for num_rows in falling if num_rows >= MIN_TREE_ROWS]
+        return (*(trees if self.has_trees else ()), *map(Bucket, falling))
 
-    def of(self, batch: InputBatch) -> Bucket | None:
-        """The smallest that holds the batch. None: it runs unpadded, as prompt chunks do, with few logits."""
+    def bucket_of(self, batch: InputBatch) -> Bucket | None:
+        """The smallest that holds the batch. None: it runs as it is, as long chunks of prompts do."""
         num_rows = _power_of_two(batch.num_rows)
-        if batch.num_logits != batch.num_rows or num_rows > self._shapes.row_counts[-1]:
-            return None
         if batch.has_trees:
-            num_rows = max(num_rows, LEAST_TREE_ROWS)
-            if not self._shapes.has_trees or len(batch.arrays.path_slots) > MOST_DEPTH * num_rows:
+            num_rows = max(num_rows, MIN_TREE_ROWS)
+            if not self.has_trees or len(batch.arrays.path_slots) > MAX_MEAN_DEPTH * num_rows:
                 return None
-        max_blocks = next((each for each in self._max_blocks if each >= batch.max_blocks), None)
-        return None if max_blocks is None else Bucket(num_rows, max_blocks, batch.has_trees)
+        if num_rows > self.row_counts[-1] or len(batch.arrays.block_tables) + num_rows > MAX_TABLE_BLOCKS:
+            return None
+        return Bucket(num_rows, batch.has_trees)
 
 
 def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
-    """The batch with further sequences: of one row each until the rows are enough, then without rows."""
+    """The batch with one more sequence, of the rows that are missing, and then with sequences without rows.
+
+    The sequence is as long as its rows, and has the scratch block wherever it needs a block. Each row has logits: those
+    of the batch come first, and the others are one row's again.
+    """
     arrays, size = batch.arrays, batch.block_size
     num_rows = bucket.num_rows - batch.num_rows
-    num_empty = bucket.num_rows - batch.num_seqs - num_rows
-    assert min(num_rows, num_empty, bucket.max_blocks - batch.max_blocks) >= 0, "the bucket is one of this batch"
-    tables = array("i")
-    for seq in range(batch.num_seqs):
-        table = arrays.block_tables[seq * batch.max_blocks : (seq + 1) * batch.max_blocks]
-        tables.extend(table)
-        tables.extend([table[0]] * (bucket.max_blocks - len(table)))
-    tables.extend([scratch_block] * (bucket.max_blocks * (num_rows + num_empty)))
+    num_blocks = -(-num_rows // size)
+    num_empty = bucket.num_rows - batch.num_seqs - (num_rows > 0)
+    assert min(num_rows, num_empty) >= 0, "the bucket is one of this batch"
+    lengths = array("i", [num_rows] * (num_rows > 0) + [0] * num_empty)
     starts, slots = arrays.path_starts, arrays.path_slots
     if bucket.has_trees:
-        starts = starts or array("q", [0] * (batch.num_rows + 1))
-        starts = starts + array("q", [starts[-1]] * num_rows)
-        slots = slots + array("q", [0] * (MOST_DEPTH * bucket.num_rows - len(slots)))
+        starts = starts or array("q", bytes(8 * (batch.num_rows + 1)))
+        starts = starts + array("q", starts[-1:]) * num_rows
+        slots = slots + array("q", bytes(8 * (MAX_MEAN_DEPTH * bucket.num_rows - len(slots))))
     padded = BatchFields(
-        token_ids=arrays.token_ids + array("q", [0] * num_rows),
-        positions=arrays.positions + array("q", [0] * num_rows),
-        slot_mapping=arrays.slot_mapping + array("q", [scratch_block * size] * num_rows),
-        logits_rows=arrays.logits_rows + array("q", range(batch.num_rows, bucket.num_rows)),
-        query_start_loc=arrays.query_start_loc
-        + array("i", range(batch.num_rows + 1, bucket.num_rows + 1))
-        + array("i", [bucket.num_rows] * num_empty),
-        seq_lens=arrays.seq_lens + array("i", [1] * num_rows + [0] * num_empty),
-        block_tables=tables,
+        token_ids=arrays.token_ids + array("q", bytes(8 * num_rows)),
+        positions=arrays.positions + array("q", range(num_rows)),
+        slot_mapping=arrays.slot_mapping + array("q", [scratch_block * size + row % size for row in range(num_rows)]),
+        logits_rows=arrays.logits_rows + array("q", (bucket.num_rows - 1,)) * (bucket.num_rows - batch.num_logits),
+        query_start_loc=arrays.query_start_loc + array("i", (bucket.num_rows,)) * len(lengths),
+        seq_lens=arrays.seq_lens + lengths,
+        table_starts=arrays.table_starts + array("i", (len(arrays.block_tables) + num_blocks,)) * len(lengths),
         path_starts=starts,
         path_slots=slots,
+        attention_plan=array("i"),
+        block_tables=arrays.block_tables + array("i", (scratch_block,)) * num_blocks,
     )
-    return InputBatch(padded, bucket.max_blocks, size)
+    return InputBatch(padded, size, is_padded=True)
 
 
 def _power_of_two(number: int) -> int:

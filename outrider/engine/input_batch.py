@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,15 +41,17 @@ class BatchFields(Generic[Values]):
     token_ids: Values  # [num_rows] int64
     positions: Values  # [num_rows] int64, absolute
     slot_mapping: Values  # [num_rows] int64, block_id * block_size + offset
-    logits_rows: Values  # [num_logits] int64, rising
+    logits_rows: Values  # [num_logits] int64, rising; of a padded batch [num_rows], and the last one repeats
     query_start_loc: Values  # [num_seqs + 1] int32
     seq_lens: Values  # [num_seqs] int32, with this step's rows
-    block_tables: (
-        Values  # [num_seqs, max_blocks] int32, as an array flat; unused entries repeat a block of the sequence
-    )
+    table_starts: Values  # [num_seqs + 1] int32, into block_tables
     # Of rows in trees the slots of the last keys that they see, their own last. Both empty in a batch without trees.
     path_starts: Values  # [num_rows + 1] int64, into path_slots
     path_slots: Values  # [sum of depths] int64
+    # What its attention backend has planned for the batch (see AttentionBackend.plan). Empty: nothing.
+    attention_plan: Values  # int32
+    # Last: of a padded batch the one field whose length does not follow from the number of rows.
+    block_tables: Values  # [blocks in use of all sequences] int32, end to end
 
 
 FIELD_NAMES = tuple(each.name for each in fields(BatchFields))
@@ -70,13 +72,13 @@ class InputBatch:
     """
 
     arrays: BatchFields[array[int]]  # none may grow or shrink from here on: tensors and kernels hold addresses
-    max_blocks: int  # of a sequence
     block_size: int
+    is_padded: bool = False  # see `graph_shapes.pad`; a forward then takes logits_rows, however many there are
     _tensors: dict[str, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process makes tensors of its own."""
-        return InputBatch, (self.arrays, self.max_blocks, self.block_size)
+        return InputBatch, (self.arrays, self.block_size, self.is_padded)
 
     @property
     def num_rows(self) -> int:
@@ -95,48 +97,56 @@ class InputBatch:
         """Whether rows of a sequence may see keys that are not at the slots of their positions."""
         return bool(self.arrays.path_starts)
 
+    @property
+    def selects_logits(self) -> bool:
+        """Whether a forward has to pick the rows with logits: not where each row has its own."""
+        return self.is_padded or self.num_logits < self.num_rows
+
+    def with_plan(self, plan: array[int]) -> InputBatch:
+        """The same batch with an `attention_plan`. It shares all other arrays, and no tensors."""
+        return InputBatch(replace(self.arrays, attention_plan=plan), self.block_size, self.is_padded)
+
     def context_slots(self, sequence: int, num_tokens: int) -> Slots:
         """Where a sequence's first tokens are by its block table: [num_tokens] int64."""
-        table = np.frombuffer(self.arrays.block_tables, dtype=np.int32).reshape(self.num_seqs, -1)[sequence]
+        starts = self.arrays.table_starts
+        table = np.frombuffer(self.arrays.block_tables, dtype=np.int32)[starts[sequence] : starts[sequence + 1]]
         return slots_of(table, num_tokens, self.block_size)
 
     def on(self, device: torch.device | str) -> BatchFields[Tensor]:
         """As tensors on `device`: on a CPU views of the arrays, elsewhere a copy that is made once."""
-        device = str(device)
-        if device not in self._tensors:
-            if device == "cpu":
-                self._tensors[device] = self._shaped({name: _view(getattr(self.arrays, name)) for name in FIELD_NAMES})
+        name = str(device)
+        if name not in self._tensors:
+            if name == "cpu":
+                views = {each: _view(getattr(self.arrays, each)) for each in FIELD_NAMES}
+                self._tensors[name] = BatchFields(**views)
             else:
-                self.copy_to(device)
-        return self._tensors[device]
+                import torch
 
-    def copy_to(self, device: torch.device | str) -> Tensor:
-        """One transfer of all fields; `on` gives views of it from here on. Returns it: [bytes] uint8, as `packed`."""
-        import torch
+                from outrider.engine.transfer import upload
 
-        from outrider.engine.transfer import upload
+                self.place_in(upload(self.packed(), torch.device(device)), device)
+        return self._tensors[name]
 
-        buffer = upload(self.packed(), torch.device(device))
+    def place_in(self, buffer: Tensor, device: torch.device | str) -> None:
+        """`on(device)` gives views of `buffer` from here on: [bytes] uint8 on `device`, laid out as `packed` is.
+
+        Where the buffer is longer, block tables have the rest of it.
+        """
         tensors, start = {}, 0
         for name in FIELD_NAMES:
             values = getattr(self.arrays, name)
-            size = len(values) * values.itemsize
+            size = len(values) * values.itemsize if name != "block_tables" else len(buffer) - start
             tensors[name] = buffer.narrow(0, start, size).view(_dtype(values))
             start += size + -size % ALIGNMENT
-        self._tensors[str(device)] = self._shaped(tensors)
-        return buffer
+        self._tensors[str(device)] = BatchFields(**tensors)
 
     def packed(self) -> npt.NDArray[np.uint8]:
-        """All fields, each from a multiple of ALIGNMENT on: [bytes] uint8."""
+        """All fields, each from a multiple of ALIGNMENT on: [bytes] uint8, a multiple of ALIGNMENT."""
         packed = bytearray()
         for name in FIELD_NAMES:
             packed += getattr(self.arrays, name)
             packed += bytes(-len(packed) % ALIGNMENT)
         return np.frombuffer(packed, dtype=np.uint8)
-
-    def _shaped(self, tensors: dict[str, Tensor]) -> BatchFields[Tensor]:
-        tensors["block_tables"] = tensors["block_tables"].view(self.num_seqs, self.max_blocks)
-        return BatchFields(**tensors)
 
 
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:
@@ -148,11 +158,10 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     if not rows:
         raise ValueError("a forward needs at least one sequence")
     token_ids, positions, slots, logits_rows = array("q"), array("q"), array("q"), array("q")
-    query_start_loc, seq_lens, block_tables = array("i", (0,)), array("i"), array("i")
-    num_blocks: list[int] = []
+    query_start_loc, seq_lens = array("i", (0,)), array("i")
+    table_starts, block_tables = array("i", (0,)), array("i")
     paths: dict[int, list[int]] = {}  # slots, by row
-    add_tokens, add_positions, add_slots = token_ids.extend, positions.extend, slots.extend
-    end_row = 0
+    num_rows = 0
     for index, (tokens, start, block_ids, num_logits, parents) in enumerate(rows):
         num = len(tokens)
         end = start + num
@@ -163,30 +172,32 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
             )
         if not 0 <= num_logits <= num:
             raise ValueError(f"sequence {index}: {num_logits} logits of {num} rows")
-        add_tokens(tokens)
-        add_positions(range(start, end))
-        position = start
-        while position < end:  # by block
-            block, offset = divmod(position, block_size)
-            slot = block_ids[block] * block_size + offset
-            num_here = min(block_size - offset, end - position)
-            add_slots(range(slot, slot + num_here))
-            position += num_here
+        block_tables.extend(block_ids[:used] if used < len(block_ids) else block_ids)
+        if num == 1:  # most of all sequences
+            token_ids.append(tokens[0])
+            positions.append(start)
+            slots.append(block_ids[start // block_size] * block_size + start % block_size)
+        else:
+            token_ids.extend(tokens)
+            positions.extend(range(start, end))
+            position = start
+            while position < end:  # by block
+                block, offset = divmod(position, block_size)
+                slot = block_ids[block] * block_size + offset
+                num_here = min(block_size - offset, end - position)
+                slots.extend(range(slot, slot + num_here))
+                position += num_here
         if parents:
             _place_tree(index, rows[index], positions, slots, paths)
-        end_row += num
-        if num_logits:
-            logits_rows.extend(range(end_row - num_logits, end_row))
-        query_start_loc.append(end_row)
+        num_rows += num
+        if num_logits == 1:
+            logits_rows.append(num_rows - 1)
+        elif num_logits:
+            logits_rows.extend(range(num_rows - num_logits, num_rows))
+        query_start_loc.append(num_rows)
         seq_lens.append(end)
-        num_blocks.append(used)
-    max_blocks = max(num_blocks)
-    for seq, used in zip(rows, num_blocks, strict=True):
-        block_ids = seq.block_ids
-        block_tables.extend(block_ids[:used] if used < len(block_ids) else block_ids)
-        if used < max_blocks:
-            block_tables.extend([block_ids[0]] * (max_blocks - used))
-    path_starts, path_slots = _path_arrays(paths, len(token_ids))
+        table_starts.append(len(block_tables))
+    path_starts, path_slots = _path_arrays(paths, num_rows)
     arrays = BatchFields(
         token_ids=token_ids,
         positions=positions,
@@ -194,11 +205,13 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         logits_rows=logits_rows,
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
-        block_tables=block_tables,
+        table_starts=table_starts,
         path_starts=path_starts,
         path_slots=path_slots,
+        attention_plan=array("i"),
+        block_tables=block_tables,
     )
-    return InputBatch(arrays, max_blocks, block_size)
+    return InputBatch(arrays, block_size)
 
 
 def _place_tree(

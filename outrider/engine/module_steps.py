@@ -17,7 +17,7 @@ from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.feature_writer import FeatureWriter
 from outrider.engine.gpu_kernels import why_no_triton
-from outrider.engine.graph_shapes import Buckets, GraphShapes
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.runnable_model import RunnableModel
@@ -62,7 +62,7 @@ class ModuleSteps:
             device = torch.device(kv_cache.device)
             self.padded_rows = graphs.row_counts
             self._graphs = StepGraphs(
-                Buckets(graphs, max_model_len=model.spec.max_model_len, block_size=kv_cache.block_size),
+                graphs,
                 device=device,
                 scratch_block=kv_cache.scratch_blocks[0],
                 block_size=kv_cache.block_size,
@@ -104,7 +104,7 @@ class ModuleSteps:
             if batch.num_logits == 0:
                 self._model.base_model(**arguments)
                 return torch.empty((0, self._vocab_size), device=device)
-            if batch.num_logits < batch.num_rows:
+            if batch.selects_logits:
                 arguments["logits_to_keep"] = on_device.logits_rows
             logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
             return logits.float()

@@ -1,8 +1,9 @@
 """Steps as CUDA graphs: the forward pass of a padded batch as one launch.
 
-A graph reads one buffer and writes one tensor of logits, at the addresses of its capture. A batch is padded to its
-bucket's shape with sequences of one row, which write to a scratch block that no sequence has, and with sequences
-without rows. So a padded batch is an ordinary batch, and padding changes no other row.
+All graphs read one buffer and write one tensor of logits, at the addresses of their capture. A batch is padded to its
+bucket's number of rows with a sequence that writes to a scratch block, which no other sequence has, and with sequences
+without rows. So a padded batch is an ordinary batch, and padding changes no other row. The lengths of block tables do
+not matter: they lie end to end at the end of the buffer, and a step uploads as much of it as it has.
 
 All graphs are captured before the first request. They share memory, since one is replayed at a time and its only result
 is in the buffer of logits.
@@ -15,10 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.graph_shapes import Bucket, Buckets, pad
+from outrider.engine.graph_shapes import MAX_TABLE_BLOCKS, Bucket, GraphShapes, pad
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.transfer import page_locked
 
@@ -33,49 +36,64 @@ class StepGraphs:
 
     def __init__(
         self,
-        buckets: Buckets,
+        shapes: GraphShapes,
         *,
         device: torch.device,
         scratch_block: int,
         block_size: int,
         capture: GraphCapture,
+        plan: Callable[[InputBatch], InputBatch] = lambda batch: batch,
     ) -> None:
-        self._buckets = buckets
+        """`plan`: AttentionBackend.plan, of the backend that the forward uses."""
+        self._shapes = shapes
         self._device = device
         self._scratch_block = scratch_block
         self._block_size = block_size
         self._capture = capture
-        self._graphs: dict[Bucket, tuple[Tensor, Replay]] = {}  # with the buffer of its batch
+        self._plan = plan
+        self._graphs: dict[Bucket, Replay] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # [bytes], from which every graph reads its batch
         self._logits: Tensor | None = None  # [most rows, vocab_size] float32, which every graph writes
 
     @torch.inference_mode()
     def capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
         """A graph for each bucket, of steps that write to the scratch block only.
 
-        `forward`: of a batch whose tensors are on `device`; all that differs within a bucket it reads there. It is not
-        kept: graphs that held their runner would be a reference cycle, and device memory would wait for a collection.
+        `forward`: logits of the `logits_rows` of a batch whose tensors are on `device`; all that differs within a
+        bucket it reads there. It is not kept: graphs that held their runner would be a reference cycle, and device
+        memory would wait for a collection.
         """
         nothing = build_input_batch([SequenceRows([0], 0, (self._scratch_block,), 1)], self._block_size)
-        for bucket in self._buckets:
-            padded = pad(nothing, bucket, self._scratch_block)
-            buffer = padded.copy_to(self._device)
+        for bucket in self._shapes.buckets:
+            padded = self._padded(nothing, bucket)
+            packed = padded.packed()
+            if self._logits is None:  # the first is the largest
+                num_bytes = len(packed) + MAX_TABLE_BLOCKS * padded.arrays.block_tables.itemsize
+                self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._upload(packed)
+            padded.place_in(self._buffer, self._device)
             if self._logits is None:
                 self._logits = torch.empty_like(forward(padded))
             logits = self._logits.narrow(0, 0, bucket.num_rows)
-            self._graphs[bucket] = buffer, self._capture(partial(_write_logits, forward, padded, logits))
+            self._graphs[bucket] = self._capture(partial(_write_logits, forward, padded, logits))
 
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
-        """Logits [num_logits, vocab_size] float32, valid until the next run. None: no bucket holds the batch."""
-        bucket = self._buckets.of(batch)
-        graph = None if bucket is None else self._graphs.get(bucket)
-        if bucket is None or graph is None or self._logits is None:
+        """Logits [num_logits, vocab_size] float32, valid until the next run. None: no graph is of its shape."""
+        bucket = self._shapes.bucket_of(batch)
+        replay = None if bucket is None else self._graphs.get(bucket)
+        if bucket is None or replay is None or self._logits is None:
             return None
-        buffer, replay = graph
-        packed = pad(batch, bucket, self._scratch_block).packed()
-        buffer.copy_(page_locked(packed, self._device), non_blocking=True)
+        self._upload(self._padded(batch, bucket).packed())
         replay()
         return self._logits.narrow(0, 0, batch.num_logits)
+
+    def _padded(self, batch: InputBatch, bucket: Bucket) -> InputBatch:
+        return self._plan(pad(batch, bucket, self._scratch_block))
+
+    def _upload(self, packed: npt.NDArray[np.uint8]) -> None:
+        """To the front of the buffer, in one copy."""
+        self._buffer.narrow(0, 0, len(packed)).copy_(page_locked(packed, self._device), non_blocking=True)
 
 
 def _write_logits(forward: Callable[[InputBatch], Tensor], padded: InputBatch, logits: Tensor) -> None:

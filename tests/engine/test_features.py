@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.features import FeatureReduction
-from outrider.engine.graph_shapes import Buckets, GraphShapes
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -235,7 +235,7 @@ def test_captured_steps_write_features_too(loaded):
         return lambda: (replayed.append(1), run())
 
     node.runner._graphs = StepGraphs(
-        Buckets(GraphShapes(8), max_model_len=512, block_size=BLOCK_SIZE),
+        GraphShapes(8),
         device=torch.device(node.cache.device),
         scratch_block=node.cache.scratch_blocks[0],
         block_size=BLOCK_SIZE,

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.engine import module_steps, open_runner, transfer
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
-from outrider.engine.graph_shapes import Buckets, GraphShapes
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache import tensor_planes
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -311,7 +311,7 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
         open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=GraphShapes(2))
     finally:
         gc.enable()
-    assert len(kept) == (1 + 2 * 2 if node.attention.can_be_captured else 1)
+    assert len(kept) == (1 + 2 if node.attention.can_be_captured else 1)
     assert [each for each in kept if each() is not None] == []
 
 
@@ -331,17 +331,17 @@ class Operations(TorchDispatchMode):
 
 def test_a_captured_step_copies_its_batch_and_allocates_nothing(gpu):
     graphs = StepGraphs(
-        Buckets(GraphShapes(8, has_trees=True), max_model_len=512, block_size=16),
+        GraphShapes(64, has_trees=True),
         device=GPU,
         scratch_block=24,
         block_size=16,
         capture=lambda run: run() or (lambda: None),
     )
-    graphs.capture_all(lambda batch: batch.on(GPU).positions.float().unsqueeze(1))
+    graphs.capture_all(lambda batch: batch.on(GPU).logits_rows.float().unsqueeze(1))
     with OneDevice(), Operations() as operations:
-        for rows in (BATCH[:2], [TREE, BATCH[1]], BATCH[:1]):
+        for rows in (BATCH, [TREE, BATCH[1]], BATCH[:1]):
             batch = build_input_batch(rows, 16)
-            assert graphs.run(batch).shape == (batch.num_rows, 1)
+            assert graphs.run(batch).shape == (batch.num_logits, 1)
     assert operations.names <= {"aten.copy_.default", "aten.slice.Tensor", "aten.narrow.default"}
 
 

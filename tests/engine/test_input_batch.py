@@ -26,7 +26,9 @@ def test_rows_of_all_sequences_lie_end_to_end():
     assert batch.arrays.slot_mapping.tolist() == [7 * 4 + 3, 2 * 4, 2 * 4 + 1, 5 * 4, 4 * 4, 4 * 4 + 1]
     assert batch.arrays.query_start_loc.tolist() == [0, 3, 4, 6]
     assert batch.arrays.seq_lens.tolist() == [6, 1, 10]
-    assert batch.on(CPU).block_tables.tolist() == [[7, 2, 7], [5, 5, 5], [1, 9, 4]]
+    assert batch.on(CPU).block_tables.tolist() == [7, 2, 5, 1, 9, 4]
+    assert batch.arrays.table_starts.tolist() == [0, 2, 3, 6]
+    assert batch.context_slots(2, 9).tolist() == [4, 5, 6, 7, 36, 37, 38, 39, 16]
     assert batch.arrays.logits_rows.tolist() == [1, 2, 3]
     assert (batch.num_rows, batch.num_seqs) == (6, 3)
 
@@ -42,7 +44,7 @@ def test_rows_go_to_the_slots_of_their_positions_wherever_they_begin_and_end():
                 assert batch.arrays.slot_mapping.tolist() == [
                     block_ids[position // block_size] * block_size + position % block_size for position in positions
                 ]
-                assert batch.on(CPU).block_tables.tolist() == [block_ids[: -(-(start + num) // block_size)].tolist()]
+                assert batch.arrays.block_tables == block_ids[: -(-(start + num) // block_size)]
 
 
 WRONG = {

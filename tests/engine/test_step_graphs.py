@@ -13,8 +13,8 @@ import torch
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.features import FeatureReduction
-from outrider.engine.graph_shapes import MOST_DEPTH, MOST_ROWS, Bucket, Buckets, GraphShapes, pad
-from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.graph_shapes import MAX_MEAN_DEPTH, MAX_TABLE_BLOCKS, MOST_ROWS, Bucket, GraphShapes, pad
+from outrider.engine.input_batch import FIELD_NAMES, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
@@ -26,10 +26,6 @@ BLOCK_SIZE = 16
 SCRATCH = 40
 REAL_SLOTS = np.arange(SCRATCH * BLOCK_SIZE)
 TREES = GraphShapes(has_trees=True)
-
-
-def buckets_of(shapes=TREES, max_model_len=1000):
-    return Buckets(shapes, max_model_len=max_model_len, block_size=BLOCK_SIZE)
 
 
 def batch_of(*sequences):
@@ -47,63 +43,82 @@ def batch_of(*sequences):
     ("rows", "num_rows"),
     [([1], 1), ([1] * 3, 4), ([1] * 8, 8), ([5], 8), ([5, 5, 1], 16), ([1] * MOST_ROWS, MOST_ROWS), ([200, 57], None)],
 )
-def test_buckets_hold_their_batches(rows, num_rows):
-    sequences = [SequenceRows([1] * count, 0, range(16), count) for count in rows]
-    found = buckets_of().of(build_input_batch(sequences, BLOCK_SIZE))
-    assert found == (num_rows and Bucket(num_rows, 32))
+@pytest.mark.parametrize("num_logits", [0, 1, None])
+def test_buckets_hold_their_batches(rows, num_rows, num_logits):
+    """However few of their rows have logits: chunks of prompts run beside answers."""
+    sequences = [SequenceRows([1] * count, 0, range(16), count if num_logits is None else num_logits) for count in rows]
+    found = TREES.bucket_of(build_input_batch(sequences, BLOCK_SIZE))
+    assert found == (num_rows and Bucket(num_rows))
 
 
-def test_tables_have_few_lengths_and_room_for_the_longest_sequence():
-    buckets = buckets_of(GraphShapes(5), max_model_len=3000)
-    assert [(each.num_rows, each.max_blocks) for each in buckets] == [
-        (rows, blocks) for rows in (8, 4, 2, 1) for blocks in (188, 128, 32)
-    ]
-    longest = build_input_batch([SequenceRows([1], 2999, range(188), 1)], BLOCK_SIZE)
-    assert buckets.of(longest) == Bucket(1, 188)
+def test_the_number_of_rows_alone_makes_a_bucket():
+    assert [each.num_rows for each in GraphShapes(5).buckets] == [8, 4, 2, 1]
+    assert [each.num_rows for each in TREES.buckets if each.has_trees] == [256, 128, 64, 32, 16, 8, 4]
+    for num_tokens in (1, 3000, 2_000_000):
+        blocks = [3] * -(-num_tokens // BLOCK_SIZE)
+        batch = build_input_batch([SequenceRows([1], num_tokens - 1, blocks, 1)], BLOCK_SIZE)
+        assert GraphShapes(5).bucket_of(batch) == Bucket(1)
 
 
-def test_prompt_chunks_run_as_they_are_and_trees_where_none_are_captured():
-    assert buckets_of().of(build_input_batch([SequenceRows([1, 2, 3], 0, (1,), 1)], BLOCK_SIZE)) is None
+def test_trees_run_as_they_are_where_none_are_captured_and_tables_where_the_buffer_ends():
     tree = batch_of(([1, 2, 3], 0, (-1, -1)))
-    assert buckets_of().of(tree) == Bucket(4, 32, has_trees=True)
-    assert buckets_of(GraphShapes()).of(tree) is None
+    assert TREES.bucket_of(tree) == Bucket(4, has_trees=True)
+    assert GraphShapes().bucket_of(tree) is None
     chain = [SequenceRows([1] * 60, 0, range(4), 60, range(-1, 58))]
-    assert buckets_of().of(build_input_batch(chain, BLOCK_SIZE)) is None  # longer paths than there is room for
+    assert TREES.bucket_of(build_input_batch(chain, BLOCK_SIZE)) is None  # longer paths than there is room for
+    for num_blocks, found in ((MAX_TABLE_BLOCKS - 1, Bucket(1)), (MAX_TABLE_BLOCKS, None)):
+        longest = [SequenceRows([1], num_blocks - 1, range(num_blocks), 1)]
+        assert TREES.bucket_of(build_input_batch(longest, block_size=1)) == found
 
 
 def test_every_bucket_of_a_batch_is_captured():
     """Whatever is met while serving: nothing is captured then."""
     for shapes in (GraphShapes(1), GraphShapes(100, has_trees=True), TREES):
-        buckets = buckets_of(shapes, max_model_len=4096)
-        captured = set(buckets)
+        captured = set(shapes.buckets)
         for num_rows in range(1, 300):
             for parents in ((), (-1, -1)):
                 rows = SequenceRows([1] * num_rows, 0, range(256), num_rows, parents if num_rows > 2 else ())
-                found = buckets.of(build_input_batch([rows], BLOCK_SIZE))
+                found = shapes.bucket_of(build_input_batch([rows], BLOCK_SIZE))
                 assert found is None or found in captured
 
 
-def test_padding_is_sequences_of_one_row_in_the_scratch_block_then_some_of_none():
+def test_padding_is_a_sequence_in_the_scratch_block_then_some_without_rows():
     batch = batch_of(([1, 2, 3], 30), ([4], 5), ([4], 5))
-    padded = pad(batch, Bucket(8, 32), SCRATCH)
-    assert (padded.num_seqs, padded.num_rows, padded.max_blocks) == (8, 8, 32)
-    assert padded.arrays.slot_mapping.tolist() == [*batch.arrays.slot_mapping.tolist(), *[SCRATCH * BLOCK_SIZE] * 3]
-    assert padded.arrays.query_start_loc.tolist() == [0, 3, 4, 5, 6, 7, 8, 8, 8]
-    assert padded.arrays.positions[5:].tolist() == [0, 0, 0]
-    assert padded.arrays.seq_lens.tolist() == [33, 6, 6, 1, 1, 1, 0, 0]
-    assert padded.on(CPU).block_tables[0, :3].tolist() == [0, 1, 2]
-    assert padded.on(CPU).block_tables[:3, 3:].eq(padded.on(CPU).block_tables[:3, :1]).all()
-    assert padded.on(CPU).block_tables[3:].eq(SCRATCH).all()
-    assert padded.arrays.logits_rows.tolist() == list(range(8))
+    padded = pad(batch, Bucket(8), SCRATCH)
+    assert (padded.num_seqs, padded.num_rows, padded.is_padded) == (8, 8, True)
+    scratch_slots = [SCRATCH * BLOCK_SIZE + row for row in range(3)]
+    assert padded.arrays.slot_mapping.tolist() == [*batch.arrays.slot_mapping.tolist(), *scratch_slots]
+    assert padded.arrays.query_start_loc.tolist() == [0, 3, 4, 5, 8, 8, 8, 8, 8]
+    assert padded.arrays.positions[5:].tolist() == [0, 1, 2]
+    assert padded.arrays.seq_lens.tolist() == [33, 6, 6, 3, 0, 0, 0, 0]
+    assert padded.arrays.table_starts.tolist() == [0, 3, 4, 5, 6, 6, 6, 6, 6]
+    assert padded.arrays.block_tables.tolist() == [0, 1, 2, 4, 8, SCRATCH]
+    assert padded.arrays.logits_rows.tolist() == [*range(5), 7, 7, 7]
+
+
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 200])
+def test_padding_is_an_ordinary_batch_however_many_rows_it_has(num_rows):
+    """As build_input_batch would lay it out."""
+    bucket = Bucket(256)
+    batch = build_input_batch([SequenceRows([7] * (256 - num_rows), 3, range(17), 1)], BLOCK_SIZE)
+    padded = pad(batch, bucket, SCRATCH)
+    scratch = SequenceRows([0] * num_rows, 0, [SCRATCH] * -(-num_rows // BLOCK_SIZE), 1)
+    both = build_input_batch([SequenceRows([7] * (256 - num_rows), 3, range(17), 1), scratch], BLOCK_SIZE).arrays
+    for name in ("token_ids", "positions", "slot_mapping"):
+        assert getattr(padded.arrays, name) == getattr(both, name)
+    assert padded.context_slots(1, num_rows).tolist() == list(both.slot_mapping[-num_rows:])
+    assert len(padded.arrays.logits_rows) == 256
+    full = pad(padded, bucket, SCRATCH)
+    assert full.arrays.seq_lens == padded.arrays.seq_lens
 
 
 def test_a_padded_tree_keeps_its_paths():
     batch = batch_of(([1, 2, 3, 4], 30, (-1, -1, 1)), ([4], 5))
-    padded = pad(batch, Bucket(8, 32, has_trees=True), SCRATCH)
+    padded = pad(batch, Bucket(8, has_trees=True), SCRATCH)
     num_slots = len(batch.arrays.path_slots)
     assert padded.arrays.path_starts.tolist() == [*batch.arrays.path_starts.tolist(), *[num_slots] * 3]
     assert padded.arrays.path_slots[:num_slots].tolist() == batch.arrays.path_slots.tolist()
-    assert len(padded.arrays.path_slots) == 8 * MOST_DEPTH
+    assert len(padded.arrays.path_slots) == 8 * MAX_MEAN_DEPTH
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +141,7 @@ def test_padding_changes_no_other_row(model):
     batch = batch_of(([5, 6, 7], 0), ([9], 0), ([2], 0))
     plain = torch.tensor(runner.forward(batch))
     before = [cache.read(plane.name, range(plane.num_layers), REAL_SLOTS).copy() for plane in model.spec.planes]
-    padded = torch.as_tensor(runner.forward(pad(batch, buckets_of().of(batch), SCRATCH)))[:5]
+    padded = torch.as_tensor(runner.forward(pad(batch, TREES.bucket_of(batch), SCRATCH)))[:5]
     if model.native is None:
         torch.testing.assert_close(padded, plain)
     else:
@@ -142,9 +157,9 @@ def capture_on_a_cpu(run):
     return run
 
 
-def graphs_of(forward, *, shapes=TREES, max_model_len=512):
+def graphs_of(forward, *, shapes=TREES):
     graphs = StepGraphs(
-        buckets_of(shapes, max_model_len),
+        shapes,
         device=CPU,
         scratch_block=SCRATCH,
         block_size=BLOCK_SIZE,
@@ -159,25 +174,29 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
 
     def forward(batch):
         tensors = batch.on(CPU)
-        names = ("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_tables", "logits_rows")
-        seen.append([getattr(tensors, name).data_ptr() for name in (*names, "path_starts", "path_slots")])
-        assert len({address % 16 for address in seen[-1] if address}) == 1  # or each alignment would be a kernel
-        return (tensors.token_ids * 1000 + tensors.positions).float().unsqueeze(1)
+        seen.append([getattr(tensors, name).data_ptr() for name in FIELD_NAMES])
+        assert len({address % 16 for address in seen[-1]}) == 1  # or each alignment would be a kernel
+        numbers = (tensors.token_ids * 1000 + tensors.positions).float().unsqueeze(1)
+        return numbers.index_select(0, tensors.logits_rows) if batch.selects_logits else numbers
 
     graphs = graphs_of(forward, shapes=GraphShapes(8, has_trees=True))
     captured = {tuple(each) for each in seen}
     seen.clear()
     addresses = set()
-    for tokens, start, *parents in (([1, 2, 3], 30), ([7, 8, 9], 2), ([4, 5], 11), ([1, 2, 3], 5, (-1, -1))):
-        logits = graphs.run(batch_of((tokens, start, *parents), ([6], 3)))
-        addresses.add(logits.data_ptr())
-        depths = [0, 1, 1] if parents else range(len(tokens))
-        expected = [1000 * token + start + depth for token, depth in zip(tokens, depths, strict=True)] + [6003]
-        assert logits.squeeze(1).tolist() == expected
+    for tokens, start, *parents in (([1, 2, 3], 30), ([7, 8, 9], 2), ([4, 5], 1100), ([1, 2, 3], 5, (-1, -1))):
+        for num_logits in (len(tokens), 1):  # fewer than rows: a chunk of a prompt beside an answer
+            blocks = range(-(-(start + 3) // BLOCK_SIZE))  # tables of any length
+            rows = [SequenceRows(tokens, start, blocks, num_logits, *parents), SequenceRows([6], 3, (4,), 1)]
+            logits = graphs.run(build_input_batch(rows, BLOCK_SIZE))
+            addresses.add(logits.data_ptr())
+            depths = [0, 1, 1] if parents else range(len(tokens))
+            expected = [1000 * token + start + depth for token, depth in zip(tokens, depths, strict=True)]
+            assert logits.squeeze(1).tolist() == [*expected[-num_logits:], 6003]
     assert len(addresses) == 1
     assert len({tuple(each) for each in seen}) == 2  # of four rows, with and without trees
     assert {tuple(each) for each in seen} <= captured
-    assert graphs.run(build_input_batch([SequenceRows([1, 2], 0, (1,), 0)], BLOCK_SIZE)) is None
+    assert graphs.run(build_input_batch([SequenceRows([1, 2], 0, (1,), 0)], BLOCK_SIZE)).shape == (0, 1)
+    assert graphs.run(build_input_batch([SequenceRows([1] * 9, 0, (1,), 1)], BLOCK_SIZE)) is None
 
 
 @pytest.mark.triton

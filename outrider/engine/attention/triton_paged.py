@@ -47,8 +47,8 @@ class TritonAttention:
         num_kv_heads = key_cache.shape[2]
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
         keys_per_block = min(tile.keys, max(16, MOST_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
-        max_splits = -(-batch.max_blocks * batch.block_size // tile.split_keys)
-        is_split = max_splits > 1 and num_rows <= _MOST_SPLIT_ROWS
+        max_splits = -(-max(batch.arrays.seq_lens) // tile.split_keys)
+        is_split = not batch.is_padded and max_splits > 1 and num_rows <= _MOST_SPLIT_ROWS
         query = query.contiguous()
         output = torch.empty_like(query)
         partials = (num_rows, num_heads, max_splits) if is_split else (0, 0, 0)
@@ -63,8 +63,8 @@ class TritonAttention:
         with torch.cuda.device_of(query):  # where triton launches
             attend[grid](
                 query, key_cache, value_cache, output, values, largest, totals,
-                fields.query_start_loc, fields.positions, fields.block_tables,
-                fields.path_starts, fields.path_slots, num_seqs, batch.max_blocks, max_splits,
+                fields.query_start_loc, fields.positions, fields.block_tables, fields.table_starts,
+                fields.path_starts, fields.path_slots, num_seqs, max_splits,
                 options.scaling, options.softcap or 0.0, window,
                 HEADS_PER_KV=heads_per_kv, HEADS_PER_TILE=heads_per_tile, NUM_KV_HEADS=num_kv_heads,
                 HEAD=head_dim, HEAD_DIM=padded_dim, BLOCK_SIZE=batch.block_size, LINES=tile.lines,

@@ -95,7 +95,7 @@ def _load(key_cache, value_cache, slots, is_key, dims, is_dim, kv_head, NUM_KV_H
 
 
 # Not specialised: these change from step to step, and each class of values would be a recompilation.
-@triton.jit(do_not_specialize=["num_seqs", "max_blocks", "max_splits"])
+@triton.jit(do_not_specialize=["num_seqs", "max_splits"])
 def attend(
     query,  # [num_rows, num_heads, head_dim]
     key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
@@ -106,11 +106,11 @@ def attend(
     split_totals,  # same
     query_start_loc,  # [num_seqs + 1] int32
     positions,  # [num_rows] int64
-    block_tables,  # [num_seqs, max_blocks] int32
+    block_tables,  # int32, of all sequences end to end
+    table_starts,  # [num_seqs + 1] int32
     path_starts,  # [num_rows + 1] int64, into path_slots; with HAS_PATHS
     path_slots,  # [sum of depths] int64: slots of the last keys of rows in trees
     num_seqs,
-    max_blocks,
     max_splits,
     scale,
     softcap,
@@ -149,6 +149,7 @@ def attend(
     seq = low - 1
     first_row = tl.load(query_start_loc + seq)
     end_row = tl.load(query_start_loc + seq + 1)
+    block_table = block_tables + tl.load(table_starts + seq)
     first_row += (tile - (first_row // ROWS + seq)) * ROWS
     if first_row >= end_row:
         return
@@ -202,7 +203,7 @@ def attend(
             key_positions = start + tl.arange(0, KEYS)
             is_key = key_positions < num_keys
             is_seen = _seen(key_positions, row_positions, window, HAS_WINDOW) & is_line[:, None]
-            slots = _slots(block_tables + seq * max_blocks, key_positions, is_key, BLOCK_SIZE)
+            slots = _slots(block_table, key_positions, is_key, BLOCK_SIZE)
             keys, value_block = _load(
                 key_cache, value_cache, slots, is_key, dims, is_dim, kv_head, NUM_KV_HEADS, HEAD
             )  # fmt: skip
@@ -222,7 +223,7 @@ def attend(
                     is_key = key_positions <= position
                     is_own = is_key & (key_positions >= first_own)
                     own = tl.load(path_slots + first_slot + (key_positions - first_own), mask=is_own, other=0)
-                    shared = _slots(block_tables + seq * max_blocks, key_positions, is_key & ~is_own, BLOCK_SIZE)
+                    shared = _slots(block_table, key_positions, is_key & ~is_own, BLOCK_SIZE)
                     keys, value_block = _load(
                         key_cache, value_cache, tl.where(is_own, own, shared), is_key, dims, is_dim, kv_head,
                         NUM_KV_HEADS, HEAD,

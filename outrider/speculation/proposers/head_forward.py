@@ -255,7 +255,7 @@ def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBat
     if not path_slots:
         return batch
     arrays = replace(arrays, positions=positions, path_starts=path_starts, path_slots=path_slots)
-    return InputBatch(arrays, batch.max_blocks, batch.block_size)
+    return InputBatch(arrays, batch.block_size)
 
 
 def _depths(row: PathRows, num_rows: int) -> list[int]:

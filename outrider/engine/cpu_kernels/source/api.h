@@ -85,14 +85,14 @@ struct OutriderBatch {
   int64_t num_rows;
   int64_t num_logits;               // rows whose logits are wanted: of others the last layer makes keys and values only
   int64_t num_seqs;
-  int64_t max_blocks;
   int64_t block_size;
   const int64_t* token_ids;         // [num_rows]
   const int64_t* positions;         // [num_rows]
   const int64_t* slots;             // [num_rows]
   const int32_t* query_start_loc;   // [num_seqs + 1]
   const int32_t* seq_lens;          // [num_seqs]
-  const int32_t* block_tables;      // [num_seqs, max_blocks]
+  const int32_t* table_starts;      // [num_seqs + 1], into block_tables
+  const int32_t* block_tables;      // of all sequences, end to end
   const int64_t* logits_rows;       // [num_logits], rising
   const int64_t* path_starts;       // [num_rows + 1], into path_slots; null: no row is in a tree
   const int64_t* path_slots;        // of a row in a tree: the slots of the last keys that it sees, its own last

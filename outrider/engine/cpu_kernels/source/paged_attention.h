@@ -229,7 +229,7 @@ struct PagedAttention {
   // Where the key at a position lies for the last row of a tile.
   int64_t slot_of(const AttentionTile& tile, int64_t position) const {
     if (position >= tile.path_position) return tile.path[position - tile.path_position];
-    const int32_t* blocks = batch.block_tables + tile.seq * batch.max_blocks;
+    const int32_t* blocks = batch.block_tables + batch.table_starts[tile.seq];
     return blocks[position / batch.block_size] * batch.block_size + position % batch.block_size;
   }
 
