@@ -6,19 +6,24 @@ pass computes later layers; a drafter head's features follow at the end of the p
 and sends the KV meanwhile, and commits when all of it has been sent. The decode node samples every
 token: there are logits only where a request asks for logprobs of its prompt, of a few rows in a step,
 and after the chunk's KV has been offered.
+
+A GPU only queues a forward. It gets one chunk ahead of the one that it computes, so that it is never idle. A chunk
+counts as computed, for everyone who asks, when the GPU has reached its end.
 """
 
 from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import PromptEngine
 from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import take_scored_rows
-from outrider.engine.scheduler import StepPlan
+from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
 from outrider.errors import PeerLostError
@@ -50,6 +55,15 @@ STOP_SECONDS = 2.0
 log = get_logger("prefill_node")
 
 
+class Chunk(NamedTuple):
+    """A forward pass that has been launched."""
+
+    plan: StepPlan
+    launched_at: float  # monotonic seconds
+    seconds: float  # of the launch, without waits for turns
+    end: Any  # a fence of the cache, where a device has only been asked for it; None: all is computed
+
+
 class PrefillLoop:
     """Owns scheduler, pool and cache; nothing else touches them, except that pushes read pinned blocks.
 
@@ -76,11 +90,9 @@ class PrefillLoop:
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
         self._engine = engine
-        self._scheduler = scheduler = engine.scheduler
+        self._scheduler = engine.scheduler
         self._connector = connector
-        self._layers = LayerGroups.of(
-            engine.kv_cache.planes, num_tokens=scheduler.max_rows_per_step, frame_bytes=frame_bytes
-        )
+        self._layers = LayerGroups.of(engine.kv_cache.planes, frame_bytes=frame_bytes)
         self._keep_alive_seconds = keep_alive_seconds
         self._profiler = profiler
         self._time = engine.clock
@@ -95,6 +107,8 @@ class PrefillLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
         self._places = PushPlaces(max_pushes)
+        self._chunks: deque[Chunk] = deque()  # launched, and not known to be computed; in order
+        self._last_end = 0.0  # of a chunk, monotonic seconds
         self._ended: list[JobEnded] = []
         self._is_stopped = False
 
@@ -122,12 +136,15 @@ class PrefillLoop:
         self._answer()  # jobs whose push has ended
         plan = self._plan()
         self._begin(self._tasks[each.key] for each in plan.admitted)  # pushes start, with what the prefix cache holds
-        seconds = self._compute(plan)  # one forward; pushes go on with its layers
-        self._finish(plan)  # publish; jobs that are computed only wait for their push
+        runs_ahead = self._runs_ahead(plan)
+        was_computing = self._finish_chunks(num_ahead=runs_ahead)
         if plan.scheduled:
-            self._tell(plan, seconds)
-        elif not plan.admitted and not self._is_stopped:
-            self._wait_for_command()
+            self._launch(plan, runs_ahead=runs_ahead)  # one forward; pushes go on with its layers
+            self._finish_chunks(num_ahead=runs_ahead)  # jobs that are computed only wait for their push
+        else:
+            self._turn.give()
+            if not was_computing and not plan.admitted and not self._is_stopped:
+                self._wait_for_command()
         self.progress.end()
 
     def _plan(self) -> StepPlan:
@@ -136,8 +153,13 @@ class PrefillLoop:
         self._time.mark(Part.SCHEDULE)
         return plan
 
+    def _runs_ahead(self, plan: StepPlan) -> bool:
+        """Whether the device is asked for more before it has computed this. The host waits for logits."""
+        has_logits = any(item.scored_token_ids for item in plan.scheduled)
+        return self._engine.runner.is_asynchronous and bool(plan.scheduled) and not has_logits
+
     def _tell(self, plan: StepPlan, seconds: float) -> None:
-        """A finished step, to whoever counts or profiles."""
+        """A computed chunk, to whoever counts or profiles."""
         stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
@@ -283,26 +305,21 @@ class PrefillLoop:
             self._turn.kv_has_arrived = True
         self._inbox.put(PushEnded(job_id, outcome))
 
-    def _compute(self, plan: StepPlan) -> float:
-        """The forward's seconds; 0 when nothing is planned."""
-        if not plan.scheduled:
-            self._turn.give()
-            return 0.0
+    def _launch(self, plan: StepPlan, *, runs_ahead: bool) -> None:
+        """The forward, whose blocks are published at once: whatever reads them is queued behind it."""
         self._turn.take()
-        self.progress.expect(plan.num_rows)
+        if not runs_ahead:
+            self.progress.expect(plan.num_rows)
         age_before = self.progress.age_seconds()
         fault_point("prefill.chunk")
         self._turn.keep()
-        for item in plan.scheduled:
-            task = self._tasks[item.sequence.key]
-            task.compute_started_at = task.compute_started_at or time.monotonic()
-        rows, started_at = [chunk_rows(item) for item in plan.scheduled], time.monotonic()
+        rows, launched_at = [chunk_rows(item) for item in plan.scheduled], time.monotonic()
         goes_on = False
         try:
             logits = self._engine.forward(
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
             )
-            self._offer(plan, None)
+            self._offer(plan.scheduled, None)
             for sequence, logprobs in read(*take_scored_rows(plan, logits)[1]):
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
@@ -310,40 +327,63 @@ class PrefillLoop:
             goes_on = 0 < num_ended < self._scheduler.num_running + self._scheduler.num_waiting
         finally:
             self._turn.end_chunk(goes_on=goes_on)
-        for item in plan.scheduled:
-            chunk = TimedPart(started_at, time.monotonic(), item.num_rows)
-            add_part(self._tasks[item.sequence.key].chunks, chunk)
-        self.prompt_tokens.add_computed(plan.num_rows)
-        return self.progress.age_seconds() - age_before
+        for sequence, num_rows, *_ in plan.scheduled:
+            assert sequence.kv is not None
+            sequence.kv.advance(sequence.num_computed + num_rows)
+            if not self._tasks[sequence.key].num_read_tokens:  # the prefix cache holds what this node computes itself
+                sequence.kv.publish(sequence.token_ids)
+        end = self._engine.kv_cache.fence() if runs_ahead else None
+        self._chunks.append(Chunk(plan, launched_at, self.progress.age_seconds() - age_before, end))
+        self._time.mark(Part.COMMIT)
 
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
         """Called within the forward: the chunk's KV of one more layer is in the cache."""
-        if (layers := self._layers.ending_at(layer)) is not None:
-            self._time.mark(Part.FORWARD)
-            self._offer(plan, layers)
+        self._time.mark(Part.FORWARD)
+        for item in plan.scheduled:
+            if (layers := self._layers.ending_at(layer, num_tokens=item.num_rows)) is not None:
+                self._offer((item,), layers)
         if layer < self._layers.num_layers - 1:
             self._turn.give_way()
 
-    def _offer(self, plan: StepPlan, layers: range | None) -> None:
+    def _offer(self, scheduled: Iterable[Scheduled], layers: range | None) -> None:
         """None: features."""
-        for item in plan.scheduled:
+        for item in scheduled:
             push, start = self._tasks[item.sequence.key].push, item.sequence.num_computed
             assert push is not None
             push.offer(layers, start, start + item.num_rows)
         self._time.mark(Part.HAND_OFF)
 
-    def _finish(self, plan: StepPlan) -> None:
+    def _finish_chunks(self, *, num_ahead: int) -> bool:
+        """Waits until the device has at most `num_ahead` chunks to compute. False: it had no more."""
+        has_waited = len(self._chunks) > num_ahead
+        while len(self._chunks) > num_ahead:
+            self._finish(self._chunks[0])
+            self._chunks.popleft()
+        return has_waited
+
+    def _finish(self, chunk: Chunk) -> None:
+        """Once it is computed. Jobs that were cancelled meanwhile are gone."""
+        plan, started_at, seconds = chunk.plan, chunk.launched_at, chunk.seconds
+        if chunk.end is not None:
+            self.progress.expect(plan.num_rows)
+            chunk.end.synchronize()
+            self._time.mark(Part.FORWARD)
+            started_at = max(started_at, self._last_end)
+            seconds = time.monotonic() - started_at
+        self._last_end = time.monotonic()
+        self.prompt_tokens.add_computed(plan.num_rows)
         for item in plan.scheduled:
-            sequence, task = item.sequence, self._tasks[item.sequence.key]
-            assert sequence.kv is not None
-            sequence.kv.advance(sequence.num_computed + item.num_rows)
-            if not task.num_read_tokens:  # the prefix cache holds what this node has computed itself
-                sequence.kv.publish(sequence.token_ids)
+            task = self._tasks.get(item.sequence.key)
+            if task is None or task.is_cancelled:
+                continue
+            add_part(task.chunks, TimedPart(started_at, self._last_end, item.num_rows))
+            task.compute_started_at = task.compute_started_at or started_at
             task.num_computed_tokens += item.num_rows
-            self.prompt_tokens.set_outstanding(sequence.key, task.num_outstanding_tokens)
-            if sequence.num_uncomputed == 0:
+            self.prompt_tokens.set_outstanding(item.sequence.key, task.num_outstanding_tokens)
+            if item.reaches_end:
                 self._end_compute(task)
         self._time.mark(Part.COMMIT)
+        self._tell(plan, seconds)
 
     def _end_compute(self, task: PrefillTask) -> None:
         self._stop_computing(task)

@@ -28,6 +28,8 @@ from outrider.service.telemetry.logging import get_logger
 from prefill_node.jobs import PushOutcome
 from prefill_node.timed_parts import PushedParts, TimedPart
 
+MIN_GROUPS = 4
+"""Of the layers of a model, however few the tokens: most of their KV leaves before the last layer is computed."""
 log = get_logger("prefill_node")
 
 
@@ -218,23 +220,23 @@ class LayerGroups:
     """Which layers of a chunk are pushed together: as many as fill a frame. Features, of one layer, follow them."""
 
     num_layers: int
-    group_size: int
+    tokens_per_frame: int  # of one layer
 
     @classmethod
-    def of(cls, planes: Sequence[PlaneSpec], *, num_tokens: int, frame_bytes: int) -> LayerGroups:
-        """Groups for chunks of `num_tokens` tokens. All planes but features have the same layers."""
+    def of(cls, planes: Sequence[PlaneSpec], *, frame_bytes: int) -> LayerGroups:
+        """All planes but features have the same layers."""
         layered = [plane for plane in planes if not plane.is_feature]
         num_layers = layered[0].num_layers
         assert all(plane.num_layers == num_layers for plane in layered)
-        largest = max(plane.bytes_per_token_per_layer for plane in layered)
-        return cls(num_layers, min(max(frame_bytes // (largest * num_tokens), 1), num_layers))
+        return cls(num_layers, frame_bytes // max(plane.bytes_per_token_per_layer for plane in layered))
 
-    def ending_at(self, layer: int) -> range | None:
-        """The group that is complete with this layer; None within one."""
+    def ending_at(self, layer: int, *, num_tokens: int) -> range | None:
+        """The group that is complete with this layer, for a sequence's tokens of the chunk; None within one."""
+        size = max(1, min(self.tokens_per_frame // num_tokens, self.num_layers // MIN_GROUPS))
         is_last = layer == self.num_layers - 1
-        if (layer + 1) % self.group_size and not is_last:
+        if (layer + 1) % size and not is_last:
             return None
-        return range(layer - layer % self.group_size, layer + 1)
+        return range(layer - layer % size, layer + 1)
 
 
 def cut_frames(

@@ -55,7 +55,8 @@ class PrefillTask:
     @property
     def num_outstanding_tokens(self) -> int:
         """That are still to be computed, as far as others wait for them."""
-        return min(self.sequence.num_uncomputed, self.job.call.most_outstanding_tokens)
+        num_known = self.num_cached_tokens + self.num_read_tokens + self.num_computed_tokens
+        return min(len(self.sequence.token_ids) - num_known, self.job.call.most_outstanding_tokens)
 
     def reserve_to_read(self, pool: BlockPool) -> bool:
         """Takes blocks for the whole prompt, into which its push reads what only the decode node holds of it.

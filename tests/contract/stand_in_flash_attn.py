@@ -1,7 +1,7 @@
-"""flash_attn_varlen_func as flash-attn 2.8 publishes it, computed by torch on any device.
+"""flash_attn_varlen_func as flash-attn 2.8 publishes it, and torch's varlen_attn, computed by torch on any device.
 
-Checks what the real kernel refuses, and reads only what it may: rows and keys by the lengths that it is given. It
-stands in for the package where there is no GPU; speed and rounding are not its business.
+Checks what the real kernels refuse, and reads only what they may: rows and keys by the lengths that they are given. It
+stands in for them where there is no GPU; speed and rounding are not its business.
 """
 
 from __future__ import annotations
@@ -62,6 +62,52 @@ def flash_attn_varlen_func(
         weights = scores.masked_fill(is_hidden.to(scores.device), -torch.inf).softmax(dim=2)
         output[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
     return output
+
+
+def varlen_attn_of_2_11(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+):
+    """As of torch 2.11: heads are shared without a word."""
+    refuse(query.shape[2] % 8 != 0, "head_size should be a multiple of 8")
+    refuse(return_aux is not None, "not stood in for")
+    lengths = cu_seq_q, cu_seq_k, max_q, max_k
+    return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, window_size=window_size)
+
+
+def varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
+    """As of torch 2.13."""
+    refuse(
+        not enable_gqa and query.size(1) != key.size(1), "Expect query and key/value to have the same number of heads"
+    )
+    refuse(seqused_k is not None or block_table is not None or num_splits is not None, "not stood in for")
+    lengths = cu_seq_q, cu_seq_k, max_q, max_k
+    return varlen_attn_of_2_11(query, key, value, *lengths, scale=scale, window_size=window_size)
 
 
 def refuse(condition, message):

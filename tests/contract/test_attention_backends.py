@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
-from outrider.engine.attention import AttentionOptions, make_attention_backend
+from outrider.engine.attention import AttentionOptions, flash_attn, make_attention_backend
+from outrider.engine.attention.flash_attn import FlashAttention
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -36,24 +41,30 @@ KERNELS = choose_kernels()
 
 
 def case(name, device, dtype, *marks):
-    label = {"stand-in": "flash_attn-stand-in", "interpreted": "triton-interpreted"}.get(name, f"{name}-{device}")
+    label = {"interpreted": "triton-interpreted"}.get(name, name if "stand-in" in name else f"{name}-{device}")
     return pytest.param((name, device, dtype), id=f"{label}-{str(dtype).removeprefix('torch.')}", marks=marks)
 
 
 NEEDS_KERNELS = pytest.mark.skipif(KERNELS.library is None, reason=str(KERNELS))
 NEEDS_FLASH_ATTN = pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs a CUDA device and flash-attn")
+STAND_INS = {
+    "flash_attn": stand_in_flash_attn.flash_attn_varlen_func,
+    "varlen_attn": stand_in_flash_attn.varlen_attn,
+    "varlen_attn-2.11": stand_in_flash_attn.varlen_attn_of_2_11,
+}
 BACKENDS = [
     case("torch_sdpa", "cpu", torch.float32),
     case("torch_sdpa", "cpu", torch.bfloat16),
     case("native", "cpu", torch.float32, NEEDS_KERNELS),
     case("native", "cpu", torch.bfloat16, NEEDS_KERNELS),
-    case("stand-in", "cpu", torch.bfloat16),
-    case("stand-in", "cpu", torch.float16),
+    *(case(f"{name}-stand-in", "cpu", torch.bfloat16) for name in STAND_INS),
+    case("varlen_attn-stand-in", "cpu", torch.float16),
     # Triton's interpreter has no products of bfloat16.
     case("interpreted", "cpu", torch.float32, pytest.mark.triton, INTERPRETED),
     case("triton", "cuda", torch.float32, *ON_CUDA),
     case("triton", "cuda", torch.bfloat16, *ON_CUDA),
     case("torch_sdpa", "cuda", torch.float32, *ON_CUDA),
+    case("varlen_attn", "cuda", torch.bfloat16, *ON_CUDA),
     case("flash_attn", "cuda", torch.bfloat16, pytest.mark.gpu, NEEDS_FLASH_ATTN),
 ]
 
@@ -82,20 +93,24 @@ def make_backend(name, device, dtype):
         return NativeAttention(start_kernels(KERNELS, ModelConfig(num_threads=2)))
     if name == "interpreted":
         return interpreted_attention()
-    if name in ("stand-in", "flash_attn"):
-        package = stand_in_flash_attn if name == "stand-in" else importlib.import_module("flash_attn")
-        return flash_attention_over(package, device)
+    if name.endswith("-stand-in"):
+        return flash_attention_by(STAND_INS[name.removesuffix("-stand-in")])
     return make_attention_backend(name, device, str(dtype).removeprefix("torch."))
 
 
-def flash_attention_over(package, device, *, least_rows=0):
-    """FlashAttention as it is where `package` is what is installed as flash_attn."""
+def flash_attention_by(compute):
+    """FlashAttention as it is where `compute` is what is installed, and leaves nothing that it could compute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "flash_attn", package)
-        patch.delitem(sys.modules, "outrider.engine.attention.flash_attn", raising=False)
-        module = importlib.import_module("outrider.engine.attention.flash_attn")
-        module.LEAST_ROWS = least_rows
-        return module.FlashAttention(torch.device(device), make_attention_backend("torch_sdpa", device))
+        if "q" in inspect.signature(compute).parameters:
+            patch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=compute))
+            return FlashAttention("flash_attn", "cpu", make_attention_backend("torch_sdpa", "cpu"))
+        patch.setattr(varlen, "varlen_attn", compute)
+        return FlashAttention("varlen_attn", "cpu", make_attention_backend("torch_sdpa", "cpu"))
+
+
+@pytest.fixture(autouse=True)
+def flash_attention_has_short_prompts_too(monkeypatch):
+    monkeypatch.setattr(flash_attn, "MIN_ROWS", 0)
 
 
 def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=2, head_dim=16):
@@ -247,26 +262,43 @@ def test_auto_runs_on_this_machine_without_a_gpu():
     assert make_attention_backend("auto", "cpu").name == "torch_sdpa"
 
 
-def test_flash_attn_has_prompts_and_leaves_steps_and_trees_to_another():
+@pytest.mark.parametrize("name", STAND_INS)
+def test_flash_attention_has_prompts_and_leaves_steps_trees_and_what_it_cannot_compute_to_another(name, monkeypatch):
     calls = []
 
-    class Package:
-        @staticmethod
-        def flash_attn_varlen_func(query, *_keys, **_options):
-            calls.append(len(query))
-            return query
+    @functools.wraps(STAND_INS[name])
+    def compute(query, *_keys, **_options):
+        calls.append(len(query))
+        return query
 
-    attention = flash_attention_over(Package, "cpu", least_rows=20)
-    sequences = {
-        "two chunks": [SequenceRows([0] * 30, 0, range(4), 1), SequenceRows([0] * 10, 0, range(4, 6), 1)],
-        "a chunk beside decoding": [SequenceRows([0] * 30, 0, range(4), 1), SequenceRows([0], 9, range(4, 6), 1)],
-        "a tree": [SequenceRows([0] * 30, 0, range(4), 1, parents=(-1, -1))],
+    monkeypatch.setattr(flash_attn, "MIN_ROWS", 20)
+    attention = flash_attention_by(compute)
+    chunks = [SequenceRows([0] * 30, 0, range(4), 1), SequenceRows([0] * 10, 0, range(4, 6), 1)]
+    steps = {
+        "two chunks": (chunks, PLAIN, 16),
+        "a chunk beside decoding": ([chunks[0], SequenceRows([0], 9, range(4, 6), 1)], PLAIN, 16),
+        "a tree": ([SequenceRows([0] * 30, 0, range(4), 1, parents=(-1, -1))], PLAIN, 16),
+        "odd heads": (chunks, PLAIN, 20),
+        "large heads": (chunks, PLAIN, 264),
+        "a soft cap": (chunks, AttentionOptions(0.25, softcap=1.5), 16),
     }
-    for rows in sequences.values():
+    for rows, options, head_dim in steps.values():
         batch = build_input_batch(rows, 8)
-        cache = torch.zeros((6, 8, 1, 16))
-        attention.attend(attention.prepare(batch), torch.ones((batch.num_rows, 2, 16)), cache, cache, PLAIN)
-    assert calls == [40]
+        cache = torch.zeros((6, 8, 1, head_dim))
+        output = attention.attend(
+            attention.prepare(batch), torch.ones((batch.num_rows, 2, head_dim)), cache, cache, options
+        )
+        assert output.shape == (batch.num_rows, 2, head_dim)
+    assert calls == ([40, 40] if name == "flash_attn" else [40])
+
+
+def test_the_stand_in_is_called_as_torch_s_own_is():
+    own = inspect.signature(varlen.varlen_attn).parameters
+    stand_in = STAND_INS["varlen_attn" if "enable_gqa" in own else "varlen_attn-2.11"]
+    stood_in = inspect.signature(stand_in).parameters
+    assert [(each.name, each.kind, each.default) for each in own.values()] == [
+        (each.name, each.kind, each.default) for each in stood_in.values()
+    ]
 
 
 @pytest.fixture
@@ -279,20 +311,9 @@ def installed(monkeypatch):
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    ("has_flash_attn", "dtype", "expected"),
-    [
-        (True, "float32", "triton"),
-        (True, "bfloat16", "flash_attn"),
-        (True, "float16", "flash_attn"),
-        (False, "float32", "triton"),
-        (False, "bfloat16", "triton"),
-    ],
+    ("dtype", "expected"), [("float32", "triton"), ("bfloat16", "varlen_attn"), ("float16", "varlen_attn")]
 )
-def test_auto_on_a_gpu_takes_flash_attn_for_what_it_can_compute(
-    installed, monkeypatch, has_flash_attn, dtype, expected
-):
-    if not has_flash_attn:
-        monkeypatch.setitem(sys.modules, "flash_attn", None)
+def test_auto_on_a_gpu_takes_flash_attention_of_torch_for_what_it_can_compute(installed, dtype, expected):
     backend = make_attention_backend("auto", "cuda", dtype)
     assert backend.name == expected
     assert backend.can_be_captured  # steps are triton's
@@ -302,15 +323,24 @@ def test_auto_on_a_gpu_without_triton_is_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     backend = make_attention_backend("auto", "cuda", "bfloat16")
     assert (backend.name, backend.can_be_captured) == ("torch_sdpa", False)
-    for name in ("triton", "flash_attn"):
+    for name in ("triton", "varlen_attn", "flash_attn"):
         with pytest.raises(ConfigError, match=r"triton package.*torch_sdpa"):
             make_attention_backend(name, "cuda", "bfloat16")
 
 
 @pytest.mark.triton
-def test_what_flash_attn_cannot_do_is_refused_with_the_way_out(installed):
+def test_the_flash_attn_package_is_used_where_it_is_asked_for(installed, monkeypatch):
+    assert make_attention_backend("flash_attn", "cuda", "bfloat16").name == "flash_attn"
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ConfigError, match=r"flash-attn package"):
+        make_attention_backend("flash_attn", "cuda", "bfloat16")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", ["varlen_attn", "flash_attn"])
+def test_what_flash_attention_cannot_do_is_refused_with_the_way_out(installed, name):
     with pytest.raises(ConfigError, match=r"float32.*torch_sdpa"):
-        make_attention_backend("flash_attn", "cuda", "float32")
+        make_attention_backend(name, "cuda", "float32")
 
 
 @pytest.mark.parametrize(("name", "message"), [("flash_attn", "torch_sdpa"), ("flashy", "one of")])

@@ -64,7 +64,10 @@ SETTINGS = [
 
 
 @pytest.fixture(
-    params=["torch_sdpa", *(pytest.param(name, marks=pytest.mark.triton) for name in ("flash_attn", "triton"))]
+    params=[
+        "torch_sdpa",
+        *(pytest.param(name, marks=pytest.mark.triton) for name in ("varlen_attn", "flash_attn", "triton")),
+    ]
 )
 def backend(request, monkeypatch):
     """The attention's name; with torch's no Triton kernel is there."""
@@ -135,7 +138,6 @@ def node(backend, sampler, gpu, monkeypatch):
     package.__spec__ = ModuleSpec("flash_attn", None)
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.delitem(sys.modules, "outrider.engine.attention.flash_attn", raising=False)
     for name in ("uniform_", "normal_"):  # weights have no values here, and these would ask for the real device
         monkeypatch.setattr(torch.Tensor, name, lambda tensor, *_arguments, **_keywords: tensor)
     config = AutoConfig.for_model(
@@ -345,7 +347,7 @@ def test_a_captured_step_copies_its_batch_and_allocates_nothing(gpu):
     assert operations.names <= {"aten.copy_.default", "aten.slice.Tensor", "aten.narrow.default"}
 
 
-def test_a_frame_of_the_hand_off_waits_for_its_own_copy_only(gpu, monkeypatch):
+def test_a_frame_of_the_hand_off_waits_for_its_own_fence_and_copy_only(gpu, monkeypatch):
     def page_locked(shape, dtype):
         with unset_fake_temporarily():  # numpy reads and writes it
             return torch.empty(tuple(shape), dtype=dtype).pin_memory()
@@ -361,7 +363,8 @@ def test_a_frame_of_the_hand_off_waits_for_its_own_copy_only(gpu, monkeypatch):
         frame = plane._copies.gather(plane.rows(range(1, 3), range(2)), slots, cache.fence())
         assert (frame.shape, frame.device.type) == ((2, 55, 2 * 16), "cpu")
         cache.write("v", range(1, 3), slots, bytes(2 * 55 * 2 * 16 * 2))
-    assert [line for line in log if line.startswith("host")] == ["host waits for copies"] * 2
+    own = ["host waits for default", "host waits for copies"]  # its fence, then its copy
+    assert [line for line in log if line.startswith("host")] == own * 2
 
 
 def test_rows_of_a_draft_tree_do_not_wait_either(node):
@@ -371,10 +374,17 @@ def test_rows_of_a_draft_tree_do_not_wait_either(node):
     assert logits.shape == (5, VOCAB_SIZE)
 
 
-def test_a_forward_without_logits_reads_nothing(node):
+LONG_CHUNK = SequenceRows(range(300), 40, range(22), num_logits=0)
+"""FlashAttention has it, where it is there."""
+
+
+@pytest.mark.parametrize("chunk", [BATCH[2], LONG_CHUNK])
+def test_a_forward_without_logits_reads_nothing(node, chunk):
     """Chunks of prompts."""
     done = []
-    with OneDevice():
-        logits = node.runner.forward(build_input_batch([BATCH[2]], 16), on_layer_done=done.append)
+    with OneDevice(), Operations() as operations:
+        logits = node.runner.forward(build_input_batch([chunk], 16), on_layer_done=done.append)
     assert logits.shape == (0, VOCAB_SIZE)
     assert done == [0, 1]
+    is_torch_s = chunk is LONG_CHUNK and node.attention.name == "varlen_attn"
+    assert ("torch_attn._varlen_attn.default" in operations.names) is is_torch_s

@@ -17,6 +17,7 @@ from outrider.prefill import PrefillCall
 from outrider.request import RequestOptions, SamplingParams
 from prefill_node.jobs import PrefillJob, Stop
 from prefill_node.prefill_loop import PrefillLoop
+from tests.support.fake_device import SteppedDevice
 from tests.support.fake_engine import ScriptedEngine
 from tests.support.fake_kv_cache import FEATURES, ScriptedKVCache
 from tests.support.in_memory_connector import InMemoryConnector
@@ -129,13 +130,19 @@ class Rig:
         frame_bytes=4096,
         connector=None,
         features=FEATURES,
+        on_device=False,
         **turns,
     ):
+        """`on_device`: whose passes are computed when the test says (`device.compute`)."""
         engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, features=features)
         scheduler = Scheduler(
             engine.pool, max_running=max_running, max_rows_per_step=max_rows_per_step, reserve_blocks_per_running=0
         )
         self.runner = engine.runner
+        if on_device:
+            self.runner = self.device = SteppedDevice(engine.runner)
+            engine = replace(engine, kv_cache=self.device.cache)
+        self.is_asynchronous = on_device
         self.engine = replace(engine, scheduler=scheduler, runner=self)
         self.decode = DecodeSide(ADDRESS)
         self.other_decode = DecodeSide(OTHER_ADDRESS)
@@ -144,6 +151,7 @@ class Rig:
         self.before_layer = lambda layer: None
         self.chunks = []  # of each forward: (start, rows) of each sequence
         self.computed = []  # the first token of every chunk
+        self.stats = []
         self.loop = PrefillLoop(
             engine=self.engine,
             connector=connector
@@ -171,6 +179,7 @@ class Rig:
     def emit(self, ended, stats):
         with self.changed:
             self.ended.update({end.job_id: end.result for end in ended})
+            self.stats += [stats] if stats else []
             self.changed.notify_all()
 
     def submit(self, token_ids, *, held=0, transfer_id=None, to=None, **options):

@@ -284,14 +284,37 @@ def test_without_the_features_that_the_decode_node_expects_nothing_is_committed(
     rig.wait_until_idle()
 
 
+def groups_of(groups, *, num_tokens):
+    ends = [groups.ending_at(layer, num_tokens=num_tokens) for layer in range(groups.num_layers)]
+    return [group for group in ends if group is not None]
+
+
 def test_layers_are_grouped_until_they_fill_a_frame():
     features = PlaneSpec("feature-0", 1, 1, 4096, "float32")
     planes = (PlaneSpec("k", 30, 3, 64, "float32"), PlaneSpec("v", 30, 3, 64, "float32"), features)
-    groups = LayerGroups.of(planes, num_tokens=256, frame_bytes=2 << 20)
-    ends = [groups.ending_at(layer) for layer in range(30)]
-    assert [group for group in ends if group is not None] == [range(10), range(10, 20), range(20, 30)]
-    uneven = LayerGroups(num_layers=5, group_size=2)
-    assert [uneven.ending_at(layer) for layer in range(5)] == [None, range(2), None, range(2, 4), range(4, 5)]
+    groups = LayerGroups.of(planes, frame_bytes=2 << 20)
+    assert groups_of(groups, num_tokens=512) == [range(first, first + 5) for first in range(0, 30, 5)]
+    assert groups_of(LayerGroups(num_layers=5, tokens_per_frame=1), num_tokens=8) == [range(n, n + 1) for n in range(5)]
+    assert groups_of(LayerGroups(num_layers=9, tokens_per_frame=16), num_tokens=8)[-1] == range(8, 9)
+
+
+def test_a_short_prompt_leaves_in_few_frames_most_of_them_before_its_last_layer():
+    """Of Llama-3.1-8B: 32 layers, 8 heads of 128 in bfloat16. A chunk may have 4096 rows."""
+    plane = PlaneSpec("k", 32, 8, 128, "bfloat16")
+    groups = LayerGroups.of((plane,), frame_bytes=2 << 20)
+    assert len(groups_of(groups, num_tokens=4096)) == 32
+    assert len(groups_of(groups, num_tokens=200)) == 7
+    assert [len(group) for group in groups_of(groups, num_tokens=10)] == [8] * 4
+
+
+def test_each_prompt_of_a_chunk_is_pushed_in_frames_of_its_own_rows(make_rig, monkeypatch):
+    monkeypatch.setattr("prefill_node.push.MIN_GROUPS", 1)
+    rig = make_rig(max_rows_per_step=32, frame_bytes=64)  # 16 tokens of a layer
+    jobs = [rig.submit(prompt(length, first=100 * length))[0] for length in (3, 20)]
+    rig.start()
+    assert [isinstance(rig.result(job), PrefillFigures) for job in jobs] == [True, True]
+    layers = {(stop, layers) for plane, layers, _, stop in rig.decode.regions if plane == "k"}
+    assert layers == {(3, range(2)), (20, range(1)), (20, range(1, 2))}
 
 
 def test_frames_cover_layers_and_tokens_once_and_never_exceed_their_size():

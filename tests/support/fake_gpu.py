@@ -49,10 +49,10 @@ def fake_streams(monkeypatch):
         def __init__(self, _device, name="copies"):
             self.name = name
 
-        def wait_event(self, event):
-            log.append(f"{self.name} wait for {event.place}")
-
     class Event:
+        def __init__(self, *, blocking=False):
+            pass
+
         def record(self, stream):
             self.place = stream.name
             log.append(f"event in {self.place}")

@@ -18,16 +18,22 @@ def make_attention_backend(name: str = "auto", device: str = "cpu", dtype: str =
     """A new backend. Raises ConfigError if impossible.
 
     Args:
-        name: "torch_sdpa", "triton", "flash_attn" (which leaves steps to triton), or "auto": the first of flash_attn,
-            triton and torch_sdpa that can compute.
+        name: "torch_sdpa", "triton", "varlen_attn" or "flash_attn" (FlashAttention, of torch or of the package, for
+            prompts; steps are left to triton), or "auto": the first of varlen_attn, triton and torch_sdpa that can
+            compute.
         device: of the model.
         dtype: of queries, keys and values.
     """
-    reasons = {"flash_attn": _why_no_flash_attn(device, dtype), "triton": why_no_triton(device), "torch_sdpa": ""}
+    reasons = {
+        "varlen_attn": _why_no_flash_attention(device, dtype),
+        "triton": why_no_triton(device),
+        "torch_sdpa": "",
+        "flash_attn": _why_no_flash_attention(device, dtype, package="flash_attn"),
+    }
     if name == "auto":
         name = next(each for each, reason in reasons.items() if not reason)
     if name not in reasons:
-        raise ConfigError(f"model.attention {name!r} is not one of auto, torch_sdpa, triton, flash_attn")
+        raise ConfigError(f"model.attention {name!r} is not one of auto, {', '.join(reasons)}")
     if reasons[name]:
         raise ConfigError(f"model.attention {name} {reasons[name]}: use auto or torch_sdpa")
     if name == "torch_sdpa":
@@ -40,15 +46,15 @@ def make_attention_backend(name: str = "auto", device: str = "cpu", dtype: str =
         return TritonAttention(device)
     from outrider.engine.attention.flash_attn import FlashAttention
 
-    return FlashAttention(device, TritonAttention(device))
+    return FlashAttention(name, device, TritonAttention(device))
 
 
-def _why_no_flash_attn(device: str, dtype: str) -> str:
-    """Empty where it can compute."""
+def _why_no_flash_attention(device: str, dtype: str, package: str = "torch") -> str:
+    """Empty where it can compute; it wants the same GPUs as our kernels."""
     if reason := why_no_triton(device):
         return reason
     if dtype not in FLASH_ATTN_DTYPES:
         return f"computes in {' and '.join(FLASH_ATTN_DTYPES)}, and model.dtype is {dtype}"
-    if importlib.util.find_spec("flash_attn") is None:
+    if importlib.util.find_spec(package) is None:
         return "needs the flash-attn package (pip install --no-build-isolation flash-attn, once torch is there)"
     return ""

@@ -1,21 +1,22 @@
-"""Prompts by the flash-attn package: CUDA, float16 and bfloat16 (Dao 2023, arXiv 2307.08691)."""
+"""Prompts by FlashAttention-2 (Dao 2023, arXiv 2307.08691), torch's own or the package's: float16 and bfloat16."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.transfer import upload
 
-LEAST_ROWS = 256
+MIN_ROWS = 256
 """Of a sequence, on average. Copying a key takes about as long as attending to it with 80 rows, so with 256 or more
 the copy is the smaller part."""
 
@@ -29,27 +30,38 @@ class _Plan:
     slots: Tensor  # [num_keys] int64
     max_num_rows: int
     max_seq_len: int
+    of_steps: Any  # the other backend's plan, for layers that only it can compute
 
 
 class FlashAttention:
-    """Prompt chunks by flash-attn over gathered keys; everything else, draft trees too, by another backend.
+    """Prompt chunks by FlashAttention over gathered keys; everything else, draft trees too, by another backend.
 
-    flash-attn follows block tables only where a block has a multiple of 256 tokens. So that blocks may have any size,
-    keys are laid side by side first, for each layer: some percent of the time of a long chunk.
+    FlashAttention follows block tables only where a block has a multiple of 256 tokens. So that blocks may have any
+    size, keys are laid side by side first, for each layer: some percent of the time of a long chunk.
     """
 
-    name = "flash_attn"
-
-    def __init__(self, device: torch.device | str, steps: AttentionBackend) -> None:
-        """`steps`: computes all that are no prompt chunks."""
+    def __init__(self, name: str, device: torch.device | str, steps: AttentionBackend) -> None:
+        """Args:
+        name: "varlen_attn", which torch has from 2.11 on and cannot cap scores, or "flash_attn", the package.
+        device: of the model.
+        steps: computes all that are no prompt chunks.
+        """
+        if name == "flash_attn":
+            from flash_attn import flash_attn_varlen_func as compute
+        else:
+            from torch.nn.attention.varlen import varlen_attn as compute
+        self.name = name
+        self.can_be_captured = steps.can_be_captured
+        self._compute: Callable[..., Tensor] = compute
+        self._options = inspect.signature(compute).parameters
         self._device = torch.device(device)
         self._steps = steps
-        self.can_be_captured = steps.can_be_captured
 
     def prepare(self, batch: InputBatch) -> Any:
         """A plan of the backend that computes the batch."""
-        if batch.has_trees or batch.num_rows < LEAST_ROWS * batch.num_seqs:
-            return self._steps.prepare(batch)
+        of_steps = self._steps.prepare(batch)
+        if batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
+            return of_steps
         arrays = batch.arrays
         slots = [batch.context_slots(sequence, length) for sequence, length in enumerate(arrays.seq_lens)]
         ends = np.fromiter(accumulate(arrays.seq_lens, initial=0), dtype=np.int32)
@@ -59,6 +71,7 @@ class FlashAttention:
             slots=upload(np.concatenate(slots), self._device),
             max_num_rows=max(end - start for start, end in pairwise(arrays.query_start_loc)),
             max_seq_len=max(arrays.seq_lens),
+            of_steps=of_steps,
         )
 
     def attend(
@@ -72,18 +85,19 @@ class FlashAttention:
         """Returns [num_rows, num_heads, head_dim]."""
         if not isinstance(plan, _Plan):
             return self._steps.attend(plan, query, key_cache, value_cache, options)
-        keys, values = (cache.flatten(0, 1).index_select(0, plan.slots) for cache in (key_cache, value_cache))
-        output: Tensor = flash_attn_varlen_func(
+        scale, softcap, head_dim = options.scaling, options.softcap, query.shape[2]
+        if (softcap is not None and "softcap" not in self._options) or head_dim > 256 or head_dim % 8:
+            return self._steps.attend(plan.of_steps, query, key_cache, value_cache, options)
+        window = -1 if options.sliding_window is None else options.sliding_window - 1
+        # torch wants to be told from 2.13 on that heads of keys are shared; before, it has no such argument.
+        wanted = {"scale": scale, "softmax_scale": scale, "softcap": softcap or 0.0, "enable_gqa": True}
+        return self._compute(
             query.contiguous(),
-            keys,  # [num_keys, num_kv_heads, head_dim]
-            values,
-            cu_seqlens_q=plan.query_start_loc,
-            cu_seqlens_k=plan.key_start_loc,
-            max_seqlen_q=plan.max_num_rows,
-            max_seqlen_k=plan.max_seq_len,
-            softmax_scale=options.scaling,
-            causal=True,  # aligned to the last key, which is what rows at the end of a sequence need
-            window_size=(-1, -1) if options.sliding_window is None else (options.sliding_window - 1, 0),
-            softcap=options.softcap or 0.0,
+            *(cache.flatten(0, 1).index_select(0, plan.slots) for cache in (key_cache, value_cache)),
+            plan.query_start_loc,
+            plan.key_start_loc,
+            plan.max_num_rows,
+            plan.max_seq_len,
+            window_size=(window, 0),  # from the last key on, where the last row of a sequence is
+            **{name: value for name, value in wanted.items() if name in self._options},
         )
-        return output

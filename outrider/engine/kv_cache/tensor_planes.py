@@ -52,8 +52,9 @@ class TensorMemory:
 class CopyStream:
     """Copies between a GPU and the host, on a stream beside the forward passes. Of one cache; any thread may use it.
 
-    Forward passes run on the device's default stream. A fence marks the work queued there; a copy that waits for it
-    comes after that work and runs beside what follows. Only the thread that asks for a copy waits for it.
+    Forward passes run on the device's default stream. A fence marks the work queued there; a copy comes after it and
+    runs beside what follows. The thread that asks for a copy waits for its fence before the copy is queued: the stream
+    is a queue, in which a copy that waited for a running step would hold up those behind it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,15 +62,15 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device)
 
     def fence(self) -> Fence:
-        """After all work that is queued by now."""
-        fence = torch.cuda.Event()
+        """After all work that is queued by now. Who waits for it sleeps: that may be as long as a step."""
+        fence = torch.cuda.Event(blocking=True)
         fence.record(torch.cuda.default_stream(self._device))
         return fence
 
     def gather(self, rows: Tensor, slots: Slots, after: Fence) -> Tensor:
         """Some slots of [layers, slots, width], once `after` is reached: [layers, num_slots, width], page-locked."""
+        after.synchronize()
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
             indices = upload(slots, self._device)
             taken = rows.index_select(1, indices)
             host = empty_page_locked(taken.shape, taken.dtype)
@@ -84,8 +85,8 @@ class CopyStream:
         """
         host = empty_page_locked(payload.shape, torch.uint8)
         host.numpy()[:] = payload
+        after.synchronize()
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
             indices = upload(slots, self._device)
             values = host.to(self._device, non_blocking=True)
             rows.index_copy_(1, indices, values.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2]))

@@ -1,6 +1,8 @@
-"""Copies beside a GPU's forwards: which stream waits for which, and when the host does. Values are on the CPU here."""
+"""Copies beside a GPU's forwards: what the host waits for before they are queued. Values are on the CPU here."""
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ def test_a_frame_is_read_after_its_layers_and_beside_the_next(log):
     assert log == [
         "event in default",
         "later layers are queued",
-        "copies wait for default",
+        "host waits for default",
         "event in copies",
         "host waits for copies",
     ]
@@ -52,5 +54,21 @@ def test_frames_are_written_behind_what_was_queued_when_their_blocks_were_reserv
     log.append("a step is queued")
     for slot in (1, 2):
         copies.scatter(torch.zeros((1, 4, 2)), torch.tensor([slot]), np.zeros(8, dtype=np.uint8), reserved)
-    written = ["copies wait for default", "event in copies", "host waits for copies"]
+    written = ["host waits for default", "event in copies", "host waits for copies"]
     assert log == ["event in default", "a step is queued", *written, *written]
+
+
+def test_a_copy_that_waits_for_a_running_step_holds_up_no_other(log):
+    """Features are read as of now, behind the step that runs, while KV of other prompts comes in."""
+    copies, is_over = CopyStream(torch.device("cpu")), threading.Event()
+    reserved, now = copies.fence(), copies.fence()
+    now.synchronize = is_over.wait
+    rows = torch.zeros((1, 4, 2))
+    reader = threading.Thread(target=copies.gather, args=(rows, torch.tensor([1]), now))
+    reader.start()
+    copies.scatter(rows, torch.tensor([2]), np.full(8, 64, dtype=np.uint8), reserved)
+    assert reader.is_alive()
+    assert int(rows.count_nonzero()) == 2
+    is_over.set()
+    reader.join()
+    assert log[-2:] == ["event in copies", "host waits for copies"]
