@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from checks.gpu_stages.day import Day, write_line  # noqa: E402 found by the line above
 
-STAGES = {"env": 25, "kernels": 100, "smoke": 60, "steps": 110, "handoff": 30, "cluster": 110, "train": 100}
+STAGES = {"env": 30, "kernels": 100, "smoke": 80, "steps": 110, "handoff": 30, "cluster": 110, "train": 100}
 """Seconds at most on a GPU, in the order of what is learnt from each. What one leaves is for those that follow."""
 MIN_STAGE_SECONDS = 10.0
 """With less time left a stage is not started."""

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BATCHES = (1, 8, 32, 128)
+OTHER_KERNELS = 4
+"""Outside of layers: embedding, choice of rows, last norm, logits as float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ class Code:
     """What a step launches, and what the host does between two steps."""
 
     products_per_layer: int = 4
-    kernels_per_layer: int = 9  # products and attention included
+    kernels_per_layer: int = 10  # products, attention and the merge of its splits included
     host_ms: float = 0.3
     host_us_per_seq: float = 5.0
     sampler_ms: float = 0.06
@@ -142,7 +144,7 @@ def predict(sizes: Sizes, num_seqs: int, context: int, *, machine: Machine, code
     # Products that are not joined read the same bytes in more launches.
     products = layers * sum(map(product_ms, sizes.layer_weights)) + product_ms(sizes.hidden_size * sizes.vocab_size)
     products += 1e-3 * layers * (code.products_per_layer - len(sizes.layer_weights)) * machine.product_us
-    small = layers * (code.kernels_per_layer - code.products_per_layer - 1) + 3
+    small = layers * (code.kernels_per_layer - code.products_per_layer - 1) + OTHER_KERNELS
     kv_ms = 1e3 * num_seqs * context * sizes.kv_bytes_per_token / machine.bytes_per_second
     return Prediction(
         floor=floor_ms(sizes, num_seqs, context, machine.bytes_per_second),

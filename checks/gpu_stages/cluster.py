@@ -21,7 +21,8 @@ from outrider.errors import OutriderError
 
 NUM_ANSWERS = 8
 TEMPERATURES = (0.0, 0.8)
-KILL_AFTER_SECONDS = 0.4
+KILL_SHARE = 0.4
+"""Of the time that the answers took before: then all of them are being written."""
 
 
 def run(day: Day) -> None:
@@ -33,7 +34,7 @@ def run(day: Day) -> None:
         return
     settings += ["model.deterministic=true"]
     try:
-        _ask(day, model, settings, 60)
+        _ask(day, model, settings, 75)
     except OutriderError as error:  # the sizes that a user gets without a setting
         day.expect(f"a cluster on one GPU with default memory: {error}", False)
         _ask(day, model, [*settings, "kv_cache.memory=4GiB"], 60)
@@ -59,11 +60,11 @@ def _ask(day: Day, model: Path, settings: list[str], start_seconds: float) -> No
                     speculation=speculation,
                 )
 
-            def answers(*, speculation: bool, **news: Any) -> list[Any]:
+            def answers(*, speculation: bool, kill_after: float = 0.0) -> list[Any]:
                 asked = [pool.submit(answer, number, speculation=speculation) for number in range(NUM_ANSWERS)]
-                if kill := news.get("kill"):
-                    time.sleep(KILL_AFTER_SECONDS)
-                    cluster.kill(kill)
+                if kill_after:
+                    time.sleep(kill_after)
+                    cluster.kill("decode-0")
                 return [each.result() for each in asked]
 
             answers(speculation=True)  # whatever is compiled or allocated late
@@ -71,7 +72,9 @@ def _ask(day: Day, model: Path, settings: list[str], start_seconds: float) -> No
             _tell(day, "plain", plain, plain, num_tokens)
             drafted = answers(speculation=True)
             _tell(day, "drafted", plain, drafted, num_tokens)
-            _tell(day, "killed", plain, answers(speculation=True, kill="decode-0"), num_tokens)
+            seconds = median(each.summary.metrics.e2e_seconds for each in drafted)
+            killed = answers(speculation=True, kill_after=KILL_SHARE * seconds)
+            _tell(day, "killed", plain, killed, num_tokens)
 
 
 def _tell(day: Day, kind: str, expected: list[Any], results: list[Any], num_tokens: int) -> None:

@@ -109,7 +109,7 @@ class Day:
         torch.manual_seed(1)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(path, max_shard_size="40GB")
+        model.save_pretrained(path, max_shard_size="2GB")  # files are hashed side by side
         (path / "complete").touch()
         self.tell("weights", shape=shape, seconds=round(time.monotonic() - started, 1), folder=str(path))
         return path

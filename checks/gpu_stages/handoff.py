@@ -6,6 +6,7 @@ Both sides are what nodes have: a `KvPush` over one cache, a `KvReceiver` over t
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import queue
@@ -46,7 +47,8 @@ def run(day: Day) -> None:
     with _receiving_process(day.device, num_tokens) as peer:
         port = peer.recv()
         for name in ("auto", *CONNECTORS):
-            connector = Connector(KvTransferConfig(connector=name))
+            config = KvTransferConfig(connector=name)
+            connector = Connector(config, **_shared_gpu(cache, config))
             for num_transfers in TRANSFERS:
                 specs = [_spec(cache, num_tokens // num_transfers) for _ in range(num_transfers)]
                 _push_all(connector, cache, f"127.0.0.1:{port}", _opened(peer, specs))  # connects, and takes memory
@@ -117,6 +119,14 @@ def open_cache(device: str, num_tokens: int) -> PagedKVCache:
     return PagedKVCache(planes, num_blocks=num_tokens // BLOCK_SIZE, block_size=BLOCK_SIZE, device=device)
 
 
+def _shared_gpu(cache: PagedKVCache, config: KvTransferConfig) -> dict[str, Any]:
+    """What a connector and a receiver are given for CUDA IPC, where this build has it."""
+    if importlib.util.find_spec("outrider.kv_transfer.cuda_ipc") is None:
+        return {}
+    cuda_ipc = importlib.import_module("outrider.kv_transfer.cuda_ipc")
+    return {"gpu": cuda_ipc.open_shared_gpu(cache, config)}
+
+
 def _spec(cache: PagedKVCache, num_tokens: int) -> TransferSpec:
     return TransferSpec(
         transfer_id=os.urandom(16), incarnation=INCARNATION, start_token=0, end_token=num_tokens, planes=cache.planes
@@ -163,7 +173,11 @@ def receive(peer: Connection, device: str, num_tokens: int) -> None:
     """The receiving process: sends its port, opens the transfers that it is sent, and sends digests when sent None."""
     cache = open_cache(device, num_tokens)
     receiver = KvReceiver(
-        incarnation=INCARNATION, host="127.0.0.1", on_complete=lambda *_: None, on_failed=lambda *_: None
+        incarnation=INCARNATION,
+        host="127.0.0.1",
+        on_complete=lambda *_: None,
+        on_failed=lambda *_: None,
+        **_shared_gpu(cache, KvTransferConfig()),
     )
     peer.send(receiver.start())
     specs: list[TransferSpec] = []

@@ -19,7 +19,7 @@ from outrider.engine.sampler import Sampler, SampleRows
 from outrider.request import SamplingParams
 
 NUM_ANSWERS = 200
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 12
 BATCH_SIZES = (1, 3, 16, 64)
 MAX_PROMPT_TOKENS = 40
 MAX_BLOCKS = 4

@@ -132,7 +132,7 @@ class _Steps:
             seqs=case.num_seqs,
             busy=round(device_seconds / passed, 3),
             host_gap_ms=round(1e3 * (passed - device_seconds) / num_steps, 3),
-            kernels=sum(event.count for event in events) // num_steps,
+            kernels=sum(event.count for event in events if event.self_device_time_total) // num_steps,
             longest=[  # name, how often, µs a step
                 (event.key[:48], event.count // num_steps, round(event.self_device_time_total / num_steps))
                 for event in events[:SHOWN_KERNELS]

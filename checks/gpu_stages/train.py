@@ -29,7 +29,7 @@ def run(day: Day) -> None:
     out = day.scratch / "head"
     shutil.rmtree(out, ignore_errors=True)
     day.logs.mkdir(parents=True, exist_ok=True)
-    minutes, num_prompts = (1.0, 2000) if day.is_gpu else (0.12, 24)
+    minutes, num_prompts = (0.6, 2000) if day.is_gpu else (0.12, 24)
     prompts = day.scratch / "prompts.jsonl"
     prompts.write_text("".join(f'{{"text": "{text}"}}\n' for text in _texts(num_prompts)), encoding="utf-8")
     command = [sys.executable, "-m", "outrider.cli.main", "train-head", "--out", str(out), "--model", str(model)]
