@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {stage: arguments.patience * STAGES[stage] for stage in stages},
         out=out,
         seconds=arguments.seconds,
-        environ={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(_python_path())},
+        environ=_environ(),
         node_logs=scratch / "logs",
     )
     print((out / "results.jsonl").read_text(encoding="utf-8"), end="")
@@ -169,10 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if set(ended.values()) == {"passed"} else 1
 
 
-def _python_path() -> list[str]:
-    """The checkout is found by the processes that a stage starts, too."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [*filter(None, given), *([] if str(ROOT) in given else [str(ROOT)])]
+def _environ() -> dict[str, str]:
+    """The checkout is found by the processes that a stage starts, too, and what one has compiled others read."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    paths = [*filter(None, kept.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
+    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}
 
 
 if __name__ == "__main__":
