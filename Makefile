@@ -196,6 +196,48 @@ test-gpu: $(READY) ## What needs a GPU: attention, race, products, hand-off and 
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
 	$(BIN)/python -m pytest --full -n 0 -m gpu tests/gpu tests/engine/gpu_kernels tests/contract/test_attention_backends.py $(PYTEST_ARGS)
 
+# A GPU that is lent for a quarter of an hour comes with a Python of its own and no package index (CONTRIBUTING.md).
+# This is that Python, what travels to it, and the script of the day without a GPU.
+REPLICA := .venv-gpu-replica
+REPLICA_INSTALL := $(REPLICA)/bin/python -m pip install -q --no-compile --disable-pip-version-check
+REPLICA_PYTHON = $(shell for name in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12; do \
+	"$$name" -V > /dev/null 2>&1 && echo "$$name" && exit; done; echo python3.12)
+# Triton 3.6 interprets kernels with numpy below 2.4 only, and the machine has a newer one.
+$(REPLICA)/.installed: checks/gpu_replica.txt
+	test -x $(REPLICA)/bin/python || $(REPLICA_PYTHON) -m venv $(REPLICA)
+	$(REPLICA_INSTALL) -r $<
+	$(REPLICA_INSTALL) --no-deps --upgrade --target $(REPLICA)/interpreter 'numpy<2.4'
+	$(REPLICA)/bin/python -c 'import accelerate, grpc, hypothesis, pytest, torch, transformers.models.llama, triton'
+	touch $@
+
+.whl/.complete: checks/gpu_wheels.txt constraints.txt $(REPLICA)/.installed
+	rm -rf .whl
+	$(REPLICA)/bin/python -m pip download -q --no-deps --only-binary=:all: -c constraints.txt -r $< -d .whl
+	touch $@
+
+.kernels/.complete: $(wildcard $(KERNELS)/*.py $(KERNELS)/source/*) $(REPLICA)/.installed
+	rm -rf .kernels
+	OUTRIDER_CACHE_DIR=.kernels $(REPLICA)/bin/python -m outrider.engine.cpu_kernels.build --all
+	touch $@
+
+.PHONY: gpu-replica
+gpu-replica: $(REPLICA)/.installed ## The Python of a lent GPU machine, in .venv-gpu-replica (5 GB)
+
+TRAVELS_BYTES := 62914560
+.PHONY: gpu-pack
+gpu-pack: .whl/.complete .kernels/.complete ## What a lent GPU machine lacks: wheels in .whl, CPU kernels in .kernels
+	@size=$$({ git ls-files -z --cached --others --exclude-standard --deduplicate; find .whl .kernels -type f -print0; } \
+		| xargs -0 stat -c %s | awk '{ sum += $$1 } END { print sum }'); \
+	echo "make gpu-pack: $$size bytes travel, of $(TRAVELS_BYTES) at most"; test "$$size" -le $(TRAVELS_BYTES)
+
+GPU_DAY_ARGS ?=
+.PHONY: gpu-dry
+gpu-dry: gpu-pack ## The script of a GPU day on a CPU, with small shapes and only the packages of such a machine
+	folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT \
+		&& $(REPLICA_INSTALL) --no-index --no-deps --target "$$folder/site" .whl/*.whl \
+		&& PYTHONPATH="$$folder/site:$$PWD" OUTRIDER_CACHE_DIR="$$PWD/.kernels" $(REPLICA)/bin/python checks/gpu_day.py \
+			--out .gpu-day --scratch "$$folder/scratch" --device cpu $(GPU_DAY_ARGS)
+
 .PHONY: sanitize
 sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-behaviour sanitizers
 	$(BIN)/python checks/sanitize.py $(PYTEST_ARGS)
@@ -232,3 +274,4 @@ bench: $(READY) ## Reference figures, the load generator with and without specul
 clean: ## Remove what the tools made, .venv included
 	rm -rf $(VENV) $(TOOLS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .whl .kernels .gpu-day $(REPLICA)

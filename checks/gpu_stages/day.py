@@ -1,0 +1,115 @@
+"""What every stage of `checks/gpu_day.py` is given: where results go, the device, and models with random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WINDOW = 4096
+"""Of the random models, in tokens."""
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {  # Llama-3.1-8B
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    },
+    "0.5b": {  # of Qwen2.5-0.5B, as a Llama
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    },
+}
+"""Sizes of the random models, as transformers' configuration names them."""
+
+
+def write_line(path: Path, **values: Any) -> None:
+    """Appends one line of JSON, and waits until it is on the disk: whatever comes next may kill the machine."""
+    line = json.dumps({"at": round(time.time(), 1), **values})
+    print(line, flush=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@dataclass(slots=True, kw_only=True)
+class Day:
+    """One stage's surroundings."""
+
+    out: Path  # results, at most eight files
+    device: str  # "cuda" or "cpu"
+    stage: str
+    scratch: Path  # weights, logs of nodes
+    model: str = ""  # a model's folder or id for the stage `steps`; empty: random weights
+    failures: list[str] = field(default_factory=list)  # of what was expected
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def logs(self) -> Path:
+        """A folder for the logs of this stage's nodes."""
+        return self.scratch / "logs" / self.stage
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """A result."""
+        write_line(self.out / "results.jsonl", stage=self.stage, kind=kind, **values)
+
+    def expect(self, what: str, holds: bool) -> None:  # noqa: FBT001 a claim and whether it is true
+        """A claim; the stage fails at its end unless it holds."""
+        if not holds:
+            self.failures.append(what)
+            self.tell("failure", what=what)
+
+    def random_model(self, shape: str) -> Path:
+        """A checkpoint of random weights in bfloat16, made on the device, and kept for other stages.
+
+        The tokenizer knows every id: the sampler chooses among known ones only.
+        """
+        import torch
+        from tokenizers import Tokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from tests.support.tiny_model import make_tiny_model
+
+        sizes = SHAPES[shape]
+        settings = {**sizes, "max_position_embeddings": WINDOW, "initializer_range": 0.05}
+        key = hashlib.sha256(repr((sorted(settings.items()), torch.__version__, self.device)).encode()).hexdigest()
+        path = self.scratch / f"{shape}-{key[:12]}"
+        if (path / "complete").exists():
+            return path
+        started = time.monotonic()
+        make_tiny_model(path)  # tokenizer and chat template
+        (path / "model.safetensors").unlink()
+        tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        vocab = tokenizer["model"]["vocab"]
+        vocab |= {f"<filler {index}>": index for index in range(len(vocab), sizes["vocab_size"])}
+        Tokenizer.from_str(json.dumps(tokenizer)).save(str(path / "tokenizer.json"))
+        config = AutoConfig.for_model("llama", bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings)
+        torch.manual_seed(1)
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(path, max_shard_size="2GB")  # files are hashed side by side
+        (path / "complete").touch()
+        self.tell("weights", shape=shape, seconds=round(time.monotonic() - started, 1), folder=str(path))
+        return path

@@ -1,0 +1,79 @@
+"""Models opened as nodes open them, for stages that run steps by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checks.gpu_stages.day import WINDOW, Day
+from outrider.engine.graph_shapes import GraphShapes
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.open_runner import open_runner
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import attention_of
+from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.open import open_model
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """A model with a cache of its own."""
+
+    loaded: LoadedModel
+    cache: PagedKVCache
+    runner: ModelRunner
+
+    def forward(self, rows: Sequence[SequenceRows]) -> Any:
+        """Logits, which the next forward overwrites."""
+        return self.runner.forward(build_input_batch(rows, self.cache.block_size))
+
+    def fill(self) -> None:
+        """Random keys and values on a GPU: zeros would make it faster than it is."""
+        for plane in self.loaded.spec.planes:
+            for layer in self.cache.layers(plane.name):
+                layer.normal_()
+
+
+def open_engine(
+    day: Day,
+    model: Path | str,
+    *,
+    num_blocks: int,
+    graphs: bool = True,
+    deterministic: bool = False,
+    num_rows: int = 256,
+    loaded: LoadedModel | None = None,
+) -> OpenEngine:
+    """`num_rows`: of the largest step. `loaded`: by an earlier call with the same arguments, to load it once.
+
+    On a CPU torch computes the model, but in deterministic mode, which only our native kernels have there.
+    """
+    config = ModelConfig(
+        id=str(model),
+        device=day.device,
+        dtype="bfloat16",
+        deterministic=deterministic,
+        max_model_len=0 if day.model else WINDOW,
+        kernels="auto" if day.is_gpu or deterministic else "torch",
+        keep_packed=False,
+    )
+    loaded = open_model(config) if loaded is None else loaded
+    cache, runner = open_runner(
+        loaded,
+        attention_of(config, loaded.device),
+        KVCacheConfig(num_blocks=num_blocks),
+        num_rows=num_rows,
+        graphs=GraphShapes() if graphs else None,
+    )
+    return OpenEngine(loaded, cache, runner)
+
+
+def tables(num_seqs: int, num_tokens: int, block_size: int) -> Iterator[range]:
+    """Block tables for sequences of so many tokens, side by side."""
+    num_blocks = -(-num_tokens // block_size)
+    return (range(seq * num_blocks, (seq + 1) * num_blocks) for seq in range(num_seqs))

@@ -1,0 +1,213 @@
+"""The driver of a GPU day, and the arithmetic of its floor. What the stages themselves do, `make gpu-dry` shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from checks import gpu_day, gpu_floor
+from checks.gpu_stages.day import Day, write_line
+from tests.support.waiting import wait_for
+
+
+def script(body):
+    return [sys.executable, "-c", textwrap.dedent(body)]
+
+
+def lines_of(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def run(commands, tmp_path, *, limit=30.0, seconds=60.0, **options):
+    return gpu_day.run_day(
+        commands, dict.fromkeys(commands, limit), out=tmp_path, seconds=seconds, environ=os.environ, **options
+    )
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_stage_that_fails_does_not_stop_the_others(tmp_path):
+    ended = run({"first": script("raise SystemExit('lost')"), "second": script("print('here')")}, tmp_path)
+    assert ended == {"first": "failed", "second": "passed"}
+    failed, passed = lines_of(tmp_path)
+    assert (failed["stage"], failed["status"], failed["exit_status"]) == ("first", "failed", 1)
+    assert "lost" in failed["end"]
+    assert (passed["stage"], passed["status"]) == ("second", "passed")
+    assert (tmp_path / "second.out").read_text() == "here\n"
+
+
+def test_a_stage_is_cut_off_with_all_that_it_started_and_says_so(tmp_path):
+    body = """
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(child.pid, flush=True)
+        time.sleep(600)
+    """
+    started = time.monotonic()
+    ended = run({"endless": script(body), "next": script("pass")}, tmp_path, limit=2.0)
+    assert ended == {"endless": "cut off", "next": "passed"}
+    assert time.monotonic() - started < 30
+    (line, _) = lines_of(tmp_path)
+    assert line["status"] == "cut off"
+    assert line["limit"] == 2
+    printed = (tmp_path / "endless.out").read_text()
+    assert "cut off after 2 s" in printed
+    wait_for(lambda: not is_alive(int(printed.split()[0])))
+
+
+def test_what_a_stage_leaves_running_ends_with_it(tmp_path):
+    body = """
+        import subprocess, sys
+        print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+    """
+    assert run({"careless": script(body)}, tmp_path) == {"careless": "passed"}
+    pid = int((tmp_path / "careless.out").read_text())
+    wait_for(lambda: not is_alive(pid))
+
+
+def test_results_are_there_before_their_stage_ends(tmp_path):
+    body = """
+        import pathlib, sys, time
+        from checks.gpu_stages.day import Day
+        out = pathlib.Path(sys.argv[1])
+        Day(out=out, device="cpu", stage="early", scratch=out).tell("step", ms=1.5)
+        time.sleep(600)
+    """
+    ended = run({"early": [*script(body), str(tmp_path)]}, tmp_path, limit=5.0)
+    assert ended == {"early": "cut off"}
+    first, last = lines_of(tmp_path)
+    assert {name: first[name] for name in ("stage", "kind", "ms")} == {"stage": "early", "kind": "step", "ms": 1.5}
+    assert last["status"] == "cut off"
+
+
+def test_without_time_left_a_stage_is_skipped_and_that_is_no_success(tmp_path):
+    commands = {"first": script("import time; time.sleep(600)"), "second": script("pass")}
+    ended = gpu_day.run_day(
+        commands, {"first": 2.0, "second": 30.0}, out=tmp_path, seconds=3.0, environ=dict(os.environ)
+    )
+    assert ended == {"first": "cut off", "second": "skipped"}
+    assert lines_of(tmp_path)[-1]["status"] == "skipped"
+
+
+def test_the_ends_of_nodes_logs_are_kept_with_a_failed_stage(tmp_path):
+    logs = tmp_path / "logs"
+    (logs / "broken").mkdir(parents=True)
+    (logs / "broken" / "decode-0.log").write_text("\n".join(f"line {number}" for number in range(100)))
+    run({"broken": script("raise SystemExit(3)")}, tmp_path, node_logs=logs)
+    printed = (tmp_path / "broken.out").read_text()
+    assert "decode-0.log" in printed
+    assert "line 99" in printed
+    assert "line 5\n" not in printed
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """Makes `run` of a stage this function."""
+
+    def set_stage(run):
+        module = type(sys)("checks.gpu_stages.made_up")
+        module.run = run
+        monkeypatch.setitem(sys.modules, "checks.gpu_stages.made_up", module)
+
+    return set_stage
+
+
+def test_a_stage_fails_by_what_it_expects_and_by_errors(tmp_path, stage):
+    def status_of(run):
+        stage(run)
+        return gpu_day.run_stage("made_up", Day(out=tmp_path, device="cpu", stage="made_up", scratch=tmp_path))
+
+    assert status_of(lambda day: day.expect("one is one", True)) == 0
+    assert status_of(lambda day: day.expect("one is two", False)) == 1
+    assert status_of(lambda _day: {}["nothing"]) == 1
+    assert [line["what"] for line in lines_of(tmp_path)] == ["one is two", "KeyError: 'nothing'"]
+
+
+def test_stages_have_modules_and_limits_that_fit_into_their_sum():
+    for name in gpu_day.STAGES:
+        assert (gpu_day.ROOT / "checks" / "gpu_stages" / f"{name}.py").is_file()
+    # A machine gives eight files back: a file for each stage, and the results.
+    assert len(gpu_day.STAGES) + 1 <= 8
+
+
+def test_an_unknown_stage_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as refused:
+        gpu_day.main(["--out", str(tmp_path), "--scratch", str(tmp_path), "--stages", "env,nonsense"])
+    assert refused.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_lines_are_appended(tmp_path):
+    for number in range(3):
+        write_line(tmp_path / "results.jsonl", stage="x", number=number)
+    assert [line["number"] for line in lines_of(tmp_path)] == [0, 1, 2]
+
+
+def test_failed_tests_are_found_in_what_pytest_prints():
+    from checks.gpu_stages.kernels import failed_test
+
+    assert failed_test("tests/gpu/test_x.py::test_a[1-2] FAILED          [ 5%]") == "tests/gpu/test_x.py::test_a[1-2]"
+    assert failed_test("[gw3] [ 12%] FAILED tests/gpu/test_x.py::test_a") == "tests/gpu/test_x.py::test_a"
+    assert failed_test("ERROR tests/gpu/test_x.py - ImportError: no torch") == "tests/gpu/test_x.py"
+    assert not failed_test("tests/gpu/test_x.py::test_a PASSED          [ 5%]")
+    assert not failed_test("E   AssertionError: FAILED to say so in words")
+
+
+# ---- the floor
+
+
+def test_the_weights_of_llama_8b():
+    """8.03 B parameters in all, of which a step reads all but the embedding's 0.53 B and norms."""
+    assert gpu_floor.LLAMA_8B.weight_bytes == 2 * 7_504_658_432
+    assert gpu_floor.LLAMA_8B.kv_bytes_per_token == 131_072
+
+
+def test_the_floor_is_bytes_over_bandwidth():
+    assert gpu_floor.floor_ms(gpu_floor.LLAMA_8B, 1, 512, 3.0e12) == pytest.approx(5.03, abs=0.01)
+    assert gpu_floor.floor_ms(gpu_floor.LLAMA_8B, 128, 512, 3.0e12) == pytest.approx(7.87, abs=0.01)
+    assert gpu_floor.floor_ms(gpu_floor.LLAMA_8B, 128, 512, 1.5e12) == pytest.approx(2 * 7.87, abs=0.01)
+
+
+def test_sizes_with_heads_of_their_own_size():
+    """Gemma 3 1B: 4 heads of 256 over 1152."""
+    sizes = gpu_floor.Sizes(
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        vocab_size=262_144,
+        head_dim=256,
+    )
+    assert sizes.layer_weights == (1152 * 1536, 1024 * 1152, 2 * 1152 * 6912, 6912 * 1152)
+    assert sizes.kv_bytes_per_token == 2 * 26 * 256 * 2
+
+
+def test_a_prediction_is_above_the_floor_and_grows_with_kernels():
+    machine = gpu_floor.Machine()
+    for num_seqs in gpu_floor.BATCHES:
+        few, many = (
+            gpu_floor.predict(
+                gpu_floor.LLAMA_8B, num_seqs, 512, machine=machine, code=gpu_floor.Code(kernels_per_layer=kernels)
+            )
+            for kernels in (9, 42)
+        )
+        assert 1 < few.times_floor < many.times_floor < 2
+        assert few.total == pytest.approx(few.products + few.small_kernels + few.attention + few.sampler + few.host)
+
+
+def test_the_table_has_a_line_for_each_batch(capsys):
+    assert gpu_floor.main(["--kernels", "9"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["1", "8", "32", "128"]
