@@ -10,7 +10,8 @@ import triton
 from torch import Tensor, nn
 
 from outrider.engine.gpu_kernels.attention import Tile
-from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear, rms_norm
+from outrider.engine.gpu_kernels.decoder import rms_norm
+from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
 

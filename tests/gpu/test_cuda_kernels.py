@@ -25,7 +25,8 @@ def test_decisions_are_those_of_the_oracle(vocab_size):
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(dtype):
-    from outrider.engine.gpu_kernels.layers import linear, rms_norm
+    from outrider.engine.gpu_kernels.decoder import rms_norm
+    from outrider.engine.gpu_kernels.layers import linear
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((300, 4096), generator=generator).to("cuda", dtype)
