@@ -1,7 +1,8 @@
-"""The forward pass of a model made of torch modules, which transformers runs."""
+"""The forward passes of a model that torch computes, and the one that transformers runs, by the model's own modules."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
-from outrider.engine.feature_writer import FeatureWriter
+from outrider.engine.feature_writer import FeatureWriter, Tap
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import InputBatch
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from outrider.engine.arrays import Array
 
 
-class ModuleSteps:
-    """Forwards of one runner. A model whose layers are native brings its own attention."""
+class TorchSteps(ABC):
+    """Forwards of one runner, some of which are captured as graphs."""
 
     can_be_traced = True
 
@@ -37,26 +38,21 @@ class ModuleSteps:
         self,
         model: RunnableModel,
         kv_cache: PagedKVCache,
-        attention: AttentionBackend | None,
+        attention: AttentionBackend,
         *,
         graphs: GraphShapes | None = None,
-        features: FeatureSpec | None = None,
+        features: FeatureWriter | None = None,
     ) -> None:
         """As make_runner."""
-        assert model.model is not None
-        if isinstance(model.native, NativeLayers):
-            attention = NativeAttention(model.native.kernels)
-        assert attention is not None
         self.attention_name = attention.name
         self.phases = ForwardPhases()
         self.padded_rows: tuple[int, ...] = ()
         self.is_asynchronous = device_type(kv_cache.device) != "cpu"
-        self._model = model.model
         self._vocab_size = model.spec.vocab_size
         self._is_native = model.native is not None
         self._kv_cache = kv_cache
         self._attention = attention
-        self._features = None if features is None else FeatureWriter(model.model, features, kv_cache, model.native)
+        self._features = features
         self._graphs: StepGraphs | None = None
         if graphs is not None and attention.can_be_captured:
             device = torch.device(kv_cache.device)
@@ -85,24 +81,54 @@ class ModuleSteps:
 
     @torch.inference_mode()
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
-        """As `forward`, by the model's own modules."""
+        """As `forward`, with features."""
         device = self._kv_cache.device
-        step = PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
-        on_device = batch.on(device)
+        slots = batch.on(device).slot_mapping
+        with nullcontext() if self._features is None else self._features.writing(slots) as tap:
+            logits = self._logits(batch, on_layer_done, tap)
+        return torch.empty((0, self._vocab_size), device=device) if logits is None else logits.float()
+
+    @abstractmethod
+    def _logits(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None, tap: Tap | None) -> Tensor | None:
+        """[num_logits, vocab_size] in the model's dtype; None where `batch` wants none. Hooks or it tell `tap`."""
+
+
+class ModuleSteps(TorchSteps):
+    """Forwards by transformers. A model whose layers are native brings its own attention."""
+
+    def __init__(
+        self,
+        model: RunnableModel,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend | None,
+        *,
+        graphs: GraphShapes | None = None,
+        features: FeatureSpec | None = None,
+    ) -> None:
+        """As make_runner."""
+        assert model.model is not None
+        if isinstance(model.native, NativeLayers):
+            attention = NativeAttention(model.native.kernels)
+        assert attention is not None
+        self._model = model.model
+        writer = None if features is None else FeatureWriter(features, kv_cache, model.model, model.native)
+        super().__init__(model, kv_cache, attention, graphs=graphs, features=writer)
+
+    def _logits(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None, tap: Tap | None) -> Tensor | None:
+        on_device = batch.on(self._kv_cache.device)
         arguments: dict[str, Any] = {
             "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
             "position_ids": on_device.positions.unsqueeze(0),
             "use_cache": False,
-            STEP_ARGUMENT: step,
+            STEP_ARGUMENT: PagedStep(batch, self._kv_cache, self._attention, on_layer_done),
         }
-        with nullcontext() if self._features is None else self._features.writing(on_device.slot_mapping):
-            if batch.num_logits == 0:
-                self._model.base_model(**arguments)
-                return torch.empty((0, self._vocab_size), device=device)
-            if batch.num_logits < batch.num_rows:
-                arguments["logits_to_keep"] = on_device.logits_rows
-            logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
-            return logits.float()
+        if batch.num_logits == 0:
+            self._model.base_model(**arguments)
+            return None
+        if batch.num_logits < batch.num_rows:
+            arguments["logits_to_keep"] = on_device.logits_rows
+        logits: Tensor = self._model(**arguments).logits[0]
+        return logits
 
 
 def store_in_torch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
