@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary
-from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
+from outrider.engine.cpu_kernels.paths import AUTO, FUSED, TORCH, KernelChoice, choose_kernels
 from outrider.engine.device import device_type, has_gpu_driver, needs_torch
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.processor import usable_cpus, within_quota
@@ -17,13 +19,23 @@ TRITON = "triton"
 
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
     """What `model.kernels` means on this machine; may compile them. Raises ConfigError when it is impossible."""
-    if device_type(device) != "cpu":
-        return torch_instead(config, f"the device is {device_type(device)}")
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
+    if device_type(device) != "cpu":
+        return _choose_gpu_kernels(config, device)
     if config.attention != AUTO:
         return torch_instead(config, f"model.attention is {config.attention}")
     return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))
+
+
+def _choose_gpu_kernels(config: ModelConfig, device: str) -> KernelChoice:
+    """Those that fuse, if the model's architecture turns out to be one for them."""
+    choice = torch_instead(config, f"the device is {device_type(device)}")
+    if config.kernels == TORCH:
+        return replace(choice, reason="model.kernels is torch")
+    if reason := why_no_triton(device):
+        return replace(choice, reason=f"a fused decoder {reason}")
+    return KernelChoice(path=FUSED, library=None)
 
 
 def attention_of(config: ModelConfig, device: str) -> str:
