@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention, cache, decoder, edits, filters, layers, race
+from outrider.engine.gpu_kernels import attention, decoder, edits, filters, layers, race
 
 CAPABILITIES = (80, 90, 100)
 TILE = attention.Tile()
@@ -101,7 +101,6 @@ def cases() -> Iterator[Case]:
         most_registers=184,
         num_warps=filters.NUM_WARPS,
     )
-    yield _storing()
     types = {"logits": "*fp32", "packed": "*i64", "num_changed": "i32", "num_entries": "i32"}
     yield Case(
         "edit_rows",
@@ -179,21 +178,6 @@ def _decoder_kernels() -> Iterator[Case]:
             most_spilled=0,
             most_registers=40,
         )
-
-
-def _storing() -> Case:
-    types = dict.fromkeys(("keys", "values", "key_cache", "value_cache"), "*bf16") | {"slots": "*i64"}
-    strides = tuple(f"{tensor}_{of}_stride" for tensor in ("key", "value") for of in ("row", "head"))
-    return Case(
-        "store_rows",
-        cache.store_rows,
-        types | dict.fromkeys(strides, "i32"),
-        {"NUM_HEADS": 8, "HEAD": 128, "WIDTH": 1024},
-        most_shared=0,
-        most_spilled=0,
-        most_registers=40,
-        multiples_of_16=strides,
-    )
 
 
 def compile_case(case: Case, capability: int) -> Use:

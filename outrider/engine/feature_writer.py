@@ -1,14 +1,13 @@
-"""Features of a model that torch computes: its forward tells its residual stream, or hooks read it."""
+"""Features of a model that torch computes: its forward tells its residual stream, or hooks at its modules do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.modules import NativeLayers
@@ -23,72 +22,61 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-Tap = Callable[[int, Tensor], None]
-"""Is told the residual stream, [num_rows, hidden_size], after so many layers, from 0 on; that behind the final norm as
-after one layer more than there are."""
-
-
 class FeatureWriter:
     """Writes features of a model's forwards to their plane. All that it does may be captured in a CUDA graph."""
 
-    def __init__(
-        self,
-        features: FeatureSpec,
-        kv_cache: PagedKVCache,
-        model: PreTrainedModel | None = None,
-        native: object = None,
-    ) -> None:
-        """`model`: whose modules compute, so that hooks read them; None: its forward tells the tap.
-
-        `native`: NativeLayers in whose way rows are reduced too, or anything else: torch reduces.
+    def __init__(self, model: PreTrainedModel, features: FeatureSpec, kv_cache: PagedKVCache, native: object) -> None:
+        """`native`: NativeLayers in whose way rows are reduced too, or anything else: torch reduces.
 
         Raises: ModelError where the model's layers cannot be found.
         """
         assert isinstance(features, FeatureReduction), "only a native decoder's are packed"
         plane = tensor_of(kv_cache.layers(features.plane_name)[0])  # [num_blocks, block_size, 1, width]
         self._plane = plane.flatten(0, 2)  # [num_slots, width]
-        self._num_layers = num_layers = len(kv_cache.keys)
-        self._taps = [tap + (features.takes_final_norm and tap == num_layers) for tap in features.taps]
-        self._decoder = None if model is None else model.get_decoder()
-        self._layers = None if self._decoder is None else _layers_of(self._decoder, num_layers)
+        self._decoder = model.get_decoder()
+        self._layers = _layers_of(self._decoder, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._features = features.to(plane.device, plane.dtype)
+        self._taps: dict[int, Tensor] = {}  # of this forward, those that the features are made of
         self._native_layers = native if isinstance(native, NativeLayers) else None
         if self._native_layers is not None:
             self._packed = pack_reduction(self._native_layers.kernels, features, ELEMENT_TYPES[plane.dtype])
 
     @contextmanager
-    def writing(self, slots: Tensor) -> Iterator[Tap]:
+    def writing(self, slots: Tensor) -> Iterator[None]:
         """Within it, one forward of rows at `slots` [num_rows] int64; their features are written at the end.
 
         Nothing is written when the forward raises.
         """
-        taps: dict[int, Tensor] = {}
-
-        def tap(num_layers: int, states: Tensor) -> None:
-            if num_layers in self._taps:
-                taps[num_layers] = states
-
         with ExitStack() as hooks:
-            if self._decoder is not None and self._layers is not None:
-                for each in set(self._taps):
-                    hooks.callback(self._hook(self._decoder, self._layers, each, tap).remove)
-            yield tap
-        rows = torch.cat([taps[each] for each in self._taps], dim=-1)  # [num_rows, num_taps * hidden_size]
-        self._plane.index_copy_(0, slots, self._reduced(rows))
+            hooks.callback(self._taps.clear)
+            for tap in set(self._features.taps):
+                hooks.callback(self._hook(tap).remove)
+            yield
+            rows = torch.cat([self._taps[tap] for tap in self._features.taps], dim=-1)
+        self._plane.index_copy_(0, slots, self._reduced(rows))  # [num_rows, num_taps * hidden_size]
 
-    def _hook(self, decoder: nn.Module, layers: nn.ModuleList, number: int, tap: Tap) -> RemovableHandle:
-        """Tells `tap` what modules compute, [1, num_rows, hidden_size]."""
-        if number < self._num_layers:
+    def tell(self, tap: int, states: Tensor, normed: Tensor | None = None) -> None:
+        """The residual stream after so many layers, from 0 on; after the last one, also what is behind the final norm.
+
+        `states`: [num_rows, hidden_size], as `normed` is.
+        """
+        if tap in self._features.taps:
+            self._taps[tap] = normed if normed is not None and self._features.takes_final_norm else states
+
+    def _hook(self, tap: int) -> torch.utils.hooks.RemovableHandle:
+        """Tells what modules compute, [1, num_rows, hidden_size]."""
+        if tap < len(self._layers):
 
             def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                tap(number, (args[0] if args else kwargs["hidden_states"])[0])
+                self.tell(tap, (args[0] if args else kwargs["hidden_states"])[0])
 
-            return layers[number].register_forward_pre_hook(before, with_kwargs=True)
+            return self._layers[tap].register_forward_pre_hook(before, with_kwargs=True)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            tap(number, (output if isinstance(output, Tensor) else output[0])[0])
+            self.tell(tap, (output if isinstance(output, Tensor) else output[0])[0])
 
-        return (layers[-1] if number == self._num_layers else decoder).register_forward_hook(after)
+        last = self._decoder if self._features.takes_final_norm else self._layers[-1]
+        return last.register_forward_hook(after)
 
     def _reduced(self, taps: Tensor) -> Tensor:
         """As FeatureReduction's call, by the kernels if they compute layers: [num_rows, width]."""

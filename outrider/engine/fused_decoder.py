@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
-from outrider.engine.feature_writer import Tap
 from outrider.engine.gpu_kernels import layers as deterministic
-from outrider.engine.gpu_kernels.decoder import Activation, activate, add_rms_norm, rms_norm, rotate_and_store
+from outrider.engine.gpu_kernels.decoder import ACTIVATIONS, Norm, activate, add_rms_norm, rms_norm, rotate_and_store
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
@@ -27,17 +26,17 @@ from outrider.engine.model_spec import ModelSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from outrider.engine.feature_writer import FeatureWriter
+
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
 """Of config.json."""
-_POSITIONS_AT_ONCE = 1 << 16
-"""Of which angles are computed: for all of a long window at once they would take gigabytes."""
 
 
 def why_not_fused(config: PretrainedConfig) -> str:
     """What keeps a model of this configuration from being computed here; empty: nothing."""
     if config.model_type not in MODEL_TYPES:
         return f"{config.model_type} is not one of {', '.join(sorted(MODEL_TYPES))}"
-    if (activation := _activation_of(config)) not in {each.value for each in Activation}:
+    if (activation := _activation_of(config)) not in ACTIVATIONS:
         return f"its activation is {activation}"
     if getattr(config, "final_logit_softcapping", None) is not None:
         return "it caps its logits"
@@ -48,10 +47,8 @@ def _activation_of(config: PretrainedConfig) -> str:
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: Tensor  # [out_features, in_features]
-    bias: Tensor | None  # [out_features]
+_Linear = tuple[Tensor, Tensor | None]
+"""Weight [out_features, in_features], and bias [out_features]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +57,11 @@ class _Layer:
     output: _Linear
     gate_up: _Linear
     down: _Linear
-    head_norms: tuple[Tensor, Tensor] | None  # of queries and keys
-    attended_norm: Tensor | None  # of what attention adds to the residual stream
-    mlp_norm: Tensor  # behind that sum
-    fed_norm: Tensor | None  # of what the feed-forward part adds
-    next_norm: Tensor  # behind that sum: the next layer's, or the final one
+    head_norms: tuple[Norm, Norm] | None  # of queries and keys
+    attended_norm: Norm | None  # of what attention adds to the residual stream
+    mlp_norm: Norm  # behind that sum
+    fed_norm: Norm | None  # of what the feed-forward part adds
+    next_norm: Norm  # behind that sum: the next layer's, or the final one
     angles: tuple[Tensor, Tensor]  # cosines and sines, [max_model_len, head_dim / 2] each
     options: AttentionOptions
 
@@ -90,13 +87,13 @@ class FusedDecoder:
         head: Any = model.get_output_embeddings()
         config = model.config
         self._embed: nn.Module = base.embed_tokens
-        self._head = _Linear(head.weight, head.bias)
+        self._head: _Linear = (head.weight, head.bias)
         self._multiply = deterministic.linear if is_deterministic else nn.functional.linear
-        self._activation = Activation(_activation_of(config))
+        self._activation = _activation_of(config)
         self._epsilon: float = config.rms_norm_eps
         self._is_gemma = config.model_type.startswith("gemma")
         kinds = config.layer_types if self._is_gemma else [None] * spec.num_layers
-        angles = {kind: _angles(base.rotary_emb, spec.max_model_len, self._head.weight, kind) for kind in set(kinds)}
+        angles = {kind: _angles(base.rotary_emb, spec.max_model_len, head.weight, kind) for kind in set(kinds)}
         norms = [self._norm(norm) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)]
         self._first_norm = norms[0]
         self._layers = [
@@ -105,18 +102,18 @@ class FusedDecoder:
         ]
         torch.cuda.empty_cache()  # of the weights that were joined
 
-    def _norm(self, module: Any) -> Tensor:
-        weight: Tensor = module.weight.detach()
-        return 1.0 + weight.float() if self._is_gemma else weight
+    def _norm(self, module: Any) -> Norm:
+        weight = module.weight.detach()
+        return Norm(1.0 + weight.float() if self._is_gemma else weight, self._epsilon, not self._is_gemma)
 
-    def _layer(self, layer: Any, next_norm: Tensor, angles: tuple[Tensor, Tensor], options: AttentionOptions) -> _Layer:
+    def _layer(self, layer: Any, next_norm: Norm, angles: tuple[Tensor, Tensor], options: AttentionOptions) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         after_attention = self._norm(layer.post_attention_layernorm)
         return _Layer(
             qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
-            output=_Linear(attention.o_proj.weight, attention.o_proj.bias),
+            output=(attention.o_proj.weight, attention.o_proj.bias),
             gate_up=_join(mlp.gate_proj, mlp.up_proj),
-            down=_Linear(mlp.down_proj.weight, mlp.down_proj.bias),
+            down=(mlp.down_proj.weight, mlp.down_proj.bias),
             head_norms=(
                 (self._norm(attention.q_norm), self._norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
             ),
@@ -133,24 +130,19 @@ class FusedDecoder:
         batch: InputBatch,
         kv_cache: PagedKVCache,
         attention: AttentionBackend,
-        *,
+        features: FeatureWriter | None = None,
         on_layer_done: Callable[[int], None] | None = None,
-        tap: Tap | None = None,
     ) -> Tensor:
-        """Writes the rows' keys and values to the cache → hidden states behind the final norm [num_rows, hidden_size].
-
-        `on_layer_done`: as in `ModelRunner.forward`. `tap`: told all that it may be.
-        """
-        fields, plan, epsilon = batch.on(kv_cache.device), attention.prepare(batch), self._epsilon
-        rounding = {"rounds_first": not self._is_gemma}
+        """As `ModelRunner.forward`, of a batch whose rows `features` is writing; None: of none."""
+        fields, plan, multiply = batch.on(kv_cache.device), attention.prepare(batch), self._multiply
         residual: Tensor = self._embed(fields.token_ids)
-        rows = rms_norm(residual, self._first_norm, epsilon, **rounding)
+        rows = rms_norm(residual, self._first_norm)
         for index, layer in enumerate(self._layers):
-            if tap is not None:
-                tap(index, residual)
+            if features is not None:
+                features.tell(index, residual)
             keys, values = kv_cache.keys[index], kv_cache.values[index]
             query = rotate_and_store(
-                self._product(rows, layer.qkv),
+                multiply(rows, *layer.qkv),
                 keys,
                 values,
                 cosines=layer.angles[0],
@@ -158,39 +150,27 @@ class FusedDecoder:
                 positions=fields.positions,
                 slots=fields.slot_mapping,
                 norms=layer.head_norms,
-                epsilon=epsilon,
-                **rounding,
             )
             if on_layer_done is not None:
                 on_layer_done(index)
             attended = attention.attend(plan, query, keys, values, layer.options).flatten(1)
-            added = self._product(attended, layer.output)
-            residual, rows = add_rms_norm(
-                residual, added, layer.mlp_norm, epsilon, added_weight=layer.attended_norm, **rounding
-            )
-            added = self._product(activate(self._product(rows, layer.gate_up), self._activation), layer.down)
-            residual, rows = add_rms_norm(
-                residual, added, layer.next_norm, epsilon, added_weight=layer.fed_norm, **rounding
-            )
-        if tap is not None:
-            tap(len(self._layers), residual)
-            tap(len(self._layers) + 1, rows)
-        return rows
-
-    def logits(self, states: Tensor) -> Tensor:
-        """[n, hidden_size] → [n, vocab_size] in the model's dtype."""
-        return self._product(states, self._head)
-
-    def _product(self, rows: Tensor, linear: _Linear) -> Tensor:
-        """[num_rows, in_features] → [num_rows, out_features]."""
-        return self._multiply(rows, linear.weight, linear.bias)
+            added = multiply(attended, *layer.output)
+            residual, rows = add_rms_norm(residual, added, layer.mlp_norm, layer.attended_norm)
+            added = multiply(activate(multiply(rows, *layer.gate_up), self._activation), *layer.down)
+            residual, rows = add_rms_norm(residual, added, layer.next_norm, layer.fed_norm)
+        if features is not None:
+            features.tell(len(self._layers), residual, rows)
+        if batch.selects_logits:
+            rows = rows.index_select(0, fields.logits_rows)
+        # Rounded to the model's dtype first, as transformers' are. Without rows nothing is launched.
+        return multiply(rows, *self._head).float()
 
 
 def _join(*modules: nn.Linear) -> _Linear:
     """Of one input. Each module's weight and bias become views of the joined ones."""
     weight = _joined([module.weight for module in modules])
     biases = [module.bias for module in modules if module.bias is not None]
-    return _Linear(weight, _joined(biases) if biases else None)
+    return weight, _joined(biases) if biases else None
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:
@@ -202,10 +182,7 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
 
 def _angles(rotary: Any, num_positions: int, like: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
     """The model's own, in its dtype, of every position: cosines and sines [num_positions, head_dim / 2]."""
-    of_layers = () if layer_type is None else (layer_type,)
-    parts = []
-    for start in range(0, num_positions, _POSITIONS_AT_ONCE):
-        positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, num_positions), device=like.device)
-        parts.append(rotary(like, positions.unsqueeze(0), *of_layers))  # halves are equal
-    cosines, sines = (torch.cat([part[0].chunk(2, -1)[0] for part in each]) for each in zip(*parts, strict=True))
+    positions = torch.arange(num_positions, device=like.device).unsqueeze(0)
+    both = rotary(like, positions) if layer_type is None else rotary(like, positions, layer_type)
+    cosines, sines = (each[0].chunk(2, -1)[0].clone() for each in both)  # the halves are equal
     return cosines, sines

@@ -95,6 +95,11 @@ class InputBatch:
         """Whether rows of a sequence may see keys that are not at the slots of their positions."""
         return bool(self.arrays.path_starts)
 
+    @property
+    def selects_logits(self) -> bool:
+        """Whether a forward has to pick the rows with logits: not where each row has its own."""
+        return self.num_logits < self.num_rows
+
     def context_slots(self, sequence: int, num_tokens: int) -> Slots:
         """Where a sequence's first tokens are by its block table: [num_tokens] int64."""
         table = np.frombuffer(self.arrays.block_tables, dtype=np.int32).reshape(self.num_seqs, -1)[sequence]

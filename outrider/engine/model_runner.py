@@ -62,10 +62,6 @@ def make_runner(
     """
     if isinstance(model.native, NativeDecoder):
         return NativeStep(model.native, kv_cache, features)
-    if model.fused is not None:
-        from outrider.engine.fused_steps import FusedSteps  # imports torch and triton
-
-        return FusedSteps(model, kv_cache, attention, graphs=graphs, features=features)
     from outrider.engine.module_steps import ModuleSteps  # imports torch
 
     return ModuleSteps(model, kv_cache, attention, graphs=graphs, features=features)

@@ -1,8 +1,7 @@
-"""The forward passes of a model that torch computes, and the one that transformers runs, by the model's own modules."""
+"""The forward pass of a model that torch computes: by a fused decoder, or by its modules, which transformers runs."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,7 @@ from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
-from outrider.engine.feature_writer import FeatureWriter, Tap
-from outrider.engine.gpu_kernels import why_no_triton
+from outrider.engine.feature_writer import FeatureWriter
 from outrider.engine.graph_shapes import Buckets, GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
     from outrider.engine.arrays import Array
 
 
-class TorchSteps(ABC):
-    """Forwards of one runner, some of which are captured as graphs."""
+class ModuleSteps:
+    """Forwards of one runner. A model whose layers are native brings its own attention."""
 
     can_be_traced = True
 
@@ -38,21 +36,27 @@ class TorchSteps(ABC):
         self,
         model: RunnableModel,
         kv_cache: PagedKVCache,
-        attention: AttentionBackend,
+        attention: AttentionBackend | None,
         *,
         graphs: GraphShapes | None = None,
-        features: FeatureWriter | None = None,
+        features: FeatureSpec | None = None,
     ) -> None:
         """As make_runner."""
+        assert model.model is not None
+        if isinstance(model.native, NativeLayers):
+            attention = NativeAttention(model.native.kernels)
+        assert attention is not None
         self.attention_name = attention.name
         self.phases = ForwardPhases()
         self.padded_rows: tuple[int, ...] = ()
         self.is_asynchronous = device_type(kv_cache.device) != "cpu"
+        self._model = model.model
+        self._fused = model.fused
         self._vocab_size = model.spec.vocab_size
         self._is_native = model.native is not None
         self._kv_cache = kv_cache
         self._attention = attention
-        self._features = features
+        self._features = None if features is None else FeatureWriter(model.model, features, kv_cache, model.native)
         self._graphs: StepGraphs | None = None
         if graphs is not None and attention.can_be_captured:
             device = torch.device(kv_cache.device)
@@ -81,41 +85,16 @@ class TorchSteps(ABC):
 
     @torch.inference_mode()
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
-        """As `forward`, with features."""
+        """As `forward`, on the model's device."""
+        slots = batch.on(self._kv_cache.device).slot_mapping
+        with nullcontext() if self._features is None else self._features.writing(slots):
+            if self._fused is None:
+                return self._by_modules(batch, on_layer_done)
+            return self._fused.forward(batch, self._kv_cache, self._attention, self._features, on_layer_done)
+
+    def _by_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         device = self._kv_cache.device
-        slots = batch.on(device).slot_mapping
-        with nullcontext() if self._features is None else self._features.writing(slots) as tap:
-            logits = self._logits(batch, on_layer_done, tap)
-        return torch.empty((0, self._vocab_size), device=device) if logits is None else logits.float()
-
-    @abstractmethod
-    def _logits(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None, tap: Tap | None) -> Tensor | None:
-        """[num_logits, vocab_size] in the model's dtype; None where `batch` wants none. Hooks or it tell `tap`."""
-
-
-class ModuleSteps(TorchSteps):
-    """Forwards by transformers. A model whose layers are native brings its own attention."""
-
-    def __init__(
-        self,
-        model: RunnableModel,
-        kv_cache: PagedKVCache,
-        attention: AttentionBackend | None,
-        *,
-        graphs: GraphShapes | None = None,
-        features: FeatureSpec | None = None,
-    ) -> None:
-        """As make_runner."""
-        assert model.model is not None
-        if isinstance(model.native, NativeLayers):
-            attention = NativeAttention(model.native.kernels)
-        assert attention is not None
-        self._model = model.model
-        writer = None if features is None else FeatureWriter(features, kv_cache, model.model, model.native)
-        super().__init__(model, kv_cache, attention, graphs=graphs, features=writer)
-
-    def _logits(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None, tap: Tap | None) -> Tensor | None:
-        on_device = batch.on(self._kv_cache.device)
+        on_device = batch.on(device)
         arguments: dict[str, Any] = {
             "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
             "position_ids": on_device.positions.unsqueeze(0),
@@ -124,15 +103,15 @@ class ModuleSteps(TorchSteps):
         }
         if batch.num_logits == 0:
             self._model.base_model(**arguments)
-            return None
-        if batch.num_logits < batch.num_rows:
+            return torch.empty((0, self._vocab_size), device=device)
+        if batch.selects_logits:
             arguments["logits_to_keep"] = on_device.logits_rows
-        logits: Tensor = self._model(**arguments).logits[0]
-        return logits
+        logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
+        return logits.float()
 
 
-def store_in_torch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """As `gpu_kernels.cache.store`."""
+def _store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Writes rows [num_rows, num_kv_heads, head_dim] to slots [num_rows] int64 of a layer's caches."""
     key_cache.flatten(0, 1).index_copy_(0, slots, keys)
     value_cache.flatten(0, 1).index_copy_(0, slots, values)
 
@@ -154,11 +133,7 @@ class PagedStep:
         self._on_layer_done = on_layer_done
         self._plan = attention.prepare(batch)
         self._slots = batch.on(kv_cache.device).slot_mapping
-        self._store = attention.store if isinstance(attention, NativeAttention) else store_in_torch
-        if not why_no_triton(kv_cache.device):
-            from outrider.engine.gpu_kernels.cache import store
-
-            self._store = store
+        self._store = attention.store if isinstance(attention, NativeAttention) else _store
 
     def attend(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import AUTO, FUSED, TORCH, KernelChoice, choose_kernels
@@ -18,24 +16,20 @@ TRITON = "triton"
 
 
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
-    """What `model.kernels` means on this machine; may compile them. Raises ConfigError when it is impossible."""
+    """What `model.kernels` means on this machine; may compile them. FUSED is for some architectures only.
+
+    Raises: ConfigError when it is impossible.
+    """
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if device_type(device) != "cpu":
-        return _choose_gpu_kernels(config, device)
+        reason = why_no_triton(device)
+        if config.kernels == AUTO and not reason:
+            return KernelChoice(path=FUSED, library=None)
+        return torch_instead(config, reason or f"the device is {device_type(device)}")
     if config.attention != AUTO:
         return torch_instead(config, f"model.attention is {config.attention}")
     return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))
-
-
-def _choose_gpu_kernels(config: ModelConfig, device: str) -> KernelChoice:
-    """Those that fuse, if the model's architecture turns out to be one for them."""
-    choice = torch_instead(config, f"the device is {device_type(device)}")
-    if config.kernels == TORCH:
-        return replace(choice, reason="model.kernels is torch")
-    if reason := why_no_triton(device):
-        return replace(choice, reason=f"a fused decoder {reason}")
-    return KernelChoice(path=FUSED, library=None)
 
 
 def attention_of(config: ModelConfig, device: str) -> str:

@@ -21,7 +21,6 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
-from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP
 from outrider.engine.cpu_kernels.paths import FUSED, KernelChoice
@@ -96,8 +95,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
-    has_int8_weights = config.weights == INT8
-    if has_int8_weights and kernels.library is None:
+    if config.weights == INT8 and kernels.library is None:
         raise ConfigError(f"model.weights int8 needs native kernels: {kernels}; set model.weights to auto")
     check_deterministic(config, device, kernels)
     expected = own_logits(model, spec.vocab_size)
@@ -110,21 +108,15 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
 
     try:
-        check_paged_forward(runnable, expected, exact=exact, is_lossy=has_int8_weights)
+        check_paged_forward(runnable, expected, exact=exact, is_lossy=config.weights == INT8)
     except ModelError as error:
         if runnable.fused is None:
             raise
         kernels = torch_instead(config, str(error))
         runnable = _make_runnable(config, kernels, model, device, spec, layers)
         check_paged_forward(runnable, expected, exact=exact)
-    loaded = describe_model(
-        config,
-        location,
-        kernels,
-        runnable,
-        numerics=_numerics(config, kernels, runnable),
-        weights_from="checkpoint",
-    )
+    numerics = _numerics(config, kernels, runnable)
+    loaded = describe_model(config, location, kernels, runnable, numerics=numerics, weights_from="checkpoint")
     if check_weight_files(location.directory) != state:  # its fingerprint may be that of other weights
         raise ModelError(f"{location.directory} changed while it was loaded: start again")
     return loaded
@@ -139,32 +131,6 @@ def _choose_kernels(config: ModelConfig, hf_config: PretrainedConfig, device: st
         if reason := why_not_fused(hf_config):
             return torch_instead(config, reason)
     return kernels
-
-
-def _make_runnable(
-    config: ModelConfig,
-    kernels: KernelChoice,
-    model: PreTrainedModel,
-    device: str,
-    spec: ModelSpec,
-    layers: Sequence[AttentionOptions],
-) -> RunnableModel:
-    """With what computes `model` or its layers in its place. Only a fused decoder leaves it as it was."""
-    runnable = RunnableModel(model=model, native=None, device=device, spec=spec)
-    if kernels.path == FUSED:
-        from outrider.engine.fused_decoder import FusedDecoder
-
-        fused = FusedDecoder(model, spec, layers, is_deterministic=config.deterministic)
-        return replace(runnable, fused=fused)
-    if kernels.library is not None:
-        quantise = config.weights == INT8
-        native = _make_native(start_kernels(kernels, config), model, spec, layers, quantise=quantise)
-        return replace(runnable, model=None if isinstance(native, NativeDecoder) else model, native=native)
-    if config.deterministic:
-        from outrider.engine.deterministic_layers import make_deterministic  # imports triton
-
-        make_deterministic(model)
-    return runnable
 
 
 def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) -> Numerics:
@@ -189,16 +155,37 @@ def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) 
     return Numerics(promise_of_torch(dtype) if depends else Promise.EXACT, arithmetic)
 
 
-def _make_native(
-    kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions], *, quantise: bool
-) -> NativeDecoder | NativeLayers:
-    """One call for the whole model where its shape is known, else native layers in the model as it is."""
+def _make_runnable(
+    config: ModelConfig,
+    kernels: KernelChoice,
+    model: PreTrainedModel,
+    device: str,
+    spec: ModelSpec,
+    layers: Sequence[AttentionOptions],
+) -> RunnableModel:
+    """One call for the whole model where its shape is known, else layers by kernels in the model as it is, or torch's.
+
+    `model` stays what it was where it is fused, or torch's without `model.deterministic`.
+    """
+    runnable = RunnableModel(model=model, native=None, device=device, spec=spec)
+    if kernels.path == FUSED:
+        from outrider.engine.fused_decoder import FusedDecoder  # imports triton
+
+        return replace(runnable, fused=FusedDecoder(model, spec, layers, is_deterministic=config.deterministic))
+    if kernels.library is None:
+        if config.deterministic:
+            from outrider.engine.deterministic_layers import make_deterministic  # imports triton
+
+            make_deterministic(model)
+        return runnable
+    started, quantise = start_kernels(kernels, config), config.weights == INT8
     if not why_not_native(model, spec, layers):
-        return NativeDecoder(kernels, pack_decoder(kernels, model, spec, layers, quantise=quantise))
-    native = NativeLayers(kernels, quantise=quantise)
+        decoder = NativeDecoder(started, pack_decoder(started, model, spec, layers, quantise=quantise))
+        return replace(runnable, model=None, native=decoder)
+    native = NativeLayers(started, quantise=quantise)
     native.replace_in(model)
     torch.set_num_threads(1)  # what torch still computes is light, and rounds differently at the seams between threads
-    return native
+    return replace(runnable, native=native)
 
 
 def resolve_dtype(name: str, device: str, config: PretrainedConfig, *, is_native: bool) -> str:

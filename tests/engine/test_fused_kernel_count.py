@@ -29,7 +29,6 @@ pytestmark = pytest.mark.triton
 
 KERNELS = {
     "outrider.engine.attention.triton_paged": ("attend", "merge_splits"),
-    "outrider.engine.gpu_kernels.cache": ("store_rows",),
     "outrider.engine.gpu_kernels.decoder": ("normalise", "rotate", "multiply_gates"),
     "outrider.engine.gpu_kernels.layers": ("multiply", "merge_products"),
 }

@@ -73,12 +73,11 @@ def backend(request, monkeypatch):
         return request.param
     pytest.importorskip("triton")
     from outrider.engine.attention import triton_paged
-    from outrider.engine.gpu_kernels import cache, edits, filters, race
+    from outrider.engine.gpu_kernels import edits, filters, race
 
     for module, name in (
         (triton_paged, "attend"),
         (triton_paged, "merge_splits"),
-        (cache, "store_rows"),
         (edits, "edit_rows"),
         (filters, "filter_limits"),
         (race, "best_scores"),

@@ -6,24 +6,27 @@ inside. They are rounded to the rows' dtype where transformers rounds them.
 
 from __future__ import annotations
 
-from enum import Enum
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+ACTIVATIONS = frozenset({"silu", "gelu_pytorch_tanh"})
+"""As transformers names them."""
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
 """Numbers of a row that one program computes: 16 bytes for each of its threads, of a 16-bit dtype."""
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
-class Activation(Enum):
-    """Of the gate, by the names of `hidden_act` in config.json."""
+class Norm(NamedTuple):
+    """Root mean square normalisation."""
 
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
+    weight: Tensor  # [width], of any floating dtype
+    epsilon: float  # added to the mean square
+    rounds_first: bool = True  # to the rows' dtype, before the weight too, as in Llama; not in Gemma
 
 
 @triton.jit
@@ -69,57 +72,31 @@ def normalise(
     tl.store(output + at, normed, mask=is_place)
 
 
-def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, *, rounds_first: bool = True) -> Tensor:
-    """Root mean square normalisation of rows [num_rows, width], contiguous → the same.
-
-    `weight`: [width], of any floating dtype.
-
-    `rounds_first`: to the rows' dtype before the weight, as Llama's norm does; false: only after it, as Gemma's does.
-    """
-    output = torch.empty_like(rows)
-    _launch_norm(rows, rows, rows, output, weight, None, epsilon, has_added=False, rounds_first=rounds_first)
-    return output
+def rms_norm(rows: Tensor, norm: Norm) -> Tensor:
+    """[num_rows, width], contiguous → the same, normalised."""
+    return add_rms_norm(rows, None, norm)[1]
 
 
 def add_rms_norm(
-    residual: Tensor,
-    added: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    *,
-    added_weight: Tensor | None = None,
-    rounds_first: bool = True,
+    residual: Tensor, added: Tensor | None, norm: Norm, added_norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream and what is added to it, [num_rows, width] each, contiguous → (their sum, its norm).
+    """The residual stream and what is added to it, [num_rows, width] each, contiguous → (their sum, that normalised).
 
-    `added_weight`: [width], of the norm that `added` goes through first; None: of none. The rest is as in `rms_norm`.
+    `added`: None: nothing. `added_norm`: through which it goes first, with the constants of `norm`; None: through none.
     """
-    total, output = torch.empty_like(residual), torch.empty_like(residual)
-    _launch_norm(residual, added, total, output, weight, added_weight, epsilon, rounds_first=rounds_first)
-    return total, output
-
-
-def _launch_norm(
-    residual: Tensor,
-    added: Tensor,
-    total: Tensor,
-    output: Tensor,
-    weight: Tensor,
-    added_weight: Tensor | None,
-    epsilon: float,
-    *,
-    has_added: bool = True,
-    rounds_first: bool,
-) -> None:
     num_rows, width = residual.shape
     padded = triton.next_power_of_2(width)
+    total = residual if added is None else torch.empty_like(residual)
+    output = torch.empty_like(residual)
     if num_rows:
         with torch.cuda.device_of(residual):  # where triton launches
             normalise[(num_rows,)](
-                residual, added, total, output, weight, weight if added_weight is None else added_weight, epsilon,
-                WIDTH=width, PADDED=padded, HAS_ADDED=has_added, HAS_ADDED_NORM=added_weight is not None,
-                ROUNDS=rounds_first, num_warps=norm_warps(padded), enable_fp_fusion=False,
+                residual, residual if added is None else added, total, output,
+                norm.weight, norm.weight if added_norm is None else added_norm.weight, norm.epsilon,
+                WIDTH=width, PADDED=padded, HAS_ADDED=added is not None, HAS_ADDED_NORM=added_norm is not None,
+                ROUNDS=norm.rounds_first, num_warps=norm_warps(padded), enable_fp_fusion=False,
             )  # fmt: skip
+    return total, output
 
 
 def norm_warps(padded_width: int) -> int:
@@ -206,9 +183,7 @@ def rotate_and_store(
     sines: Tensor,
     positions: Tensor,
     slots: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,
-    epsilon: float = 0.0,
-    rounds_first: bool = True,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Queries and keys normalised by head, where they are, and rotated; keys and values to their slots.
 
@@ -222,24 +197,23 @@ def rotate_and_store(
         sines: same.
         positions: [num_rows] int64, below num_positions.
         slots: [num_rows] int64. Of rows with the same slot, any may be what stays.
-        norms: weights of queries and of keys, [head_dim] each and of one dtype; None: they are not normalised.
-        epsilon: of the norms.
-        rounds_first: as in `rms_norm`.
+        norms: of the heads of queries and of keys, alike but for their weights; None: they are not normalised.
 
     Returns rotated queries [num_rows, num_heads, head_dim].
     """
     num_rows, num_kv_heads, head_dim = len(projected), *key_cache.shape[2:]
     num_heads = projected.shape[1] // head_dim - 2 * num_kv_heads
     query = projected.new_empty((num_rows, num_heads, head_dim))
+    of_queries, of_keys = norms or 2 * (Norm(cosines, 0.0),)
     padded = triton.next_power_of_2(head_dim // 2)
     groups = -(-(num_heads + 2 * num_kv_heads) // HEADS_PER_PROGRAM)
     if num_rows:
         with torch.cuda.device_of(projected):
             rotate[num_rows, groups](
-                projected, query, key_cache, value_cache, *(norms or (cosines, cosines)), cosines, sines,
-                positions, slots, epsilon,
+                projected, query, key_cache, value_cache, of_queries.weight, of_keys.weight, cosines, sines,
+                positions, slots, of_queries.epsilon,
                 NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, PADDED=padded,
-                HEADS=HEADS_PER_PROGRAM, HAS_NORMS=norms is not None, ROUNDS=rounds_first,
+                HEADS=HEADS_PER_PROGRAM, HAS_NORMS=norms is not None, ROUNDS=of_queries.rounds_first,
                 num_warps=rotation_warps(padded), enable_fp_fusion=False,
             )  # fmt: skip
     return query
@@ -273,14 +247,17 @@ def multiply_gates(
     tl.store(output + row * WIDTH + places, (activated * up).to(dtype), mask=is_place)
 
 
-def activate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """[num_rows, 2 * width], contiguous, gates first → activated gates times the others: [num_rows, width]."""
+def activate(gate_up: Tensor, activation: str) -> Tensor:
+    """[num_rows, 2 * width], contiguous, gates first → gates activated, times the others: [num_rows, width].
+
+    `activation`: one of ACTIVATIONS.
+    """
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     output = gate_up.new_empty((num_rows, width))
     if num_rows:
         with torch.cuda.device_of(gate_up):
             multiply_gates[num_rows, -(-width // ACTIVATION_BLOCK)](
                 gate_up, output, WIDTH=width, BLOCK=ACTIVATION_BLOCK,
-                IS_GELU=activation is Activation.GELU_TANH, enable_fp_fusion=False,
+                IS_GELU=activation != "silu", enable_fp_fusion=False,
             )  # fmt: skip
     return output

@@ -93,7 +93,7 @@ def test_a_configuration_says_whether_it_can_be_fused(architecture, changes, rea
 def test_a_gpu_fuses_unless_settings_say_otherwise():
     gpu = "cuda"
     assert choose_model_kernels(ModelConfig(), gpu).path == FUSED
-    assert choose_model_kernels(ModelConfig(kernels="torch"), gpu).reason == "model.kernels is torch"
+    assert choose_model_kernels(ModelConfig(kernels="torch"), gpu).path == TORCH
     assert choose_model_kernels(ModelConfig(tensor_parallel_size=2), gpu).path == TORCH
     with pytest.raises(ConfigError, match="the device is cuda"):
         choose_model_kernels(ModelConfig(kernels="portable"), gpu)
