@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention, cache, edits, filters, layers, race
+from outrider.engine.gpu_kernels import attention, decoder, edits, filters, layers, race
 
 CAPABILITIES = (80, 90, 100)
 TILE = attention.Tile()
@@ -101,7 +101,6 @@ def cases() -> Iterator[Case]:
         most_registers=184,
         num_warps=filters.NUM_WARPS,
     )
-    yield _storing()
     types = {"logits": "*fp32", "packed": "*i64", "num_changed": "i32", "num_entries": "i32"}
     yield Case(
         "edit_rows",
@@ -134,25 +133,51 @@ def cases() -> Iterator[Case]:
     yield Case(
         "merge_products", layers.merge_products, types, sizes, most_shared=1 << 10, most_spilled=0, most_registers=40
     )
-    types = {"rows": "*bf16", "weight": "*fp32", "output": "*bf16", "width": "i32", "epsilon": "fp32"}
-    yield Case(
-        "normalise", layers.normalise, types, {"WIDTH": 4096}, most_shared=4 << 10, most_spilled=0, most_registers=144
-    )
+    yield from _decoder_kernels()
 
 
-def _storing() -> Case:
-    types = dict.fromkeys(("keys", "values", "key_cache", "value_cache"), "*bf16") | {"slots": "*i64"}
-    strides = tuple(f"{tensor}_{of}_stride" for tensor in ("key", "value") for of in ("row", "head"))
-    return Case(
-        "store_rows",
-        cache.store_rows,
-        types | dict.fromkeys(strides, "i32"),
-        {"NUM_HEADS": 8, "HEAD": 128, "WIDTH": 1024},
-        most_shared=0,
-        most_spilled=0,
-        most_registers=40,
-        multiples_of_16=strides,
-    )
+def _decoder_kernels() -> Iterator[Case]:
+    """Between products and attention. Norms with as many weights as a layer of Gemma 3 has."""
+    types = dict.fromkeys(("residual", "added", "total", "output", "weight", "added_weight"), "*bf16")
+    for width in (4096, 8192):
+        for has_added_norm in (False, True):
+            flags = {"HAS_ADDED": True, "HAS_ADDED_NORM": has_added_norm, "ROUNDS": not has_added_norm}
+            yield Case(
+                f"normalise, {width}{', twice' * has_added_norm}",
+                decoder.normalise,
+                types | {"epsilon": "fp32"},
+                {"WIDTH": width, "PADDED": width} | flags,
+                most_shared=1 << 10,
+                most_spilled=0,
+                most_registers=72,
+                num_warps=decoder.norm_warps(width),
+            )
+    types = dict.fromkeys(("projected", "query", "key_cache", "value_cache"), "*bf16")
+    types |= dict.fromkeys(("query_weight", "key_weight", "cosines", "sines"), "*bf16")
+    types |= {"positions": "*i64", "slots": "*i64", "epsilon": "fp32"}
+    for head_dim, padded, has_norms in ((128, 64, False), (128, 64, True), (80, 64, False), (256, 128, True)):
+        sizes = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": head_dim // 2, "PADDED": padded}
+        sizes |= {"HEADS": decoder.HEADS_PER_PROGRAM, "HAS_NORMS": has_norms, "ROUNDS": True}
+        yield Case(
+            f"rotate, heads of {head_dim}{', norms' * has_norms}",
+            decoder.rotate,
+            types,
+            sizes,
+            most_shared=1 << 10,
+            most_spilled=0,
+            most_registers=40,
+            num_warps=decoder.rotation_warps(padded),
+        )
+    for is_gelu in (False, True):
+        yield Case(
+            f"multiply_gates, {'gelu' if is_gelu else 'silu'}",
+            decoder.multiply_gates,
+            {"gate_up": "*bf16", "output": "*bf16"},
+            {"WIDTH": 14336, "BLOCK": decoder.ACTIVATION_BLOCK, "IS_GELU": is_gelu},
+            most_shared=0,
+            most_spilled=0,
+            most_registers=40,
+        )
 
 
 def compile_case(case: Case, capability: int) -> Use:
@@ -186,7 +211,8 @@ def compile_case(case: Case, capability: int) -> Use:
         registers=max(map(int, re.findall(r"Used (\d+) registers", report))),
         shared=compiled.metadata.shared,
         spilled=max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
-        fused=len(re.findall(r"\bfma\.", ptx)),
+        # Of bfloat16, capability 8.0 has sums and products as such instructions only, with 1 or -0.
+        fused=len(re.findall(r"\bfma\.(?!rn\.bf16)", ptx)),
         products=len(re.findall(r"\b(?:mma|wgmma|tcgen05\.mma)\.\S*sync", ptx)),
     )
 

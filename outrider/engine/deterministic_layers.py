@@ -10,7 +10,8 @@ import triton
 from torch import Tensor, nn
 
 from outrider.engine.gpu_kernels.attention import Tile
-from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear, rms_norm
+from outrider.engine.gpu_kernels.decoder import Norm, rms_norm
+from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
 
@@ -36,12 +37,11 @@ class DeterministicRMSNorm(nn.Module):
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         """`weight` [width] float32."""
         super().__init__()
-        self._weight = weight.contiguous()
-        self._epsilon = epsilon
+        self._norm = Norm(weight.contiguous(), epsilon)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[…, width] → the same."""
-        return rms_norm(rows.reshape(-1, rows.shape[-1]).contiguous(), self._weight, self._epsilon).view(rows.shape)
+        return rms_norm(rows.reshape(-1, rows.shape[-1]).contiguous(), self._norm).view(rows.shape)
 
 
 def make_deterministic(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Features of a model made of torch modules, which transformers runs: hooks read its residual stream."""
+"""Features of a model that torch computes: its forward tells its residual stream, or hooks at its modules do."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class FeatureWriter:
         self._decoder = model.get_decoder()
         self._layers = _layers_of(self._decoder, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._features = features.to(plane.device, plane.dtype)
+        self._taps: dict[int, Tensor] = {}  # of this forward, those that the features are made of
         self._native_layers = native if isinstance(native, NativeLayers) else None
         if self._native_layers is not None:
             self._packed = pack_reduction(self._native_layers.kernels, features, ELEMENT_TYPES[plane.dtype])
@@ -46,25 +47,33 @@ class FeatureWriter:
 
         Nothing is written when the forward raises.
         """
-        taps: dict[int, Tensor] = {}
         with ExitStack() as hooks:
+            hooks.callback(self._taps.clear)
             for tap in set(self._features.taps):
-                hooks.callback(self._hook(tap, taps).remove)
+                hooks.callback(self._hook(tap).remove)
             yield
-        rows = torch.cat([taps[tap][0] for tap in self._features.taps], dim=-1)  # [num_rows, num_taps * hidden_size]
-        self._plane.index_copy_(0, slots, self._reduced(rows))
+            rows = torch.cat([self._taps[tap] for tap in self._features.taps], dim=-1)
+        self._plane.index_copy_(0, slots, self._reduced(rows))  # [num_rows, num_taps * hidden_size]
 
-    def _hook(self, tap: int, taps: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
-        """Puts the residual stream after `tap` layers, [1, num_rows, hidden_size], into `taps`."""
+    def tell(self, tap: int, states: Tensor, normed: Tensor | None = None) -> None:
+        """The residual stream after so many layers, from 0 on; after the last one, also what is behind the final norm.
+
+        `states`: [num_rows, hidden_size], as `normed` is.
+        """
+        if tap in self._features.taps:
+            self._taps[tap] = normed if normed is not None and self._features.takes_final_norm else states
+
+    def _hook(self, tap: int) -> torch.utils.hooks.RemovableHandle:
+        """Tells what modules compute, [1, num_rows, hidden_size]."""
         if tap < len(self._layers):
 
             def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                taps[tap] = args[0] if args else kwargs["hidden_states"]
+                self.tell(tap, (args[0] if args else kwargs["hidden_states"])[0])
 
             return self._layers[tap].register_forward_pre_hook(before, with_kwargs=True)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            taps[tap] = output if isinstance(output, Tensor) else output[0]
+            self.tell(tap, (output if isinstance(output, Tensor) else output[0])[0])
 
         last = self._decoder if self._features.takes_final_norm else self._layers[-1]
         return last.register_forward_hook(after)

@@ -1,4 +1,4 @@
-"""The forward pass of a model made of torch modules, which transformers runs."""
+"""The forward pass of a model that torch computes: by a fused decoder, or by its modules, which transformers runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.feature_writer import FeatureWriter
-from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -52,6 +51,7 @@ class ModuleSteps:
         self.padded_rows: tuple[int, ...] = ()
         self.is_asynchronous = device_type(kv_cache.device) != "cpu"
         self._model = model.model
+        self._fused = model.fused
         self._vocab_size = model.spec.vocab_size
         self._is_native = model.native is not None
         self._kv_cache = kv_cache
@@ -90,28 +90,33 @@ class ModuleSteps:
 
     @torch.inference_mode()
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
-        """As `forward`, by the model's own modules."""
+        """As `forward`, on the model's device."""
+        slots = batch.on(self._kv_cache.device).slot_mapping
+        with nullcontext() if self._features is None else self._features.writing(slots):
+            if self._fused is None:
+                return self._by_modules(batch, on_layer_done)
+            return self._fused.forward(batch, self._kv_cache, self._attention, self._features, on_layer_done)
+
+    def _by_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         device = self._kv_cache.device
-        step = PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         on_device = batch.on(device)
         arguments: dict[str, Any] = {
             "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
             "position_ids": on_device.positions.unsqueeze(0),
             "use_cache": False,
-            STEP_ARGUMENT: step,
+            STEP_ARGUMENT: PagedStep(batch, self._kv_cache, self._attention, on_layer_done),
         }
-        with nullcontext() if self._features is None else self._features.writing(on_device.slot_mapping):
-            if batch.num_logits == 0:
-                self._model.base_model(**arguments)
-                return torch.empty((0, self._vocab_size), device=device)
-            if batch.selects_logits:
-                arguments["logits_to_keep"] = on_device.logits_rows
-            logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
-            return logits.float()
+        if batch.num_logits == 0:
+            self._model.base_model(**arguments)
+            return torch.empty((0, self._vocab_size), device=device)
+        if batch.selects_logits:
+            arguments["logits_to_keep"] = on_device.logits_rows
+        logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
+        return logits.float()
 
 
-def store_in_torch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """As `gpu_kernels.cache.store`."""
+def _store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Writes rows [num_rows, num_kv_heads, head_dim] to slots [num_rows] int64 of a layer's caches."""
     key_cache.flatten(0, 1).index_copy_(0, slots, keys)
     value_cache.flatten(0, 1).index_copy_(0, slots, values)
 
@@ -133,11 +138,7 @@ class PagedStep:
         self._on_layer_done = on_layer_done
         self._plan = attention.prepare(batch)
         self._slots = batch.on(kv_cache.device).slot_mapping
-        self._store = attention.store if isinstance(attention, NativeAttention) else store_in_torch
-        if not why_no_triton(kv_cache.device):
-            from outrider.engine.gpu_kernels.cache import store
-
-            self._store = store
+        self._store = attention.store if isinstance(attention, NativeAttention) else _store
 
     def attend(
         self,

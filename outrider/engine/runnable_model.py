@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from outrider.engine.cpu_kernels.modules import NativeLayers
+    from outrider.engine.fused_decoder import FusedDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class RunnableModel:
     native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
     device: str  # as torch names it
     spec: ModelSpec
+    fused: FusedDecoder | None = None  # what computes `model` on a GPU in place of its modules, by their weights
 
     @property
     def cpu_kernels(self) -> CpuKernels | None:

@@ -27,7 +27,8 @@ class ModelConfig:
     kernels: str = setting(
         "auto",
         choices=("auto", "torch", "portable", "avx512", "avx512_bf16", "amx"),
-        help="On a CPU: auto is the best native path that was built and that the processor has, else torch.",
+        help="On a CPU, auto is the best native path that was built and that the processor has, else torch. On a GPU, "
+        "auto fuses the layers of Llama, Mistral, Qwen2, Qwen3 and Gemma 3; torch runs transformers' modules.",
     )
     weights: str = setting(
         "auto",

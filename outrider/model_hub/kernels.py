@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary
-from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
+from outrider.engine.cpu_kernels.paths import AUTO, FUSED, TORCH, KernelChoice, choose_kernels
 from outrider.engine.device import device_type, has_gpu_driver, needs_torch
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.processor import usable_cpus, within_quota
@@ -16,11 +16,17 @@ TRITON = "triton"
 
 
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
-    """What `model.kernels` means on this machine; may compile them. Raises ConfigError when it is impossible."""
-    if device_type(device) != "cpu":
-        return torch_instead(config, f"the device is {device_type(device)}")
+    """What `model.kernels` means on this machine; may compile them. FUSED is for some architectures only.
+
+    Raises: ConfigError when it is impossible.
+    """
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
+    if device_type(device) != "cpu":
+        reason = why_no_triton(device)
+        if config.kernels == AUTO and not reason:
+            return KernelChoice(path=FUSED, library=None)
+        return torch_instead(config, reason or f"the device is {device_type(device)}")
     if config.attention != AUTO:
         return torch_instead(config, f"model.attention is {config.attention}")
     return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))

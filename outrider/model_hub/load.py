@@ -21,10 +21,9 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
-from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP
-from outrider.engine.cpu_kernels.paths import KernelChoice
+from outrider.engine.cpu_kernels.paths import FUSED, KernelChoice
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.model_spec import ModelSpec
@@ -80,9 +79,13 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     if window.is_extended:
         fix_rotations(text_config)
     state = check_weight_files(location.directory)
-    kernels = choose_model_kernels(config, device, progress=progress)
+    kernels = _choose_kernels(config, hf_config, device, progress)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
-    model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress, num_ranks=num_ranks)
+    # transformers would take a GPU's memory for all weights at once, and what joining frees would stay holes in it.
+    at_first = "cpu" if kernels.path == FUSED else device
+    model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], at_first, progress, num_ranks=num_ranks)
+    if at_first != device:
+        nn.Module.to(model, device)  # in place
     spec, layers = describe_decoder(model, dtype=dtype, window=window)
     if num_ranks > 1:
         check_split(spec, hf_config, num_ranks)
@@ -92,21 +95,11 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
-    has_int8_weights = config.weights == INT8
-    if has_int8_weights and kernels.library is None:
+    if config.weights == INT8 and kernels.library is None:
         raise ConfigError(f"model.weights int8 needs native kernels: {kernels}; set model.weights to auto")
     check_deterministic(config, device, kernels)
     expected = own_logits(model, spec.vocab_size)
-    native: NativeDecoder | NativeLayers | None = None
-    if kernels.library is not None:
-        native = _make_native(start_kernels(kernels, config), model, spec, layers, quantise=has_int8_weights)
-    elif config.deterministic:
-        from outrider.engine.deterministic_layers import make_deterministic  # imports triton
-
-        make_deterministic(model)
-    runnable = RunnableModel(
-        model=None if isinstance(native, NativeDecoder) else model, native=native, device=device, spec=spec
-    )
+    runnable = _make_runnable(config, kernels, model, device, spec, layers)
 
     def exact() -> Tensor:
         if getattr(hf_config, "quantization_config", None):
@@ -114,12 +107,30 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         directory, own_config = location.directory, copy.deepcopy(hf_config)
         return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
 
-    check_paged_forward(runnable, expected, exact=exact, is_lossy=has_int8_weights)
+    try:
+        check_paged_forward(runnable, expected, exact=exact, is_lossy=config.weights == INT8)
+    except ModelError as error:
+        if runnable.fused is None:
+            raise
+        kernels = torch_instead(config, str(error))
+        runnable = _make_runnable(config, kernels, model, device, spec, layers)
+        check_paged_forward(runnable, expected, exact=exact)
     numerics = _numerics(config, kernels, runnable)
     loaded = describe_model(config, location, kernels, runnable, numerics=numerics, weights_from="checkpoint")
     if check_weight_files(location.directory) != state:  # its fingerprint may be that of other weights
         raise ModelError(f"{location.directory} changed while it was loaded: start again")
     return loaded
+
+
+def _choose_kernels(config: ModelConfig, hf_config: PretrainedConfig, device: str, progress: Progress) -> KernelChoice:
+    """As `choose_model_kernels`, for this architecture on a GPU."""
+    kernels = choose_model_kernels(config, device, progress=progress)
+    if kernels.path == FUSED:
+        from outrider.engine.fused_decoder import why_not_fused  # imports triton
+
+        if reason := why_not_fused(hf_config):
+            return torch_instead(config, reason)
+    return kernels
 
 
 def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) -> Numerics:
@@ -140,19 +151,41 @@ def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) 
     attention = attention_of(config, model.device)
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability(model.device))
     depends = depends_on_batch(model, attention, num_tokens=SPLIT_CONTEXT)
-    return Numerics(promise_of_torch(dtype) if depends else Promise.EXACT, deterministic_kernels(dtype, capability))
+    arithmetic = deterministic_kernels(dtype, capability) + ", fused" * (model.fused is not None)
+    return Numerics(promise_of_torch(dtype) if depends else Promise.EXACT, arithmetic)
 
 
-def _make_native(
-    kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions], *, quantise: bool
-) -> NativeDecoder | NativeLayers:
-    """One call for the whole model where its shape is known, else native layers in the model as it is."""
+def _make_runnable(
+    config: ModelConfig,
+    kernels: KernelChoice,
+    model: PreTrainedModel,
+    device: str,
+    spec: ModelSpec,
+    layers: Sequence[AttentionOptions],
+) -> RunnableModel:
+    """One call for the whole model where its shape is known, else layers by kernels in the model as it is, or torch's.
+
+    `model` stays what it was where it is fused, or torch's without `model.deterministic`.
+    """
+    runnable = RunnableModel(model=model, native=None, device=device, spec=spec)
+    if kernels.path == FUSED:
+        from outrider.engine.fused_decoder import FusedDecoder  # imports triton
+
+        return replace(runnable, fused=FusedDecoder(model, spec, layers, is_deterministic=config.deterministic))
+    if kernels.library is None:
+        if config.deterministic:
+            from outrider.engine.deterministic_layers import make_deterministic  # imports triton
+
+            make_deterministic(model)
+        return runnable
+    started, quantise = start_kernels(kernels, config), config.weights == INT8
     if not why_not_native(model, spec, layers):
-        return NativeDecoder(kernels, pack_decoder(kernels, model, spec, layers, quantise=quantise))
-    native = NativeLayers(kernels, quantise=quantise)
+        decoder = NativeDecoder(started, pack_decoder(started, model, spec, layers, quantise=quantise))
+        return replace(runnable, model=None, native=decoder)
+    native = NativeLayers(started, quantise=quantise)
     native.replace_in(model)
     torch.set_num_threads(1)  # what torch still computes is light, and rounds differently at the seams between threads
-    return native
+    return replace(runnable, native=native)
 
 
 def resolve_dtype(name: str, device: str, config: PretrainedConfig, *, is_native: bool) -> str:

@@ -107,6 +107,7 @@ def describe_model(
     return LoadedModel(
         model=model.model,
         native=model.native,
+        fused=model.fused,
         device=model.device,
         spec=spec,
         kernels=kernels,

@@ -161,11 +161,9 @@ def check_paged_forward(
     unrelated = float(_differences(reference.roll(1, dims=1), reference).mean())  # each row beside another one's
     limit = min(_OWN_MULTIPLE * own + _BESIDE_OWN * allowed, _OF_UNRELATED * unrelated)
     if not found <= limit:
-        what, advice = (
-            ("paged forward", "its attention may be one that cannot be served")
-            if model.native is None
-            else ("native kernels' forward", "set model.kernels to torch")
-        )
+        what, advice = "paged forward", "its attention may be one that cannot be served"
+        if kernels := "native" * (model.native is not None) or "fused" * (model.fused is not None):
+            what, advice = f"{kernels} kernels' forward", "set model.kernels to torch"
         raise ModelError(
             f"{spec.architecture}: the {what} differs from the model's own by {found:.2g} of the largest logit, the "
             f"mean of {differences.numel()} rows; {limit:.2g} is allowed, as transformers' {spec.dtype} differs from "

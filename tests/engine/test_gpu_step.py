@@ -76,12 +76,11 @@ def backend(request, monkeypatch):
         return request.param
     pytest.importorskip("triton")
     from outrider.engine.attention import triton_paged
-    from outrider.engine.gpu_kernels import cache, edits, filters, race
+    from outrider.engine.gpu_kernels import edits, filters, race
 
     for module, name in (
         (triton_paged, "attend"),
         (triton_paged, "merge_splits"),
-        (cache, "store_rows"),
         (edits, "edit_rows"),
         (filters, "filter_limits"),
         (race, "best_scores"),
@@ -150,7 +149,7 @@ def node(backend, sampler, gpu, monkeypatch):
         architecture="llama", num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=VOCAB_SIZE,
         max_model_len=2048, dtype="bfloat16",
     )  # fmt: skip
-    loaded = SimpleNamespace(model=model.eval(), device=str(GPU), spec=spec, native=None, cpu_kernels=None)
+    loaded = SimpleNamespace(model=model.eval(), device=str(GPU), spec=spec, native=None, fused=None, cpu_kernels=None)
     attention = make_attention_backend(backend, str(GPU), spec.dtype)
     assert attention.name == backend
     cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=str(GPU))

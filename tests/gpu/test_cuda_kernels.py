@@ -25,19 +25,21 @@ def test_decisions_are_those_of_the_oracle(vocab_size):
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(dtype):
-    from outrider.engine.gpu_kernels.layers import linear, rms_norm
+    from outrider.engine.gpu_kernels.decoder import Norm, rms_norm
+    from outrider.engine.gpu_kernels.layers import linear
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((300, 4096), generator=generator).to("cuda", dtype)
     weight = torch.randn((1000, 4096), generator=generator).to("cuda", dtype)
-    product, normed = linear(rows, weight, None), rms_norm(rows, torch.ones(4096, device="cuda"), 1e-5)
+    norm = Norm(torch.ones(4096, device="cuda"), 1e-5)
+    product, normed = linear(rows, weight, None), rms_norm(rows, norm)
     expected = rows.double() @ weight.double().T
     assert float((product.double() - expected).abs().max() / expected.abs().max()) < (
         1e-5 if dtype.itemsize == 4 else 8e-3
     )
     for part in (slice(0, 1), slice(7, 12), slice(200, 265)):
         assert torch.equal(linear(rows[part].contiguous(), weight, None), product[part])
-        assert torch.equal(rms_norm(rows[part].contiguous(), torch.ones(4096, device="cuda"), 1e-5), normed[part])
+        assert torch.equal(rms_norm(rows[part].contiguous(), norm), normed[part])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class NativeAttention:
         return batch_struct(batch), batch
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Panels, value_cache: Panels, slots: Tensor) -> None:
-        """As `gpu_kernels.cache.store`, into a layer's panels."""
+        """Writes rows [num_rows, num_kv_heads, head_dim] to slots [num_rows] int64 of a layer's panels."""
         write_rows(self.kernels, keys, key_cache, slots, are_values=False)
         write_rows(self.kernels, values, value_cache, slots, are_values=True)
 

@@ -22,6 +22,8 @@ from outrider.errors import ConfigError
 
 AUTO = "auto"
 TORCH = "torch"
+FUSED = "fused"
+"""On a GPU: see outrider.engine.fused_decoder."""
 
 _X86_64_V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_64_V4 = (*_X86_64_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -45,9 +47,9 @@ PREFERENCE = ("amx", "avx512_bf16", "avx512", "portable")
 class KernelChoice:
     """The kernels of this process."""
 
-    path: str  # one of PREFERENCE, or TORCH
-    library: Path | None  # None for TORCH
-    reason: str = ""  # why no better path than this; empty where the processor has none
+    path: str  # one of PREFERENCE, FUSED or TORCH
+    library: Path | None  # None for FUSED and TORCH
+    reason: str = ""  # why no better path than this; empty where there is none
 
     @property
     def arithmetic(self) -> str:
@@ -56,6 +58,8 @@ class KernelChoice:
 
     def __str__(self) -> str:
         """For people: "native kernels: amx"."""
+        if self.path == FUSED:
+            return "fused Triton kernels"
         reason = f" ({self.reason})" if self.reason else ""
         if self.library is None:
             return f"native kernels: none{reason}; torch kernels are used"

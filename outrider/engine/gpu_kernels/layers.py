@@ -1,4 +1,4 @@
-"""Linear layers and norms whose rows have the same bits in any batch: one configuration, whatever the number of rows.
+"""Linear layers whose rows have the same bits in any batch: one configuration, whatever the number of rows.
 
 A product adds over input features in splits of SPLIT_FEATURES, each from 0, and the splits in order: in one program
 where rows are many, else by `merge_products`, with the same operations.
@@ -27,7 +27,6 @@ class ProductTile:
 
 
 PRODUCT_TILE = ProductTile()
-NORM_WARPS = 4
 _MOST_SPLIT_ROWS = 64
 """With more rows there are tiles enough to fill a GPU, and splits would only cost memory."""
 
@@ -112,26 +111,6 @@ def merge_products(
     tl.store(output + row.to(tl.int64) * num_outputs + outputs, total.to(output.dtype.element_ty), mask=is_output)
 
 
-@triton.jit
-def normalise(
-    rows,  # [num_rows, width]
-    weight,  # [width] float32
-    output,  # [num_rows, width]
-    width,
-    epsilon,
-    WIDTH: tl.constexpr,  # the power of two from width on
-):
-    """Root mean square normalisation, rounded to the rows' dtype before the weight, as in transformers. Grid: rows."""
-    row = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, WIDTH)
-    is_place = places < width
-    values = tl.load(rows + row * width + places, mask=is_place, other=0.0).to(tl.float32)
-    mean = tl.sum(values * values, axis=0) / width
-    values = (values * (1.0 / tl.sqrt_rn(mean + epsilon))).to(output.dtype.element_ty).to(tl.float32)
-    values *= tl.load(weight + places, mask=is_place, other=0.0)
-    tl.store(output + row * width + places, values.to(output.dtype.element_ty), mask=is_place)
-
-
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Rows · weight^T + bias, of one dtype.
 
@@ -161,17 +140,4 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 parts, weight if bias is None else bias, output, num_splits, num_rows, num_outputs,
                 BLOCK=256, HAS_BIAS=bias is not None, enable_fp_fusion=False,
             )  # fmt: skip
-    return output
-
-
-def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """[num_rows, width], [width] float32 -> [num_rows, width] of the rows' dtype."""
-    output = torch.empty_like(rows)
-    if len(rows) == 0:
-        return output
-    with torch.cuda.device_of(rows):
-        normalise[(len(rows),)](
-            rows, weight, output, rows.shape[1], epsilon,
-            WIDTH=triton.next_power_of_2(rows.shape[1]), num_warps=NORM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
     return output

@@ -70,7 +70,7 @@ def runner(small_tiles):
     assert not any(issubclass(kind, torch.nn.Linear) for kind in kinds)
     assert DeterministicLinear in kinds
     cache = PagedKVCache(spec.planes, num_blocks=12, block_size=BLOCK_SIZE)
-    loaded = SimpleNamespace(model=model, device="cpu", spec=spec, native=None, cpu_kernels=None)
+    loaded = SimpleNamespace(model=model, device="cpu", spec=spec, native=None, fused=None, cpu_kernels=None)
     return make_runner(loaded, cache, interpreted_attention()), plain
 
 

@@ -1,0 +1,188 @@
+"""A decoder on a GPU by joined products and our own kernels: Llama, Mistral, Qwen2, Qwen3 and Gemma 3.
+
+A layer is nine kernels: one product each for queries, keys and values, for attention's output, for gates and what they
+multiply, and for the way down; rotation, with keys and values to their slots; attention, and one more where it is
+split; activation; and two sums, each with the norm that follows it. transformers' modules launch more than forty.
+
+Whether the result is the same model is checked at load, on logits (see outrider.model_hub.support).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
+from outrider.engine.gpu_kernels import layers as deterministic
+from outrider.engine.gpu_kernels.decoder import ACTIVATIONS, Norm, activate, add_rms_norm, rms_norm, rotate_and_store
+from outrider.engine.input_batch import InputBatch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from outrider.engine.feature_writer import FeatureWriter
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
+"""Of config.json."""
+
+
+def why_not_fused(config: PretrainedConfig) -> str:
+    """What keeps a model of this configuration from being computed here; empty: nothing."""
+    if config.model_type not in MODEL_TYPES:
+        return f"{config.model_type} is not one of {', '.join(sorted(MODEL_TYPES))}"
+    if (activation := _activation_of(config)) not in ACTIVATIONS:
+        return f"its activation is {activation}"
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        return "it caps its logits"
+    return "it is quantized" if getattr(config, "quantization_config", None) else ""
+
+
+def _activation_of(config: PretrainedConfig) -> str:
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
+
+
+_Linear = tuple[Tensor, Tensor | None]
+"""Weight [out_features, in_features], and bias [out_features]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    qkv: _Linear
+    output: _Linear
+    gate_up: _Linear
+    down: _Linear
+    head_norms: tuple[Norm, Norm] | None  # of queries and keys
+    attended_norm: Norm | None  # of what attention adds to the residual stream
+    mlp_norm: Norm  # behind that sum
+    fed_norm: Norm | None  # of what the feed-forward part adds
+    next_norm: Norm  # behind that sum: the next layer's, or the final one
+    angles: tuple[Tensor, Tensor]  # cosines and sines, [max_model_len, head_dim / 2] each
+    options: AttentionOptions
+
+
+class FusedDecoder:
+    """The weights of one model, and its forward pass. Runners share it: it keeps nothing of a step."""
+
+    def __init__(
+        self, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions], *, is_deterministic: bool
+    ) -> None:
+        """Joins weights of `model`, for whose configuration `why_not_fused` is empty.
+
+        Its modules go on with views of the joined weights, so a model is in memory once, and transformers can compute
+        it as before.
+
+        Args:
+            model: in its place, on the device.
+            spec: of the model.
+            layers: what each layer asks of attention.
+            is_deterministic: multiply by our own kernels, so that a row has the same bits in any batch.
+        """
+        base: Any = model.base_model
+        head: Any = model.get_output_embeddings()
+        config = model.config
+        self._embed: nn.Module = base.embed_tokens
+        self._head: _Linear = (head.weight, head.bias)
+        self._multiply = deterministic.linear if is_deterministic else nn.functional.linear
+        self._activation = _activation_of(config)
+        self._epsilon: float = config.rms_norm_eps
+        self._is_gemma = config.model_type.startswith("gemma")
+        kinds = config.layer_types if self._is_gemma else [None] * spec.num_layers
+        angles = {kind: _angles(base.rotary_emb, spec.max_model_len, head.weight, kind) for kind in set(kinds)}
+        norms = [self._norm(norm) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)]
+        self._first_norm = norms[0]
+        self._layers = [
+            self._layer(layer, norm, angles[kind], options)
+            for layer, norm, kind, options in zip(base.layers, norms[1:], kinds, layers, strict=True)
+        ]
+        torch.cuda.empty_cache()  # of the weights that were joined
+
+    def _norm(self, module: Any) -> Norm:
+        weight = module.weight.detach()
+        return Norm(1.0 + weight.float() if self._is_gemma else weight, self._epsilon, not self._is_gemma)
+
+    def _layer(self, layer: Any, next_norm: Norm, angles: tuple[Tensor, Tensor], options: AttentionOptions) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        after_attention = self._norm(layer.post_attention_layernorm)
+        return _Layer(
+            qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
+            output=(attention.o_proj.weight, attention.o_proj.bias),
+            gate_up=_join(mlp.gate_proj, mlp.up_proj),
+            down=(mlp.down_proj.weight, mlp.down_proj.bias),
+            head_norms=(
+                (self._norm(attention.q_norm), self._norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
+            ),
+            attended_norm=after_attention if self._is_gemma else None,
+            mlp_norm=self._norm(layer.pre_feedforward_layernorm) if self._is_gemma else after_attention,
+            fed_norm=self._norm(layer.post_feedforward_layernorm) if self._is_gemma else None,
+            next_norm=next_norm,
+            angles=angles,
+            options=options,
+        )
+
+    def forward(
+        self,
+        batch: InputBatch,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend,
+        features: FeatureWriter | None = None,
+        on_layer_done: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """As `ModelRunner.forward`, of a batch whose rows `features` is writing; None: of none."""
+        fields, plan, multiply = batch.on(kv_cache.device), attention.prepare(batch), self._multiply
+        residual: Tensor = self._embed(fields.token_ids)
+        rows = rms_norm(residual, self._first_norm)
+        for index, layer in enumerate(self._layers):
+            if features is not None:
+                features.tell(index, residual)
+            keys, values = kv_cache.keys[index], kv_cache.values[index]
+            query = rotate_and_store(
+                multiply(rows, *layer.qkv),
+                keys,
+                values,
+                cosines=layer.angles[0],
+                sines=layer.angles[1],
+                positions=fields.positions,
+                slots=fields.slot_mapping,
+                norms=layer.head_norms,
+            )
+            if on_layer_done is not None:
+                on_layer_done(index)
+            attended = attention.attend(plan, query, keys, values, layer.options).flatten(1)
+            added = multiply(attended, *layer.output)
+            residual, rows = add_rms_norm(residual, added, layer.mlp_norm, layer.attended_norm)
+            added = multiply(activate(multiply(rows, *layer.gate_up), self._activation), *layer.down)
+            residual, rows = add_rms_norm(residual, added, layer.next_norm, layer.fed_norm)
+        if features is not None:
+            features.tell(len(self._layers), residual, rows)
+        if batch.selects_logits:
+            rows = rows.index_select(0, fields.logits_rows)
+        # Rounded to the model's dtype first, as transformers' are. Without rows nothing is launched.
+        return multiply(rows, *self._head).float()
+
+
+def _join(*modules: nn.Linear) -> _Linear:
+    """Of one input. Each module's weight and bias become views of the joined ones."""
+    weight = _joined([module.weight for module in modules])
+    biases = [module.bias for module in modules if module.bias is not None]
+    return weight, _joined(biases) if biases else None
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([len(each) for each in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+def _angles(rotary: Any, num_positions: int, like: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+    """The model's own, in its dtype, of every position: cosines and sines [num_positions, head_dim / 2]."""
+    positions = torch.arange(num_positions, device=like.device).unsqueeze(0)
+    both = rotary(like, positions) if layer_type is None else rotary(like, positions, layer_type)
+    cosines, sines = (each[0].chunk(2, -1)[0].clone() for each in both)  # the halves are equal
+    return cosines, sines

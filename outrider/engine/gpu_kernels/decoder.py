@@ -1,0 +1,263 @@
+"""What a decoder layer does between its products and attention, in one launch each.
+
+A program computes one row, or a part of one, and nothing else: a row has the same bits in any batch. Values are float32
+inside. They are rounded to the rows' dtype where transformers rounds them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ACTIVATIONS = frozenset({"silu", "gelu_pytorch_tanh"})
+"""As transformers names them."""
+HEADS_PER_PROGRAM = 8
+ACTIVATION_BLOCK = 1024
+"""Numbers of a row that one program computes: 16 bytes for each of its threads, of a 16-bit dtype."""
+_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+
+
+class Norm(NamedTuple):
+    """Root mean square normalisation."""
+
+    weight: Tensor  # [width], of any floating dtype
+    epsilon: float  # added to the mean square
+    rounds_first: bool = True  # to the rows' dtype, before the weight too, as in Llama; not in Gemma
+
+
+@triton.jit
+def _scaled(values, mean_square, weight, epsilon, DTYPE: tl.constexpr, ROUNDS: tl.constexpr):
+    """Float32 values over their root mean square, times the weight, rounded to DTYPE."""
+    values *= 1.0 / tl.sqrt_rn(mean_square + epsilon)
+    if ROUNDS:
+        values = values.to(DTYPE).to(tl.float32)
+    return (values * weight.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def normalise(
+    residual,  # [num_rows, WIDTH]
+    added,  # [num_rows, WIDTH]; with HAS_ADDED
+    total,  # [num_rows, WIDTH]; with HAS_ADDED
+    output,  # [num_rows, WIDTH]
+    weight,  # [WIDTH]
+    added_weight,  # [WIDTH]; with HAS_ADDED_NORM
+    epsilon,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,  # the power of two from WIDTH on
+    HAS_ADDED: tl.constexpr,
+    HAS_ADDED_NORM: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """Grid: rows."""
+    places = tl.arange(0, PADDED)
+    is_place = places < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + places
+    dtype: tl.constexpr = output.dtype.element_ty
+    values = tl.load(residual + at, mask=is_place, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        more = tl.load(added + at, mask=is_place, other=0.0).to(tl.float32)
+        if HAS_ADDED_NORM:
+            own_weight = tl.load(added_weight + places, mask=is_place, other=0.0)
+            more = _scaled(more, tl.sum(more * more, axis=0) / WIDTH, own_weight, epsilon, dtype, ROUNDS).to(tl.float32)
+        rounded = (values + more).to(dtype)
+        tl.store(total + at, rounded, mask=is_place)
+        values = rounded.to(tl.float32)
+    own_weight = tl.load(weight + places, mask=is_place, other=0.0)
+    normed = _scaled(values, tl.sum(values * values, axis=0) / WIDTH, own_weight, epsilon, dtype, ROUNDS)
+    tl.store(output + at, normed, mask=is_place)
+
+
+def rms_norm(rows: Tensor, norm: Norm) -> Tensor:
+    """[num_rows, width], contiguous → the same, normalised."""
+    return add_rms_norm(rows, None, norm)[1]
+
+
+def add_rms_norm(
+    residual: Tensor, added: Tensor | None, norm: Norm, added_norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """The residual stream and what is added to it, [num_rows, width] each, contiguous → (their sum, that normalised).
+
+    `added`: None: nothing. `added_norm`: through which it goes first, with the constants of `norm`; None: through none.
+    """
+    num_rows, width = residual.shape
+    padded = triton.next_power_of_2(width)
+    total = residual if added is None else torch.empty_like(residual)
+    output = torch.empty_like(residual)
+    if num_rows:
+        with torch.cuda.device_of(residual):  # where triton launches
+            normalise[(num_rows,)](
+                residual, residual if added is None else added, total, output,
+                norm.weight, norm.weight if added_norm is None else added_norm.weight, norm.epsilon,
+                WIDTH=width, PADDED=padded, HAS_ADDED=added is not None, HAS_ADDED_NORM=added_norm is not None,
+                ROUNDS=norm.rounds_first, num_warps=norm_warps(padded), enable_fp_fusion=False,
+            )  # fmt: skip
+    return total, output
+
+
+def norm_warps(padded_width: int) -> int:
+    """So that a thread has 16 numbers: two loads of 16 bytes, of a 16-bit dtype."""
+    return min(max(padded_width // 512, 1), 16)
+
+
+@triton.jit
+def rotate(
+    projected,  # [num_rows, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]: queries, keys, values
+    query,  # [num_rows, NUM_HEADS, 2 * HALF]
+    key_cache,  # [num_slots, NUM_KV_HEADS, 2 * HALF]
+    value_cache,  # same
+    query_weight,  # [2 * HALF]; with HAS_NORMS
+    key_weight,  # same
+    cosines,  # [num_positions, HALF]
+    sines,  # same
+    positions,  # [num_rows] int64
+    slots,  # [num_rows] int64
+    epsilon,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # of head_dim
+    PADDED: tl.constexpr,  # the power of two from HALF on
+    HEADS: tl.constexpr,  # of one program, of any of the three kinds
+    HAS_NORMS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """Grid: rows, groups of heads."""
+    HEAD: tl.constexpr = 2 * HALF
+    NUM_TURNED: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, PADDED)
+    is_dim = (dims < HALF)[None, :]
+    at = heads[:, None] * HEAD + dims[None, :]
+    source = projected + row * ((NUM_TURNED + NUM_KV_HEADS) * HEAD) + at
+    is_there = (heads < NUM_TURNED + NUM_KV_HEADS)[:, None] & is_dim
+    first = tl.load(source, mask=is_there, other=0.0)
+    second = tl.load(source + HALF, mask=is_there, other=0.0)
+    dtype: tl.constexpr = first.dtype
+
+    is_query = (heads < NUM_HEADS)[:, None]
+    is_turned = (heads < NUM_TURNED)[:, None]
+    first_half = first.to(tl.float32)
+    second_half = second.to(tl.float32)
+    if HAS_NORMS:
+        squares = tl.sum(first_half * first_half, axis=1) + tl.sum(second_half * second_half, axis=1)
+        mean = (squares / HEAD)[:, None]
+        weight = tl.where(is_query, query_weight, key_weight) + dims[None, :]
+        first_weight = tl.load(weight, mask=is_dim & is_turned, other=0.0)
+        second_weight = tl.load(weight + HALF, mask=is_dim & is_turned, other=0.0)
+        first_half = _scaled(first_half, mean, first_weight, epsilon, dtype, ROUNDS).to(tl.float32)
+        second_half = _scaled(second_half, mean, second_weight, epsilon, dtype, ROUNDS).to(tl.float32)
+    angle = tl.load(positions + row) * HALF + dims
+    cosine = tl.load(cosines + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sines + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    turned_first = (first_half * cosine).to(dtype).to(tl.float32) - (second_half * sine).to(dtype).to(tl.float32)
+    turned_second = (second_half * cosine).to(dtype).to(tl.float32) + (first_half * sine).to(dtype).to(tl.float32)
+    first = tl.where(is_turned, turned_first.to(dtype), first)
+    second = tl.where(is_turned, turned_second.to(dtype), second)
+
+    slot = tl.load(slots + row) * (NUM_KV_HEADS * HEAD)
+    is_query = is_query & is_dim
+    is_key = (heads >= NUM_HEADS)[:, None] & is_turned & is_dim
+    is_value = (heads >= NUM_TURNED)[:, None] & is_there
+    to_query = query + row * (NUM_HEADS * HEAD) + at
+    to_keys = key_cache + slot + (at - NUM_HEADS * HEAD)
+    to_values = value_cache + slot + (at - NUM_TURNED * HEAD)
+    tl.store(to_query, first, mask=is_query)
+    tl.store(to_query + HALF, second, mask=is_query)
+    tl.store(to_keys, first, mask=is_key)
+    tl.store(to_keys + HALF, second, mask=is_key)
+    tl.store(to_values, first, mask=is_value)
+    tl.store(to_values + HALF, second, mask=is_value)
+
+
+def rotate_and_store(
+    projected: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    norms: tuple[Norm, Norm] | None = None,
+) -> Tensor:
+    """Queries and keys normalised by head, where they are, and rotated; keys and values to their slots.
+
+    Halves of a head are paired (Su et al. 2021, arXiv 2104.09864, as in GPT-NeoX).
+
+    Args:
+        projected: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], contiguous: queries, keys and values.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, of the same dtype; of one layer.
+        value_cache: same.
+        cosines: [num_positions, head_dim / 2], contiguous, of any floating dtype.
+        sines: same.
+        positions: [num_rows] int64, below num_positions.
+        slots: [num_rows] int64. Of rows with the same slot, any may be what stays.
+        norms: of the heads of queries and of keys, alike but for their weights; None: they are not normalised.
+
+    Returns rotated queries [num_rows, num_heads, head_dim].
+    """
+    num_rows, num_kv_heads, head_dim = len(projected), *key_cache.shape[2:]
+    num_heads = projected.shape[1] // head_dim - 2 * num_kv_heads
+    query = projected.new_empty((num_rows, num_heads, head_dim))
+    of_queries, of_keys = norms or 2 * (Norm(cosines, 0.0),)
+    padded = triton.next_power_of_2(head_dim // 2)
+    groups = -(-(num_heads + 2 * num_kv_heads) // HEADS_PER_PROGRAM)
+    if num_rows:
+        with torch.cuda.device_of(projected):
+            rotate[num_rows, groups](
+                projected, query, key_cache, value_cache, of_queries.weight, of_keys.weight, cosines, sines,
+                positions, slots, of_queries.epsilon,
+                NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, PADDED=padded,
+                HEADS=HEADS_PER_PROGRAM, HAS_NORMS=norms is not None, ROUNDS=of_queries.rounds_first,
+                num_warps=rotation_warps(padded), enable_fp_fusion=False,
+            )  # fmt: skip
+    return query
+
+
+def rotation_warps(padded_half: int) -> int:
+    """So that a thread has four numbers of each half: 8 bytes, of a 16-bit dtype."""
+    return min(max(HEADS_PER_PROGRAM * padded_half // 128, 1), 8)
+
+
+@triton.jit
+def multiply_gates(
+    gate_up,  # [num_rows, 2 * WIDTH]
+    output,  # [num_rows, WIDTH]
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
+):
+    """Grid: rows, blocks of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_place = places < WIDTH
+    gate = tl.load(gate_up + row * (2 * WIDTH) + places, mask=is_place, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + places, mask=is_place, other=0.0).to(tl.float32)
+    exponent = gate
+    if IS_GELU:
+        # (1 + tanh(x)) / 2 is the logistic function of 2x.
+        exponent = _SQRT_8_OVER_PI * (gate + 0.044715 * gate * gate * gate)
+    dtype: tl.constexpr = output.dtype.element_ty
+    activated = (gate / (1.0 + tl.exp(-exponent))).to(dtype).to(tl.float32)
+    tl.store(output + row * WIDTH + places, (activated * up).to(dtype), mask=is_place)
+
+
+def activate(gate_up: Tensor, activation: str) -> Tensor:
+    """[num_rows, 2 * width], contiguous, gates first → gates activated, times the others: [num_rows, width].
+
+    `activation`: one of ACTIVATIONS.
+    """
+    num_rows, width = len(gate_up), gate_up.shape[1] // 2
+    output = gate_up.new_empty((num_rows, width))
+    if num_rows:
+        with torch.cuda.device_of(gate_up):
+            multiply_gates[num_rows, -(-width // ACTIVATION_BLOCK)](
+                gate_up, output, WIDTH=width, BLOCK=ACTIVATION_BLOCK,
+                IS_GELU=activation != "silu", enable_fp_fusion=False,
+            )  # fmt: skip
+    return output

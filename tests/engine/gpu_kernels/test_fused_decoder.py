@@ -1,0 +1,199 @@
+"""A fused decoder in the interpreter: the logits, the cache and the features of transformers' own forward."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.features import FeatureReduction
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.tensor_planes import tensor_of
+from outrider.engine.model_runner import make_runner
+from outrider.engine.runnable_model import RunnableModel
+from outrider.model_hub.support import describe_decoder
+from outrider.model_hub.window import resolve_window
+from tests.support.interpreted_triton import interpreted_attention
+
+fused_decoder = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.fused_decoder")
+layers = pytest.importorskip("outrider.engine.gpu_kernels.layers")
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 40
+TOKENS = [random.Random(5).randrange(90) for _ in range(40)]
+OTHERS = [random.Random(6).randrange(90) for _ in range(40)]
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "llama, heads of 80, no groups": ("llama", {"head_dim": 80, "num_key_value_heads": 4}),
+    "mistral": ("mistral", {"sliding_window": 13, "head_dim": 24, "rope_parameters": YARN}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2, windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "intermediate_size": 72},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 96, "rope_parameters": {**YARN, "rope_type": "linear"}}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def make_model(name, *, is_deterministic=False):
+    """(transformers' model, the same with a fused decoder, which has other modules)."""
+    register_attention()
+    architecture, changes = MODELS[name]
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(architecture, **{**sizes, **changes})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(requires_grad=False)
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("norm.weight", "bias")):  # ones or zeros at first, which hide mistakes
+                parameter.add_(torch.randn(parameter.shape) * 0.3)
+        models.append(model)
+    own, model = models
+    own.set_attn_implementation("eager")
+    model.set_attn_implementation(ATTENTION_NAME)
+    assert not fused_decoder.why_not_fused(model.config)
+    spec, options = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
+    fused = fused_decoder.FusedDecoder(model, spec, options, is_deterministic=is_deterministic)
+    return own, RunnableModel(model=model, native=None, device="cpu", spec=spec, fused=fused)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return make_model(request.param)
+
+
+@torch.inference_mode()
+def own_logits(own, token_ids):
+    """[num_tokens, vocab_size]."""
+    return own(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+
+
+class Node:
+    """A runner over a cache, with tables of blocks in no order."""
+
+    def __init__(self, model, features=None):
+        spec = model.spec
+        if features is not None:
+            spec = replace(spec, features=features.plane(spec.dtype))
+        self.cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.runner = make_runner(replace(model, spec=spec), self.cache, interpreted_attention(), features=features)
+        self._free = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+
+    def table(self, num_tokens=40):
+        return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
+
+    def forward(self, *rows, **options):
+        return self.runner.forward(build_input_batch(rows, BLOCK_SIZE), **options).clone()
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_ragged_steps_give_transformers_logits(model):
+    """Chunks of prompts with and without logits, and decodes, two sequences beside each other."""
+    own, model = model
+    node = Node(model)
+    expected, others = own_logits(own, TOKENS), own_logits(own, OTHERS)
+    first, second = node.table(), node.table()
+    done = []
+    none = node.forward(SequenceRows(TOKENS[:11], 0, first, 0), on_layer_done=done.append)
+    assert (none.shape, done) == ((0, 96), [0, 1])
+    found = node.forward(SequenceRows(OTHERS[:9], 0, second, 1), SequenceRows(TOKENS[11:30], 11, first, 19))
+    close(found, torch.cat([others[8:9], expected[11:30]]))
+    for at in range(30, 33):
+        rows = (
+            SequenceRows(TOKENS[at : at + 1], at, first, 1),
+            SequenceRows(OTHERS[at - 21 : at - 20], at - 21, second, 1),
+        )
+        close(node.forward(*rows), torch.stack([expected[at], others[at - 21]]))
+
+
+def test_rows_of_a_draft_tree_see_their_own_paths(model):
+    own, model = model
+    node = Node(model)
+    table = node.table()
+    node.forward(SequenceRows(TOKENS[:20], 0, table, 0))
+    tree = [TOKENS[20], OTHERS[0], TOKENS[21], OTHERS[1], TOKENS[22]]
+    found = node.forward(SequenceRows(tree, 20, table, 5, (-1, -1, 1, 1)))
+    on_path, beside = own_logits(own, TOKENS[:23]), own_logits(own, [*TOKENS[:22], OTHERS[1]])
+    sibling = own_logits(own, [*TOKENS[:21], OTHERS[0]])
+    close(found, torch.stack([on_path[20], sibling[21], on_path[21], beside[22], on_path[22]]))
+
+
+def test_a_model_is_in_memory_once_and_its_modules_go_on(model):
+    """So that transformers can compute it where the two do not agree."""
+    own, model = model
+    weights = list(model.model.parameters())
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights}
+    assert sum(storages.values()) == sum(each.nbytes for each in weights)
+    joined = model.model.base_model.layers[1].self_attn
+    assert len({getattr(joined, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"}) == 1
+    node = Node(replace(model, fused=None))
+    close(node.forward(SequenceRows(TOKENS[:20], 0, node.table(), 20)), own_logits(own, TOKENS[:20]))
+
+
+@pytest.mark.parametrize("takes_final_norm", [False, True])
+def test_features_are_of_transformers_hidden_states(model, takes_final_norm):
+    own, model = model
+    reduction = FeatureReduction(taps=(2, 0, 1), hidden_size=48, takes_final_norm=takes_final_norm)
+    node = Node(model, reduction)
+    table = node.table()
+    node.forward(SequenceRows(TOKENS[:7], 0, table, 0))
+    node.forward(SequenceRows(TOKENS[7:16], 7, table, 1), SequenceRows(OTHERS[:3], 0, node.table(), 3))
+    behind = []
+    with torch.inference_mode(), own.model.norm.register_forward_pre_hook(lambda module, args: behind.append(args[0])):
+        states = own(input_ids=torch.tensor([TOKENS[:16]]), output_hidden_states=True, use_cache=False).hidden_states
+    last = states[2] if takes_final_norm else behind[0]
+    plane = tensor_of(node.cache.layers(reduction.plane_name)[0]).flatten(1)
+    found = plane.view(NUM_BLOCKS, BLOCK_SIZE, -1)[table[:4]].flatten(0, 1)
+    close(found, torch.cat([last[0], states[0][0], states[1][0]], dim=-1))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3"])
+def test_a_row_has_the_same_bits_alone_and_in_company(name, monkeypatch):
+    tile = layers.ProductTile(rows=16, outputs=32, features=16, split_features=32)
+    monkeypatch.setattr(layers, "PRODUCT_TILE", tile)
+    monkeypatch.setattr(layers, "_MOST_SPLIT_ROWS", 3)
+    torch.set_num_threads(1)
+    own, model = make_model(name, is_deterministic=True)
+    node = Node(model)
+    table = node.table()
+    whole = node.forward(SequenceRows(TOKENS[:6], 0, node.table(), 6))
+    close(whole, own_logits(own, TOKENS[:6]))
+    alone = [node.forward(SequenceRows([token], at, table, 1)) for at, token in enumerate(TOKENS[:4])]
+    assert torch.equal(torch.cat(alone), whole[:4])
+    company = node.forward(SequenceRows(OTHERS[:2], 0, node.table(), 2), SequenceRows(TOKENS[4:6], 4, table, 2))
+    assert torch.equal(company[2:], whole[4:])

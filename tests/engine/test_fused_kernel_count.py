@@ -1,0 +1,155 @@
+"""How many kernels a fused decoder launches, and that nothing in it waits: under torch's FakeTensorMode, in true sizes.
+
+Each is a launch, and memory that is read and written once more: they decide how far a step is above the time in which
+the weights can be read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.features import FeatureReduction
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import make_runner
+from outrider.engine.model_spec import ModelSpec
+from outrider.engine.runnable_model import RunnableModel
+from tests.support.fake_gpu import GPU, OneDevice, devices_of, fake_gpu
+
+pytestmark = pytest.mark.triton
+
+KERNELS = {
+    "outrider.engine.attention.triton_paged": ("attend", "merge_splits"),
+    "outrider.engine.gpu_kernels.decoder": ("normalise", "rotate", "multiply_gates"),
+    "outrider.engine.gpu_kernels.layers": ("multiply", "merge_products"),
+}
+VIEWS = {
+    "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "expand", "flatten", "lift_fresh", "narrow",
+    "new_empty", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind",
+    "unsqueeze", "view",
+}  # fmt: skip
+"""Operations that launch nothing."""
+LLAMA_8B = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
+}  # fmt: skip
+STEP_OF_FEW_ROWS = [SequenceRows([5], 600, range(38), num_logits=1) for _ in range(8)]
+CHUNK = [SequenceRows([0] * 512, 0, range(38), num_logits=1)]
+
+
+class Launches(TorchDispatchMode):
+    """By name, how many there were of torch's kernels and of our own."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.by_name = Counter()
+        for module, names in KERNELS.items():
+            for name in names:
+                monkeypatch.setattr(f"{module}.{name}", FakeKernel(name, self.by_name))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name not in VIEWS and "cuda" in devices_of((args, kwargs)):  # the batch's copy to the GPU is none
+            self.by_name[name] += 1
+        return result
+
+
+class FakeKernel:
+    def __init__(self, name, launches):
+        self._name, self._launches = name, launches
+
+    def __getitem__(self, grid):
+        assert all(isinstance(size, int) and size > 0 for size in grid)
+
+        def launch(*arguments, **constants):
+            assert devices_of((arguments, constants)) == {"cuda"}
+            self._launches[self._name] += 1
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    pytest.importorskip("triton")
+    register_attention()
+    for name in ("uniform_", "normal_"):  # weights have no values here, and these would ask for the real device
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, *_arguments, **_keywords: tensor)
+    launches = Launches(monkeypatch)
+    with fake_gpu(monkeypatch):
+        yield launches
+
+
+def runner_of(architecture, num_layers, *, is_deterministic=False, features=None, **changes):
+    from outrider.engine.fused_decoder import FusedDecoder
+
+    sizes = LLAMA_8B | {"num_hidden_layers": num_layers} | changes
+    config = AutoConfig.for_model(architecture, **sizes)
+    with GPU:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
+        model.eval().requires_grad_(requires_grad=False)
+        spec = ModelSpec(
+            architecture=architecture, num_layers=num_layers, num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim, vocab_size=config.vocab_size,
+            max_model_len=8192, dtype="bfloat16", features=None if features is None else features.plane("bfloat16"),
+        )  # fmt: skip
+        options = [AttentionOptions(config.head_dim**-0.5)] * num_layers
+        fused = FusedDecoder(model, spec, options, is_deterministic=is_deterministic)
+    loaded = RunnableModel(model=model, native=None, device=str(GPU), spec=spec, fused=fused)
+    cache = PagedKVCache(spec.planes, num_blocks=64, block_size=16, device=str(GPU))
+    return make_runner(loaded, cache, make_attention_backend("triton", str(GPU), "bfloat16"), features=features)
+
+
+def count(launches, runner, rows):
+    """Of one forward, by name."""
+    launches.by_name.clear()
+    with OneDevice(), launches:
+        logits = runner.forward(build_input_batch(rows, 16))
+    assert logits.shape[0] == sum(row.num_logits for row in rows)
+    return Counter(launches.by_name)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(("rows", "num_attention_kernels"), [(STEP_OF_FEW_ROWS, 2), (CHUNK, 1)])
+def test_a_layer_is_nine_kernels_and_one_more_where_attention_is_split(
+    launches, architecture, rows, num_attention_kernels
+):
+    few, more = (count(launches, runner_of(architecture, num_layers), rows) for num_layers in (1, 2))
+    of_layer = more - few
+    assert of_layer.total() == 8 + num_attention_kernels
+    assert of_layer["normalise"] == 2
+    assert of_layer["linear"] == 4
+    # Embedding, first norm, choice of rows, output layer, conversion to float32; Gemma scales embeddings by a tensor.
+    assert (few - of_layer).total() <= (7 if architecture == "gemma3_text" else 5)
+
+
+def test_a_step_of_the_whole_model(launches):
+    counted = count(launches, runner_of("llama", 32), STEP_OF_FEW_ROWS)
+    assert counted.total() == 32 * 10 + 4
+
+
+def test_deterministic_products_add_the_merges_of_their_splits(launches):
+    few, more = (count(launches, runner_of("llama", number, is_deterministic=True), CHUNK) for number in (1, 2))
+    assert (more - few) == {"multiply": 4, "normalise": 2, "rotate": 1, "multiply_gates": 1, "attend": 1}
+    few, more = (
+        count(launches, runner_of("llama", number, is_deterministic=True), STEP_OF_FEW_ROWS) for number in (1, 2)
+    )
+    assert (more - few)["merge_products"] == 4
+
+
+def test_features_are_one_concatenation_product_and_store(launches):
+    with unset_fake_temporarily():  # its values are hashed
+        projection = torch.zeros(64, 3 * 4096)
+        reduction = FeatureReduction(taps=(0, 1, 2), hidden_size=4096, takes_final_norm=True, projection=projection)
+    plain = count(launches, runner_of("llama", 2), STEP_OF_FEW_ROWS)
+    with_features = count(launches, runner_of("llama", 2, features=reduction), STEP_OF_FEW_ROWS)
+    assert (with_features - plain) == {"cat": 1, "linear": 1, "index_copy_": 1}
