@@ -21,8 +21,9 @@ from outrider.cluster.cluster import SIGNAL_SECONDS, Cluster
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway import require_gateway
+from outrider.cluster.gpus import VISIBLE, allot
 from outrider.cluster.plan import DECODE, DRAFT, ROUTER, Launch
-from outrider.cluster.shares import has_shared_cpus, memory_shares
+from outrider.cluster.shares import has_shared_cpus
 from outrider.config.arguments import (
     add_setting_flags,
     given_settings,
@@ -94,10 +95,12 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
         _check_gateway(config.openai_port, sections, has_tls=tls is not None)
+    allotment = allot(config, common, by_role)
     launch = Launch(
         config_file=arguments.config,
         overrides=tuple(overrides),
-        node_overrides=memory_shares(config, common),
+        node_overrides=allotment.overrides,
+        node_environ=allotment.environ,
         role_overrides={
             role: tuple(text for text in settings.overrides if text not in common.overrides)
             for role, settings in by_role.items()
@@ -158,6 +161,9 @@ def run(arguments: argparse.Namespace) -> int:
     printer.say(f"outrider {__version__}; logs in {cluster.log_directory}")
     if cluster.config.draft_nodes and cluster.config.draft_choice.model_id and has_shared_cpus(cluster.config):
         printer.say("the draft model computes on the target's processors, which is slower than --draft none or ngram")
+    for name, environ in cluster.launch.node_environ.items():
+        memory = [text.partition("=")[2] for text in cluster.launch.node_overrides[name] if "kv_cache.memory" in text]
+        printer.say(f"{name:<10} on GPU {environ[VISIBLE]}{''.join(f', {share} of its memory' for share in memory)}")
     cluster.start()
     has_served = False
     try:
@@ -201,6 +207,9 @@ def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
     if page is not None:
         printer.say(f"page: http://{page}/")
     printer.say(f"drafts: {', '.join(drafts) or 'none'}")
+    for node in cluster.nodes:
+        if warning := node.description.get("warning"):
+            printer.say(f"{node.name:<10} warning: {warning}")
     if "numerics" in described:
         printer.say(f"numerics: {described['numerics']}")
         printer.say(described["kernels"])

@@ -35,6 +35,7 @@ class GraphShapes:
 
     max_rows: int = MOST_ROWS
     has_trees: bool = False
+    is_rehearsal: bool = False  # only the largest of each kind, which take as much memory as all
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -60,6 +61,14 @@ class Buckets:
             for num_rows in reversed(self._shapes.row_counts):
                 if not has_trees or num_rows >= LEAST_TREE_ROWS:
                     yield from (Bucket(num_rows, max_blocks, has_trees) for max_blocks in reversed(self._max_blocks))
+
+    def to_capture(self) -> Iterator[Bucket]:
+        """All, or in a rehearsal the largest of those with trees and of those without."""
+        kinds = set()
+        for bucket in self:
+            if not self._shapes.is_rehearsal or bucket.has_trees not in kinds:
+                yield bucket
+            kinds.add(bucket.has_trees)
 
     def of(self, batch: InputBatch) -> Bucket | None:
         """The smallest that holds the batch. None: it runs unpadded, as prompt chunks do, with few logits."""

@@ -56,7 +56,7 @@ class StepGraphs:
         kept: graphs that held their runner would be a reference cycle, and device memory would wait for a collection.
         """
         nothing = build_input_batch([SequenceRows([0], 0, (self._scratch_block,), 1)], self._block_size)
-        for bucket in self._buckets:
+        for bucket in self._buckets.to_capture():
             padded = pad(nothing, bucket, self._scratch_block)
             buffer = padded.copy_to(self._device)
             if self._logits is None:

@@ -19,8 +19,8 @@ from outrider.cluster.child import ClusterEvent, EventKind
 from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
+from outrider.cluster.gpus import allot
 from outrider.cluster.plan import DECODE, Launch
-from outrider.cluster.shares import memory_shares
 from outrider.config.imports import vllm_entries
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, load_config
 from outrider.config.values import is_null
@@ -101,9 +101,14 @@ class LLM:
         for warning in resolved.warnings:
             warnings.warn(warning, stacklevel=2)
         config, self._model = resolved.sections["cluster"], resolved.sections["model"]
+        try:
+            allotment = allot(config, resolved)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         launch = Launch(
             overrides=(*resolved.overrides, *overrides),
-            node_overrides=memory_shares(config, resolved),
+            node_overrides=allotment.overrides,
+            node_environ=allotment.environ,
             log_directory=None if log_dir is None else Path(log_dir),
             locate_model=not is_at_hand(self._model),
         )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.kv_cache import paged_cache
+from outrider.engine import memory
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig
@@ -17,7 +17,7 @@ HALF = KVCacheConfig(memory="50%")
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(paged_cache, "free_memory_bytes", lambda _device: FREE_BYTES)
+    monkeypatch.setattr(memory, "free_main_memory_bytes", lambda: FREE_BYTES)
     path = make_tiny_model(tmp_path / "model", seed=5)
     return ModelConfig(id=str(path), kernels="torch", num_threads=1, max_model_len=128)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from outrider.engine.gpu_memory import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -15,7 +16,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.open_runner import open_runner
 from outrider.engine.sampler import Sampler
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import attention_of
+from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
@@ -39,6 +40,7 @@ class ModelForward(DraftForward):
     max_model_len: int
     vocab_size: int
     head: None = None
+    warning: str = ""  # why it drafts for shorter sequences than its model can
 
     @classmethod
     def of(
@@ -50,12 +52,13 @@ class ModelForward(DraftForward):
         graphs: GraphShapes | None = None,
         main_memory_bytes: int = 0,
         features: FeatureSpec | None = None,
+        may_shorten: bool = False,
     ) -> ModelForward:
         """With a cache for this model alone. Raises ConfigError when the cache does not fit.
 
-        `features`: of every row; the model's specification has their plane.
+        `features`: of every row; the model's specification has their plane. `may_shorten`: see `open_runner`.
         """
-        cache, runner = open_runner(
+        opened = open_runner(
             model,
             attention,
             kv_cache,
@@ -64,14 +67,24 @@ class ModelForward(DraftForward):
             graphs=graphs,
             main_memory_bytes=main_memory_bytes,
             features=features,
+            may_shorten=may_shorten,
         )
+        cache, spec = opened.kv_cache, opened.model.spec
         pool = BlockPool(
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
             hash_seed=model.info.fingerprint.encode(),
             enable_prefix_cache=kv_cache.prefix_cache,
         )
-        return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
+        return cls(
+            pool,
+            cache,
+            opened.runner,
+            model.open_sampler(),
+            spec.max_model_len,
+            spec.vocab_size,
+            warning=opened.warning,
+        )
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if block_copies:
@@ -88,16 +101,19 @@ def open_draft_model(
 ) -> DraftModelProposer:
     """Loads the model. `main_memory_bytes`: what its cache leaves free for other things.
 
-    Raises: what `open_model` and `ModelForward.of` raise.
+    It drafts for no sequence that is longer than what its cache holds. Raises: what `open_model` and `ModelForward.of`
+    raise.
     """
-    model = open_model(config, progress=progress)
-    forward = ModelForward.of(
-        model,
-        kv_cache=kv_cache,
-        attention=attention_of(config, model.device),
-        graphs=GraphShapes() if config.cuda_graphs else None,
-        main_memory_bytes=main_memory_bytes,
-    )
+    with loading_turn([resolve_device(config.device)], while_waiting=lambda: progress("gpu", 0, 0)):
+        model = open_model(config, progress=progress)
+        forward = ModelForward.of(
+            model,
+            kv_cache=kv_cache,
+            attention=attention_of(config, model.device),
+            graphs=GraphShapes() if config.cuda_graphs else None,
+            main_memory_bytes=main_memory_bytes,
+            may_shorten=not config.max_model_len,
+        )
     info = ProposerInfo(
         name=f"draft_model:{model.info.name}",
         vocabulary_fingerprint=model.info.vocabulary_fingerprint,
@@ -108,6 +124,7 @@ def open_draft_model(
             "kernels": str(model.kernels),
             "weights": model.weights_from,
             "threads": model.num_threads,
+            "warning": forward.warning,
         },
     )
     return DraftModelProposer(forward, info)
