@@ -89,13 +89,7 @@ class EngineNode(Generic[Built]):
         self._tracer.start(self._name)
         self._event_loop = asyncio.get_running_loop()
         self._parts = await self._thread.build()
-        if warning := self.describe().get("warning"):
-            _log.warning(warning)
         return self._parts
-
-    def describe(self) -> Mapping[str, Any]:
-        """For the start-up line, once everything is built."""
-        raise NotImplementedError
 
     def _model(self) -> ModelInfo | None:
         """None until it is loaded."""
@@ -166,7 +160,7 @@ class TargetNode(EngineNode[Parts]):
             ),
         )
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return dict(self._parts.description) if self._parts else {}
 
     def _submit(self, command: Any) -> None:

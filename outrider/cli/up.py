@@ -40,7 +40,10 @@ from outrider.service.address import loopback
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
 
-SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
+SHOWN_FIRST = (
+    *("model", "fingerprint", "dtype", "max_model_len"),
+    *("device", "attention_backend", "threads", "cpus", "cpu_turns"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +102,8 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
     launch = Launch(
         config_file=arguments.config,
         overrides=tuple(overrides),
-        node_overrides=allotment.overrides,
-        node_environ=allotment.environ,
+        node_overrides=allotment.node_overrides,
+        node_environ=allotment.node_environ,
         role_overrides={
             role: tuple(text for text in settings.overrides if text not in common.overrides)
             for role, settings in by_role.items()
@@ -207,9 +210,6 @@ def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
     if page is not None:
         printer.say(f"page: http://{page}/")
     printer.say(f"drafts: {', '.join(drafts) or 'none'}")
-    for node in cluster.nodes:
-        if warning := node.description.get("warning"):
-            printer.say(f"{node.name:<10} warning: {warning}")
     if "numerics" in described:
         printer.say(f"numerics: {described['numerics']}")
         printer.say(described["kernels"])

@@ -13,7 +13,9 @@ from outrider.speculation.proposers.factory import DRAFT_CHOICES, DraftChoice, p
 class ClusterConfig:
     """Section `cluster`: which processes `outrider up` starts."""
 
-    prefill_nodes: int = setting(1, at_least=1, at_most=64, help="Number of prefill nodes.")
+    prefill_nodes: int = setting(
+        1, at_least=0, at_most=64, help="Number of prefill nodes; 0: decode nodes compute prompts, beside answers."
+    )
     decode_nodes: int = setting(1, at_least=1, at_most=64, help="Number of decode nodes.")
     draft_nodes: int = setting(1, at_least=0, at_most=64, help="Number of draft nodes.")
     routers: int = setting(

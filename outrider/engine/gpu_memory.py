@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,34 +20,23 @@ TURN_SECONDS = 600.0
 REPORT_SECONDS = 1.0
 
 
-def total_bytes(device: str) -> int:
-    """Of the GPU."""
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[1])
-
-
 def used_bytes(device: str) -> int:
-    """Bytes of the GPU that this process has, whatever others take or free meanwhile: torch's pools and the driver's."""
+    """Bytes of the GPU that this process has, whatever others take or free meanwhile: in torch's pools, and others."""
     import torch
 
     return torch.cuda.memory_reserved(device) + (driver_bytes(device) or CONTEXT_BYTES)
 
 
 def driver_bytes(device: str) -> int | None:
-    """What this process has beside torch's memory, graphs included. None where NVML (nvidia-ml-py) does not tell.
+    """What this process has beside torch's pools: the context, graphs. None where NVML (nvidia-ml-py) does not tell.
 
     In a container it may not: it knows processes by their numbers on the machine.
     """
-    with contextlib.suppress(Exception):  # no package, no driver, no permission, a device that it does not know
-        import torch
+    import torch
 
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        uuid = gpu_uuid(device)
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-        used = {each.pid: each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-        others = (used.get(os.getpid()) or 0) - torch.cuda.memory_reserved(device)
+    with contextlib.suppress(Exception):  # no package, no permission, a device that it does not know
+        told = re.search(rf"process +{os.getpid()} uses +([0-9.]+) MB", torch.cuda.list_gpu_processes(device))
+        others = int(float(told[1] if told else 0) * (1 << 20)) - torch.cuda.memory_reserved(device)
         return others if others > 0 else None
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -27,7 +27,7 @@ class KVRoom:
     whole_bytes: int  # what a share is of: free main memory, or all memory of a GPU
     own_bytes: int = 0  # of its share, the process takes them otherwise: for weights, steps and the driver
     default_share: float = CPU_SHARE
-    num_windows: int = COMFORTABLE_WINDOWS  # for which a share is exceeded
+    num_windows: int = COMFORTABLE_WINDOWS  # for which a share is exceeded; 0 where others count on theirs
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVRoom:
@@ -35,20 +35,12 @@ class KVRoom:
         free_bytes = max(free_memory_bytes(device) - reserved_bytes, 0)
         if device_type(device) == "cpu":
             return cls(free_bytes=free_bytes, whole_bytes=free_bytes)
-        from outrider.engine.gpu_memory import total_bytes, used_bytes
+        import torch
 
-        return cls(
-            free_bytes=free_bytes,
-            whole_bytes=total_bytes(device),
-            own_bytes=used_bytes(device) + reserved_bytes,
-            default_share=GPU_SHARE,
-            num_windows=0,  # others count on their shares
-        )
+        from outrider.engine.gpu_memory import used_bytes
 
-    def scaled(self, by: int, of: int) -> KVRoom:
-        """Every amount times `by` / `of`."""
-        amounts = {name: getattr(self, name) * by // of for name in ("free_bytes", "whole_bytes", "own_bytes")}
-        return replace(self, **amounts)
+        whole, own = torch.cuda.mem_get_info(device)[1], used_bytes(device) + reserved_bytes
+        return cls(free_bytes=free_bytes, whole_bytes=whole, own_bytes=own, default_share=GPU_SHARE, num_windows=0)
 
     def share(self, fraction: float | None) -> int:
         """Bytes for KV in this share of the memory. None: the default one."""

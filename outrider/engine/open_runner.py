@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from outrider.engine.attention import AttentionBackend, make_attention_backend
 from outrider.engine.device import device_type
@@ -18,21 +19,12 @@ from outrider.engine.runnable_model import RunnableModel
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
+    from outrider.engine.model_spec import ModelSpec
 
 GRAPH_LAYER_BYTES = 1 << 18
 """What the driver takes for a graph, by layer. Estimated, where NVML does not tell: 128 MiB for 16 graphs of 32."""
 
 Model = TypeVar("Model", bound=RunnableModel)
-
-
-@dataclass(frozen=True, slots=True)
-class Opened(Generic[Model]):
-    """Warmed up."""
-
-    model: Model  # with the window that is served
-    kv_cache: PagedKVCache
-    runner: ModelRunner
-    warning: str  # why the window is not the model's; empty: it is
 
 
 def open_runner(
@@ -46,13 +38,13 @@ def open_runner(
     main_memory_bytes: int = 0,
     features: FeatureSpec | None = None,
     may_shorten: bool = False,
-) -> Opened[Model]:
-    """A runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
+) -> tuple[Model, PagedKVCache, ModelRunner]:
+    """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
 
     `attention`: as in settings, of a model that torch computes. `num_logits`: rows of that step with logits, at most.
     `main_memory_bytes`: of that memory, for other things.
     `features`: of every row; the model's specification has their plane.
-    `may_shorten`: serve a shorter window than the model's where memory holds no more.
+    `may_shorten`: serve a shorter window than the model's where memory holds no more; the model is returned with it.
 
     Raises what make_attention_backend and PagedKVCache.sized_for do.
     """
@@ -68,9 +60,8 @@ def open_runner(
     )
     if device_type(model.device) == "cpu":
         reserved_bytes += main_memory_bytes
-    warning = ""
     if may_shorten:
-        model, warning = shortened(model, kv_cache, KVRoom.of(model.device, reserved_bytes))
+        model = model.with_window(served_window(model.spec, kv_cache, KVRoom.of(model.device, reserved_bytes)))
     cache = PagedKVCache.sized_for(
         model.spec,
         kv_cache,
@@ -80,18 +71,18 @@ def open_runner(
     )
     runner = make_runner(model, cache, backend, graphs=graphs, features=features)
     warm_up(runner, cache, model.spec.max_model_len)
-    return Opened(model, cache, runner, warning)
+    return model, cache, runner
 
 
-def shortened(model: Model, kv_cache: KVCacheConfig, room: KVRoom) -> tuple[Model, str]:
-    """The model with the window that its cache will hold, and a warning where that is not its own."""
-    own, window = model.spec.max_model_len, PagedKVCache.window_for(model.spec, kv_cache, room)
-    if window == own:
-        return model, ""
-    return model.with_window(window), (
-        f"sequences have at most {window} tokens here, as memory has no room for the model's window of {own}: give it "
-        "more (kv_cache.memory, other GPUs), or set model.max_model_len"
-    )
+def served_window(spec: ModelSpec, kv_cache: KVCacheConfig, room: KVRoom) -> int:
+    """Tokens of the model's window, or of as much of it as the cache will hold, which standard error then says."""
+    window = PagedKVCache.window_for(spec, kv_cache, room)
+    if window < spec.max_model_len:
+        sys.stderr.write(
+            f"no memory for the model's window of {spec.max_model_len} tokens: sequences have at most {window}. "
+            "Set model.max_model_len, or give more memory (kv_cache.memory)\n"
+        )
+    return window
 
 
 def rehearse(

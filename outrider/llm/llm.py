@@ -96,19 +96,16 @@ class LLM:
         overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
         try:
             resolved = _load(engine_args, overrides)
+            allotment = allot(resolved.sections["cluster"], resolved)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         for warning in resolved.warnings:
             warnings.warn(warning, stacklevel=2)
         config, self._model = resolved.sections["cluster"], resolved.sections["model"]
-        try:
-            allotment = allot(config, resolved)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
         launch = Launch(
             overrides=(*resolved.overrides, *overrides),
-            node_overrides=allotment.overrides,
-            node_environ=allotment.environ,
+            node_overrides=allotment.node_overrides,
+            node_environ=allotment.node_environ,
             log_directory=None if log_dir is None else Path(log_dir),
             locate_model=not is_at_hand(self._model),
         )

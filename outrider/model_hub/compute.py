@@ -40,7 +40,6 @@ class Compute:
     runner: ModelRunner
     ranks: AbstractContextManager[object]
     max_rows_per_step: int
-    warning: str = ""  # why a shorter window than the model's is served
 
     def make_pool(self, config: KVCacheConfig) -> BlockPool:
         """Of the cache's blocks."""
@@ -71,7 +70,6 @@ class Compute:
             "kv_blocks": self.kv_cache.num_blocks,
             "kv_block_size": self.kv_cache.block_size,
             "max_model_len": info.max_model_len,
-            "warning": self.warning,
         }
 
 
@@ -95,14 +93,13 @@ def open_compute(
     `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
     PagedKVCache.sized_for do, and RankLostError.
 
-    The window is shorter than the model's where memory has no room for it and `model.max_model_len` does not insist.
-    On GPUs one process loads at a time.
+    The window is shorter than the model's where memory has no room for it and `model.max_model_len` is not set.
     """
     num_rows = max_rows_per_step or PROMPT_ROWS[device_type(resolve_device(config.device))]
     if config.tensor_parallel_size > 1:
         from outrider.model_hub.ranks import open_ranks  # imports torch.distributed
 
-        model, sharded_cache, leading_runner, ranks, warning = open_ranks(
+        parts = open_ranks(
             config,
             kv_cache,
             max_rows_per_step=num_rows,
@@ -110,12 +107,12 @@ def open_compute(
             on_rank_lost=on_rank_lost,
             progress=progress,
         )
-        return Compute(model, sharded_cache, leading_runner, ranks, num_rows, warning)
+        return Compute(*parts, num_rows)
     with loading_turn([resolve_device(config.device)], while_waiting=lambda: progress("gpu", 0, 0)):
         model = open_model(config, progress=progress)
         reduction = None if features is None else features(model)
         model = model.with_features(reduction)
-        opened = open_runner(
+        model, cache, runner = open_runner(
             model,
             attention_of(config, model.device),
             kv_cache,
@@ -125,4 +122,4 @@ def open_compute(
             features=reduction,
             may_shorten=not config.max_model_len,
         )
-    return Compute(opened.model, opened.kv_cache, opened.runner, nullcontext(), num_rows, opened.warning)
+    return Compute(model, cache, runner, nullcontext(), num_rows)

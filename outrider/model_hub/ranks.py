@@ -23,7 +23,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.memory import KVRoom
 from outrider.engine.model_runner import warm_up
 from outrider.engine.module_steps import ModuleSteps
-from outrider.engine.open_runner import shortened
+from outrider.engine.open_runner import served_window
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
@@ -71,9 +71,8 @@ def open_ranks(
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup, str]:
-    """Rank 0's part of what `open_compute` gives, for two ranks or more, and its warning. One group at a time in a
-    process.
+) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup]:
+    """Rank 0's part of what `open_compute` gives, for two ranks or more. One group at a time in a process.
 
     Rank 0 alone makes `features`: each rank has whole hidden states. The others keep no plane of them.
     The other ranks end with the thread that calls it (see `outrider.own_modules.tied`).
@@ -111,8 +110,8 @@ def open_ranks(
         reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
         rooms = [shard.room, *_receive(ranks.members)]
-        model, num_blocks, warning = _sized(shard.model, kv_cache, rooms, may_shorten=not config.max_model_len)
-        shard = replace(shard, model=model)
+        window, num_blocks = _window_and_blocks(shard.model, kv_cache, rooms, may_shorten=not config.max_model_len)
+        shard = replace(shard, model=shard.model.with_window(window))
         for member in ranks.members:
             member.commands.send(num_blocks)
         cache = ShardedKVCache(shard.model.make_cache(num_blocks, kv_cache.block_size), ranks)
@@ -127,28 +126,24 @@ def open_ranks(
         raise
     finally:
         turn.close()
-    return shard.model, cache, runner, ranks, warning
+    return shard.model, cache, runner, ranks
 
 
-def _sized(
+def _window_and_blocks(
     model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVRoom], *, may_shorten: bool
-) -> tuple[LoadedModel, int, str]:
-    """The model, with the window that is served; the blocks in the cache of each rank; and a warning, if any.
+) -> tuple[int, int]:
+    """Tokens of a sequence, and blocks in the cache of each rank. A size in bytes is of the whole model's cache.
 
-    Settings are of the whole model's cache. Ranks on a CPU share its memory. On GPUs the fullest one counts, and rank
-    0, which has its heads and all features, needs most.
+    Ranks on a CPU share its memory. On GPUs the fullest one counts, and rank 0, which has its heads and all features,
+    needs most.
     """
-    own, num_ranks = model.spec, len(rooms)
-    whole = replace(own, num_heads=own.num_heads * num_ranks, num_kv_heads=own.num_kv_heads * num_ranks)
-    room = min(rooms, key=lambda each: each.share(kv_cache.size[1]))
-    if device_type(model.device) != "cpu":
-        room = room.scaled(whole.bytes_per_token, own.bytes_per_token)
-    shorter, warning = model, ""
-    if may_shorten:
-        shorter, warning = shortened(replace(model, spec=whole), kv_cache, room)
-    window = shorter.spec.max_model_len
-    num_blocks = PagedKVCache.num_blocks_for(replace(whole, max_model_len=window), kv_cache, room)
-    return model.with_window(window), num_blocks, warning
+    spec, (num_bytes, fraction) = model.spec, kv_cache.size
+    if num_bytes is not None or device_type(model.device) == "cpu":
+        num_ranks = len(rooms)
+        spec = replace(spec, num_heads=spec.num_heads * num_ranks, num_kv_heads=spec.num_kv_heads * num_ranks)
+    room = min(rooms, key=lambda each: each.share(fraction))
+    window = served_window(spec, kv_cache, room) if may_shorten else spec.max_model_len
+    return window, PagedKVCache.num_blocks_for(replace(spec, max_model_len=window), kv_cache, room)
 
 
 def _may_be_a_loss(error: Exception) -> bool:

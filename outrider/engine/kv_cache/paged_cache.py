@@ -99,11 +99,11 @@ class PagedKVCache:
         block_bytes = spec.bytes_per_token * config.block_size
         window_blocks = -(-spec.max_model_len // config.block_size)
         if num_blocks < window_blocks:
-            others = f": {room.own_bytes:,} are for weights and steps, {room.free_bytes:,} are free besides"
+            others = f" beside {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
+            shorter = f", or model.max_model_len to {num_blocks * config.block_size} or lower" if num_blocks else ""
             raise ConfigError(
                 f"one window of {spec.max_model_len} tokens needs {window_blocks * block_bytes:,} bytes of KV, and "
-                f"kv_cache.{source} gives {num_blocks * block_bytes:,}{others if room.own_bytes else ''}; set it "
-                f"higher, or model.max_model_len to {num_blocks * config.block_size} or lower"
+                f"kv_cache.{source} gives {num_blocks * block_bytes:,}{others}: set it higher{shorter}"
             )
         return num_blocks
 

@@ -40,7 +40,6 @@ class ModelForward(DraftForward):
     max_model_len: int
     vocab_size: int
     head: None = None
-    warning: str = ""  # why it drafts for shorter sequences than its model can
 
     @classmethod
     def of(
@@ -58,7 +57,7 @@ class ModelForward(DraftForward):
 
         `features`: of every row; the model's specification has their plane. `may_shorten`: see `open_runner`.
         """
-        opened = open_runner(
+        model, cache, runner = open_runner(
             model,
             attention,
             kv_cache,
@@ -69,22 +68,13 @@ class ModelForward(DraftForward):
             features=features,
             may_shorten=may_shorten,
         )
-        cache, spec = opened.kv_cache, opened.model.spec
         pool = BlockPool(
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
             hash_seed=model.info.fingerprint.encode(),
             enable_prefix_cache=kv_cache.prefix_cache,
         )
-        return cls(
-            pool,
-            cache,
-            opened.runner,
-            model.open_sampler(),
-            spec.max_model_len,
-            spec.vocab_size,
-            warning=opened.warning,
-        )
+        return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if block_copies:
@@ -124,7 +114,6 @@ def open_draft_model(
             "kernels": str(model.kernels),
             "weights": model.weights_from,
             "threads": model.num_threads,
-            "warning": forward.warning,
         },
     )
     return DraftModelProposer(forward, info)
