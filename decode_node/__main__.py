@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from decode_node.config import SECTIONS, DecodeNodeConfig
+from decode_node.config import MAX_RUNNING, SECTIONS, DecodeNodeConfig
+from outrider.engine.device import device_type
 from outrider.engine.processor import prepare_environment
 from outrider.extras import run_role
 from outrider.model_hub.config import ModelConfig
@@ -90,9 +91,8 @@ def make_build(
             num_speculative_tokens=config.num_speculative_tokens,
         )
         pool = compute.make_pool(config.kv_cache)
-        scheduler = Scheduler(
-            pool, max_running=config.max_running_sequences, max_rows_per_step=config.max_rows_per_step
-        )
+        max_running = config.max_running_sequences or MAX_RUNNING[device_type(model.device)]
+        scheduler = Scheduler(pool, max_running=max_running, max_rows_per_step=config.max_rows_per_step)
         sampler = model.open_sampler()
         engine = Engine(pool, scheduler, kv_cache, runner, sampler)
         client = (
@@ -150,7 +150,7 @@ def make_build(
             ingest=ingest,
             admission=Admission(
                 pool,
-                max_running_sequences=config.max_running_sequences,
+                max_running_sequences=max_running,
                 max_model_len=info.max_model_len,
                 vocab_size=info.vocab_size,
             ),
@@ -183,7 +183,7 @@ def make_build(
                 **compute.describe(model_config, cpu_turns=cpu_turns),
                 "draft_targets": list(config.draft_targets),
                 "proposer": info.proposer,
-                "max_running_sequences": config.max_running_sequences,
+                "max_running_sequences": max_running,
             },
         )
 

@@ -68,7 +68,10 @@ class Admission:
         if num_samples > self.max_running_sequences:
             message = f"{num_samples} samples are more than {self.max_running_sequences} running sequences"
             return RejectReason.TOO_LARGE, message
-        needed = self._blocks(num_prompt) + num_samples * (self._blocks(longest) - num_prompt // self._pool.block_size)
+        needed = self._blocks(longest)
+        if num_samples > 1:  # each writes on in a copy of the prompt's last block, unless that is full
+            own = needed - num_prompt // self._pool.block_size
+            needed = self._blocks(num_prompt) + num_samples * own
         if needed > self._pool.num_blocks:
             return RejectReason.TOO_LARGE, f"{needed} KV blocks are needed, the node has {self._pool.num_blocks}"
         return None

@@ -11,6 +11,9 @@ from outrider.model_hub.config import ModelConfig
 from outrider.service.config import SERVICE_SECTIONS
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, NO_PROPOSER
 
+MAX_RUNNING = {"cpu": 64, "cuda": 256}
+"""Sequences in the running batch by default: a GPU reads the weights once for all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeNodeConfig:
@@ -51,7 +54,9 @@ class DecodeNodeConfig:
     local_head: bool = setting(
         True, help="Propose with model.head in this process; off where draft nodes do, which get its features then."
     )
-    max_running_sequences: int = setting(64, at_least=1, at_most=4096, help="Sequences in the running batch.")
+    max_running_sequences: int | None = setting(
+        None, at_least=1, at_most=4096, help="Sequences in the running batch; null: 64, on a GPU 256."
+    )
     max_rows_per_step: int = setting(
         512, at_least=16, at_most=65536, help="Rows of one forward pass: decode rows, drafts and prompt chunks."
     )

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from outrider.engine.device import device_type
 from outrider.engine.processor import prepare_environment
 from outrider.extras import run_role
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.tls import PeerSecurity
-from prefill_node.config import SECTIONS, PrefillNodeConfig
+from prefill_node.config import MAX_RUNNING, SECTIONS, PrefillNodeConfig
 
 if TYPE_CHECKING:
     from prefill_node.node import Build, Emit, PrefillParts
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     node = PrefillNode(
         build=make_build(config, sections["model"], process.security),
         configured_name=process.config.name,
-        max_jobs=config.max_running_sequences + config.max_waiting,
+        max_jobs=(config.max_running_sequences or max(MAX_RUNNING.values())) + config.max_waiting,
         allows_profiles=process.telemetry.profiling,
         tracer=process.tracer,
     )
@@ -66,7 +67,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         pool = compute.make_pool(config.kv_cache)
         scheduler = Scheduler(
             pool,
-            max_running=config.max_running_sequences,
+            max_running=config.max_running_sequences or MAX_RUNNING[device_type(model.device)],
             max_rows_per_step=compute.max_rows_per_step,
             reserve_blocks_per_running=0,  # prompts do not grow
         )

@@ -10,6 +10,9 @@ from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.service.config import SERVICE_SECTIONS
 
+MAX_RUNNING = {"cpu": 16, "cuda": 64}
+"""Prompts in computation by default: a step of a GPU has room for more of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillNodeConfig:
@@ -17,7 +20,9 @@ class PrefillNodeConfig:
 
     kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section of this name
     kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # likewise
-    max_running_sequences: int = setting(16, at_least=1, at_most=1024, help="Prompts in computation at the same time.")
+    max_running_sequences: int | None = setting(
+        None, at_least=1, at_most=1024, help="Prompts in computation at the same time; null: 16, on a GPU 64."
+    )
     turn_seconds: float = setting(
         0.12,
         at_least=0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.errors import MismatchError, PeerLostError
@@ -33,7 +33,7 @@ _log = get_logger("nodes")
 class ServedModel:
     """The model of the first prefill or decode node that served."""
 
-    info: ModelInfo
+    info: ModelInfo  # with the shortest window of all nodes
     text: CheckpointText
     tokenizer: Tokenizer
     tokenizer_files: Mapping[str, bytes]  # by name, for a gateway: as `resolved_files`
@@ -47,6 +47,7 @@ class NodeDirectory:
     Model, limits, tokenizer and fingerprint come from the first prefill or decode node
     that serves; a node with another fingerprint is refused. So is one with other features
     for a drafter head than those at work: prompts' features go to decode nodes with their KV.
+    Of nodes whose memory holds windows of different lengths, the shortest counts from then on.
     """
 
     def __init__(
@@ -261,6 +262,10 @@ class NodeDirectory:
             raise MismatchError(_describe_difference(info.name, info.model, served))
         self._check_features(link, info.name, info.model)
         self._compare_numerics(info.name, info.model.numerics)
+        if info.model.max_model_len < served.info.max_model_len:  # each request must fit whatever node it moves to
+            _log.warning("a node serves a shorter window", node=info.name, max_model_len=info.model.max_model_len)
+            window = replace(served.info, max_model_len=info.model.max_model_len)
+            self.served = replace(served, info=window)
         return served.info.fingerprint
 
     def _compare_numerics(self, name: str, numerics: str) -> None:

@@ -19,6 +19,7 @@ CLUSTER_FLAGS = {
     "decode-nodes": "cluster.decode_nodes",
     "draft-nodes": "cluster.draft_nodes",
     "routers": "cluster.routers",
+    "gpus": "cluster.gpus",
     "port": "cluster.port",
 }
 """Settings by the flag that sets them."""

@@ -21,8 +21,9 @@ from outrider.cluster.cluster import SIGNAL_SECONDS, Cluster
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway import require_gateway
+from outrider.cluster.gpus import VISIBLE, allot
 from outrider.cluster.plan import DECODE, DRAFT, ROUTER, Launch
-from outrider.cluster.shares import has_shared_cpus, memory_shares
+from outrider.cluster.shares import has_shared_cpus
 from outrider.config.arguments import (
     add_setting_flags,
     given_settings,
@@ -39,7 +40,10 @@ from outrider.service.address import loopback
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
 
-SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
+SHOWN_FIRST = (
+    *("model", "fingerprint", "dtype", "max_model_len"),
+    *("device", "attention_backend", "threads", "cpus", "cpu_turns"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,10 +98,12 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
         _check_gateway(config.openai_port, sections, has_tls=tls is not None)
+    allotment = allot(config, common, by_role)
     launch = Launch(
         config_file=arguments.config,
         overrides=tuple(overrides),
-        node_overrides=memory_shares(config, common),
+        node_overrides=allotment.node_overrides,
+        node_environ=allotment.node_environ,
         role_overrides={
             role: tuple(text for text in settings.overrides if text not in common.overrides)
             for role, settings in by_role.items()
@@ -158,6 +164,9 @@ def run(arguments: argparse.Namespace) -> int:
     printer.say(f"outrider {__version__}; logs in {cluster.log_directory}")
     if cluster.config.draft_nodes and cluster.config.draft_choice.model_id and has_shared_cpus(cluster.config):
         printer.say("the draft model computes on the target's processors, which is slower than --draft none or ngram")
+    for name, environ in cluster.launch.node_environ.items():
+        memory = [text.partition("=")[2] for text in cluster.launch.node_overrides[name] if "kv_cache.memory" in text]
+        printer.say(f"{name:<10} on GPU {environ[VISIBLE]}{''.join(f', {share} of its memory' for share in memory)}")
     cluster.start()
     has_served = False
     try:

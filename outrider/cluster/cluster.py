@@ -308,7 +308,7 @@ class Cluster:
         )
         try:
             with self._changed:
-                child.spawn(command, self.launch.environ)
+                child.spawn(command, {**self.launch.environ, **self.launch.node_environ.get(child.name, {})})
         except OSError as error:
             if child.num_restarts:
                 self._start_again_later(child, f"cannot be started: {error}")

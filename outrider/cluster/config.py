@@ -13,11 +13,18 @@ from outrider.speculation.proposers.factory import DRAFT_CHOICES, DraftChoice, p
 class ClusterConfig:
     """Section `cluster`: which processes `outrider up` starts."""
 
-    prefill_nodes: int = setting(1, at_least=1, at_most=64, help="Number of prefill nodes.")
+    prefill_nodes: int = setting(
+        1, at_least=0, at_most=64, help="Number of prefill nodes; 0: decode nodes compute prompts, beside answers."
+    )
     decode_nodes: int = setting(1, at_least=1, at_most=64, help="Number of decode nodes.")
     draft_nodes: int = setting(1, at_least=0, at_most=64, help="Number of draft nodes.")
     routers: int = setting(
         1, at_least=1, at_most=64, help="Number of routers, on consecutive ports; several share router.store."
+    )
+    gpus: tuple[str, ...] = setting(
+        (),
+        help="GPUs for the nodes, as CUDA_VISIBLE_DEVICES names them, such as 0,1,2: one for each node while there are "
+        "enough; empty: all that are visible.",
     )
     draft: str = setting("ngram", help=f"The proposer: {', '.join(DRAFT_CHOICES)} (no speculation).")
     port: int = setting(
@@ -33,6 +40,8 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         parse_draft_choice(self.draft)
+        if len(set(self.gpus)) < len(self.gpus):
+            raise ValueError(f"gpus {','.join(self.gpus)} names one twice")
         if self.port and self.openai_port and self.openai_port - self.port in range(self.routers):
             raise ValueError(f"openai_port {self.openai_port} is a router's: choose another")
 

@@ -36,6 +36,7 @@ class Launch:
     node_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     role_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    node_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # over that, as node_overrides
     log_directory: Path | None = None  # None: a temporary one, removed after an end without errors
     command: Callable[[str], Sequence[str]] = module_command  # of a role
     locate_model: bool = True  # by a process before all others, which shows how far a download is
@@ -55,13 +56,14 @@ def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
     num_drafts = 0 if config.draft == NO_PROPOSER else config.draft_nodes
     counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
     children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []
-    children += [
-        ChildSpec(name=f"{role.removesuffix('_node')}-{index}", role=role)
-        for role, count in counts
-        for index in range(count)
-    ]
+    children += [ChildSpec(name=name, role=role) for role, count in counts for name in node_names(role, count)]
     children += [ChildSpec(name=name, role=ROUTER) for name in router_ports(config)]
     return children if config.openai_port is None else [*children, ChildSpec(name="openai", role=GATEWAY)]
+
+
+def node_names(role: str, count: int) -> list[str]:
+    """Such as "decode-0"."""
+    return [f"{role.removesuffix('_node')}-{index}" for index in range(count)]
 
 
 def router_ports(config: ClusterConfig) -> dict[str, int]:

@@ -1,21 +1,16 @@
-"""Divides processors, threads and memory between the computing nodes of a local cluster."""
+"""Divides processors and threads between the computing nodes of a local cluster."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from outrider.cluster.config import ClusterConfig
-from outrider.config.resolve import ResolvedConfig
 from outrider.engine.processor import usable_cpus, within_quota
 
 FEWEST_TO_DIVIDE = 6
 """With fewer processors all roles share them: an idle role's own would be wasted."""
-GPU_DRIVER = Path("/dev/nvidiactl")
-PREFILL_PERCENT, DECODE_PERCENT = 25, 60
-"""Of the memory that is free on a GPU: answers grow, prompts are transferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +63,3 @@ def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, CpuShare]:
     bounds = [len(cpus) * index // len(names) for index in range(len(names) + 1)] if names else []
     parts = [tuple(cpus[start:end]) for start, end in itertools.pairwise(bounds)]
     return {name: CpuShare(part) for name, part in zip(names, parts, strict=True)}
-
-
-def memory_shares(config: ClusterConfig, settings: ResolvedConfig) -> dict[str, tuple[str, ...]]:
-    """KV memory by node, as `Launch.node_overrides`. `settings` have the sections `model` and `kv_cache`.
-
-    What another server's file or argument asks for is for all nodes together. Otherwise nodes divide the GPU on which
-    all compute, unless settings say how much each takes.
-    """
-    kv_cache, device = settings.sections["kv_cache"], settings.sections["model"].device
-    if "kv_cache.memory" in settings.imported:
-        _, fraction = kv_cache.size
-        percent = 100 * (fraction or 0.0)
-    elif not kv_cache.memory and (device.startswith("cuda") or (device == "auto" and GPU_DRIVER.exists())):
-        percent = PREFILL_PERCENT + DECODE_PERCENT  # alone, one would take most of it
-    else:
-        return {}
-    shares = (("prefill", config.prefill_nodes, PREFILL_PERCENT), ("decode", config.decode_nodes, DECODE_PERCENT))
-    return {
-        f"{role}-{index}": (f"kv_cache.memory={percent * part / (PREFILL_PERCENT + DECODE_PERCENT) / count:g}%",)
-        for role, count, part in shares
-        for index in range(count)
-    }

@@ -31,6 +31,7 @@ class GraphShapes:
 
     max_rows: int = MOST_ROWS
     has_trees: bool = False
+    is_rehearsal: bool = False  # only the largest of each kind, which take as much memory as all
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -42,8 +43,9 @@ class GraphShapes:
     def buckets(self) -> tuple[Bucket, ...]:
         """The largest first, so that the others find memory that it has left."""
         falling = self.row_counts[::-1]
-        trees = [Bucket(num_rows, has_trees=True) for num_rows in falling if num_rows >= MIN_TREE_ROWS]
-        return (*(trees if self.has_trees else ()), *map(Bucket, falling))
+        trees = [Bucket(num_rows, has_trees=True) for num_rows in falling if self.has_trees and num_rows >= MIN_TREE_ROWS]
+        plain = [Bucket(num_rows) for num_rows in falling]
+        return (*trees[:1], *plain[:1]) if self.is_rehearsal else (*trees, *plain)
 
     def bucket_of(self, batch: InputBatch) -> Bucket | None:
         """The smallest that holds the batch. None: it runs as it is, as long chunks of prompts do."""

@@ -1,25 +1,34 @@
-"""A runner with its KV cache, sized for the memory that steps leave free: on a GPU the largest ones are rehearsed."""
+"""A runner with its KV cache, sized for the memory that steps leave: on a GPU the largest ones are rehearsed."""
 
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from outrider.engine.attention import AttentionBackend, make_attention_backend
 from outrider.engine.device import device_type
 from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.memory import KVRoom
 from outrider.engine.model_runner import ModelRunner, make_runner, warm_up
 from outrider.engine.runnable_model import RunnableModel
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
+    from outrider.engine.model_spec import ModelSpec
+
+GRAPH_LAYER_BYTES = 1 << 18
+"""What the driver takes for a graph, by layer. Estimated, where NVML does not tell: 128 MiB for 16 graphs of 32."""
+
+Model = TypeVar("Model", bound=RunnableModel)
 
 
 def open_runner(
-    model: RunnableModel,
+    model: Model,
     attention: str,
     kv_cache: KVCacheConfig,
     *,
@@ -28,12 +37,14 @@ def open_runner(
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
     features: FeatureSpec | None = None,
-) -> tuple[PagedKVCache, ModelRunner]:
+    may_shorten: bool = False,
+) -> tuple[Model, PagedKVCache, ModelRunner]:
     """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
 
     `attention`: as in settings, of a model that torch computes. `num_logits`: rows of that step with logits, at most.
     `main_memory_bytes`: of that memory, for other things.
     `features`: of every row; the model's specification has their plane.
+    `may_shorten`: serve a shorter window than the model's where memory holds no more; the model is returned with it.
 
     Raises what make_attention_backend and PagedKVCache.sized_for do.
     """
@@ -49,6 +60,8 @@ def open_runner(
     )
     if device_type(model.device) == "cpu":
         reserved_bytes += main_memory_bytes
+    if may_shorten:
+        model = model.with_window(served_window(model.spec, kv_cache, KVRoom.of(model.device, reserved_bytes)))
     cache = PagedKVCache.sized_for(
         model.spec,
         kv_cache,
@@ -58,7 +71,18 @@ def open_runner(
     )
     runner = make_runner(model, cache, backend, graphs=graphs, features=features)
     warm_up(runner, cache, model.spec.max_model_len)
-    return cache, runner
+    return model, cache, runner
+
+
+def served_window(spec: ModelSpec, kv_cache: KVCacheConfig, room: KVRoom) -> int:
+    """Tokens of the model's window, or of as much of it as the cache will hold, which standard error then says."""
+    window = PagedKVCache.window_for(spec, kv_cache, room)
+    if window < spec.max_model_len:
+        sys.stderr.write(
+            f"no memory for the model's window of {spec.max_model_len} tokens: sequences have at most {window}. "
+            "Set model.max_model_len, or give more memory (kv_cache.memory)\n"
+        )
+    return window
 
 
 def rehearse(
@@ -71,7 +95,8 @@ def rehearse(
     graphs: GraphShapes | None = None,
     features: FeatureSpec | None = None,
 ) -> int:
-    """Runs the largest step on a GPU and captures all graphs, over a cache of its own; returns the bytes they took.
+    """Runs the largest step on a GPU and captures the largest graphs, over a cache of its own; returns what steps and
+    all graphs take, in bytes, by this process's own account.
 
     Reserve this many bytes outside the KV pool. 0 on a CPU, whose system finds memory elsewhere.
     """
@@ -79,6 +104,8 @@ def rehearse(
     if device_type(device) == "cpu":
         return 0
     import torch
+
+    from outrider.engine.gpu_memory import driver_bytes
 
     window_blocks = -(-min(num_rows, spec.max_model_len) // block_size)
     num_sequences = -(-num_rows // spec.max_model_len)
@@ -89,7 +116,8 @@ def rehearse(
         device=device,
         num_scratch_blocks=1,
     )
-    before = torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     rows = []
     for sequence in range(num_sequences):
@@ -97,16 +125,20 @@ def rehearse(
         blocks = range(sequence * window_blocks, (sequence + 1) * window_blocks)
         rows.append(SequenceRows([0] * size, 0, blocks, num_logits=min(size, max(num_logits, 0))))
         num_logits -= rows[-1].num_logits
-    runner = make_runner(model, cache, attention, graphs=graphs, features=features)
+    largest = None if graphs is None else replace(graphs, is_rehearsal=True)
+    runner = make_runner(model, cache, attention, graphs=largest, features=features)
     runner.forward(build_input_batch(rows, block_size))
     torch.cuda.synchronize(device)
-    taken = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    free = free_memory_bytes(device)  # graphs take memory of the driver too
+    driver = driver_bytes(device)
     warm_up(runner, cache, spec.max_model_len)
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    taken += free - free_memory_bytes(device)
+    taken = torch.cuda.max_memory_reserved(device) - before  # the pool of graphs is beside what steps have left
+    if graphs is not None and runner.padded_rows:
+        num_kinds = 1 + graphs.has_trees
+        now = driver_bytes(device)
+        known = None if driver is None or now is None else max(now - driver, 0) // num_kinds
+        graph_bytes = spec.num_layers * GRAPH_LAYER_BYTES if known is None else known
+        taken += graph_bytes * len(runner.padded_rows) * num_kinds
     del runner, cache
     gc.collect()  # whatever else has come to hold them
     torch.cuda.empty_cache()

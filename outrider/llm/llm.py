@@ -19,8 +19,8 @@ from outrider.cluster.child import ClusterEvent, EventKind
 from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
+from outrider.cluster.gpus import allot
 from outrider.cluster.plan import DECODE, Launch
-from outrider.cluster.shares import memory_shares
 from outrider.config.imports import vllm_entries
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, load_config
 from outrider.config.values import is_null
@@ -96,6 +96,7 @@ class LLM:
         overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
         try:
             resolved = _load(engine_args, overrides)
+            allotment = allot(resolved.sections["cluster"], resolved)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         for warning in resolved.warnings:
@@ -103,7 +104,8 @@ class LLM:
         config, self._model = resolved.sections["cluster"], resolved.sections["model"]
         launch = Launch(
             overrides=(*resolved.overrides, *overrides),
-            node_overrides=memory_shares(config, resolved),
+            node_overrides=allotment.node_overrides,
+            node_environ=allotment.node_environ,
             log_directory=None if log_dir is None else Path(log_dir),
             locate_model=not is_at_hand(self._model),
         )

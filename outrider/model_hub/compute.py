@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.device import device_type
+from outrider.engine.gpu_memory import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -68,6 +69,7 @@ class Compute:
             "cpu_turns": cpu_turns.description,
             "kv_blocks": self.kv_cache.num_blocks,
             "kv_block_size": self.kv_cache.block_size,
+            "max_model_len": info.max_model_len,
         }
 
 
@@ -90,6 +92,8 @@ def open_compute(
     `features`: made of every row for a drafter head, and kept in a plane of the cache; of the model as it was loaded.
     `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
     PagedKVCache.sized_for do, and RankLostError.
+
+    The window is shorter than the model's where memory has no room for it and `model.max_model_len` is not set.
     """
     num_rows = max_rows_per_step or PROMPT_ROWS[device_type(resolve_device(config.device))]
     if config.tensor_parallel_size > 1:
@@ -104,16 +108,18 @@ def open_compute(
             progress=progress,
         )
         return Compute(*parts, num_rows)
-    model = open_model(config, progress=progress)
-    reduction = None if features is None else features(model)
-    model = model.with_features(reduction)
-    cache, runner = open_runner(
-        model,
-        attention_of(config, model.device),
-        kv_cache,
-        num_rows=num_rows,
-        graphs=graphs if config.cuda_graphs else None,
-        main_memory_bytes=main_memory_bytes,
-        features=reduction,
-    )
+    with loading_turn([resolve_device(config.device)], while_waiting=lambda: progress("gpu", 0, 0)):
+        model = open_model(config, progress=progress)
+        reduction = None if features is None else features(model)
+        model = model.with_features(reduction)
+        model, cache, runner = open_runner(
+            model,
+            attention_of(config, model.device),
+            kv_cache,
+            num_rows=num_rows,
+            graphs=graphs if config.cuda_graphs else None,
+            main_memory_bytes=main_memory_bytes,
+            features=reduction,
+            may_shorten=not config.max_model_len,
+        )
     return Compute(model, cache, runner, nullcontext(), num_rows)

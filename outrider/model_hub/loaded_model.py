@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,14 @@ class LoadedModel(RunnableModel):
             self,
             spec=replace(self.spec, features=features.plane(dtype)),
             info=replace(self.info, features=features.format(dtype)),
+        )
+
+    def with_window(self, max_model_len: int) -> Self:
+        """As RunnableModel; it says so too."""
+        return replace(
+            self,
+            spec=replace(self.spec, max_model_len=max_model_len),
+            info=replace(self.info, max_model_len=max_model_len),
         )
 
     def open_sampler(self) -> Sampler:

@@ -45,7 +45,7 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
 
     hello.send(None)
     shard = open_shard(start)
-    hello.send(shard.free_bytes)
+    hello.send(shard.room)
     num_blocks: int | Stop = hello.receive(begins_within_seconds=None)
     if isinstance(num_blocks, Stop):
         return

@@ -16,11 +16,14 @@ import torch.distributed as dist
 from outrider.engine.arrays import Array
 from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
+from outrider.engine.gpu_memory import loading_turn
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS, PagedKVCache
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.memory import KVRoom
 from outrider.engine.model_runner import warm_up
 from outrider.engine.module_steps import ModuleSteps
+from outrider.engine.open_runner import served_window
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
@@ -31,7 +34,7 @@ from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
-from outrider.model_hub.tensor_parallel import check_tensor_parallel
+from outrider.model_hub.tensor_parallel import check_tensor_parallel, rank_device
 from outrider.own_modules import module_command, tied
 
 TIMEOUT_SECONDS = 60.0
@@ -93,7 +96,10 @@ def open_ranks(
     )
     # A request for KV may wait for a step on the other side first.
     ranks = RankGroup(answer_seconds=2 * timeout_seconds, on_lost=rank_lost, release=release.close)
+    devices = [rank_device(config, rank) for rank in range(config.tensor_parallel_size)]
+    turn = ExitStack()
     try:
+        turn.enter_context(loading_turn(devices, while_waiting=lambda: progress("gpu", 0, 0)))
         for rank in range(1, config.tensor_parallel_size):
             ranks.add(_spawn(rank, timeout_seconds=timeout_seconds))
         for member in ranks.members:
@@ -103,8 +109,9 @@ def open_ranks(
         shard = open_shard(start, progress=progress)
         reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
-        frees = [shard.free_bytes, *_receive(ranks.members)]
-        num_blocks = _num_blocks(shard, kv_cache, frees)
+        rooms = [shard.room, *_receive(ranks.members)]
+        window, num_blocks = _window_and_blocks(shard.model, kv_cache, rooms, may_shorten=not config.max_model_len)
+        shard = replace(shard, model=shard.model.with_window(window))
         for member in ranks.members:
             member.commands.send(num_blocks)
         cache = ShardedKVCache(shard.model.make_cache(num_blocks, kv_cache.block_size), ranks)
@@ -117,22 +124,26 @@ def open_ranks(
         finally:
             ranks.close()
         raise
+    finally:
+        turn.close()
     return shard.model, cache, runner, ranks
 
 
-def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> int:
-    """In the cache of each rank: settings are of the whole model's. Ranks on a CPU share its memory.
+def _window_and_blocks(
+    model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVRoom], *, may_shorten: bool
+) -> tuple[int, int]:
+    """Tokens of a sequence, and blocks in the cache of each rank. A size in bytes is of the whole model's cache.
 
-    On GPUs rank 0, which has its heads and all features, needs most.
+    Ranks on a CPU share its memory. On GPUs the fullest one counts, and rank 0, which has its heads and all features,
+    needs most.
     """
-    device, own = device_type(shard.model.device), shard.model.spec
-    whole = replace(own, num_heads=own.num_heads * len(frees), num_kv_heads=own.num_kv_heads * len(frees))
-    return PagedKVCache.num_blocks_for(
-        whole,
-        kv_cache,
-        free_bytes=min(frees) if device == "cpu" else min(frees) * whole.bytes_per_token // own.bytes_per_token,
-        default_fraction=DEFAULT_FRACTIONS[device],
-    )
+    spec, (num_bytes, fraction) = model.spec, kv_cache.size
+    if num_bytes is not None or device_type(model.device) == "cpu":
+        num_ranks = len(rooms)
+        spec = replace(spec, num_heads=spec.num_heads * num_ranks, num_kv_heads=spec.num_kv_heads * num_ranks)
+    room = min(rooms, key=lambda each: each.share(fraction))
+    window = served_window(spec, kv_cache, room) if may_shorten else spec.max_model_len
+    return window, PagedKVCache.num_blocks_for(replace(spec, max_model_len=window), kv_cache, room)
 
 
 def _may_be_a_loss(error: Exception) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.engine.memory import KVRoom
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress, no_progress
 
@@ -21,7 +22,7 @@ START_SECONDS = 600.0
 class Start:
     """The first message to a rank, which answers None once it has imported what it needs, and joins.
 
-    When it has loaded its shard it says how many bytes are free for KV, and is told how many blocks to allocate.
+    When it has loaded its shard it says how much memory is for KV, and is told how many blocks to allocate.
     """
 
     config: ModelConfig
@@ -38,13 +39,12 @@ class Shard:
 
     model: LoadedModel
     attention: AttentionBackend
-    free_bytes: int  # for KV
+    room: KVRoom  # on its GPU
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     """Joins the other ranks, and loads as they do. Raises what `load_model` does."""
     from outrider.engine.attention import make_attention_backend
-    from outrider.engine.kv_cache.paged_cache import free_memory_bytes
     from outrider.engine.open_runner import rehearse
     from outrider.model_hub.load import load_model
     from outrider.model_hub.tensor_parallel import bound_collectives, join
@@ -55,4 +55,4 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     reserved = rehearse(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     assert model.model is not None
     bound_collectives(model.model, timeout_seconds=start.timeout_seconds)
-    return Shard(model, attention, free_bytes=max(free_memory_bytes(model.device) - reserved, 0))
+    return Shard(model, attention, KVRoom.of(model.device, reserved))

@@ -77,6 +77,7 @@ _STAGES = {
     "download": "downloading the model",
     "convert": "converting the model",
     "wait": "waiting for another process that gets the model",
+    "gpu": "waiting for another node that loads its model on the same GPU",
     "kernels": "compiling native kernels, once on this machine",
     "weights": "loading the model",
 }

@@ -45,7 +45,7 @@ def target(up):
             ["--draft", "guess"],
             "--draft guess: cluster: draft must be one of ngram, suffix, draft_model:MODEL, head:DIR, none",
         ),
-        (["--set", "cluster.prefill_nodes=0"], "cluster.prefill_nodes = 0 is out of range: must be at least 1"),
+        (["--set", "cluster.decode_nodes=0"], "cluster.decode_nodes = 0 is out of range: must be at least 1"),
         (["--set", "kv_transfer.prt=1"], "unknown key kv_transfer.prt; the nearest is kv_transfer.port"),
         (["--set", "model.dtype=int8"], "model.dtype = 'int8' is out of range"),
         (

@@ -157,14 +157,25 @@ def test_nodes_of_a_machine_divide_a_share_of_its_memory(file):
         assert memory_of(explicit) == {"prefill-0": 0.1, "decode-0": 0.1}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_a_share_for_one_role_is_that_of_each_of_its_nodes(file, device):
+@pytest.mark.parametrize(("device", "part"), [("cpu", 60 / 85), ("cuda:0", 46 / 91)])
+def test_a_share_for_one_role_is_that_of_each_of_its_nodes(file, device, part):
     own = file.with_name("prefill.yaml")
     own.write_text("kv_cache_config: {free_gpu_memory_fraction: 0.3}\n")
     flags = ("--extra-engine-args", f"prefill={own}", "--set", f"model.device={device}")
     assert memory_of(cluster_of(*flags))["prefill-0"] == 0.3
     both = memory_of(cluster_of("--extra-engine-args", str(file), *flags))
-    assert both == pytest.approx({"prefill-0": 0.3, "decode-0": 0.5 * 60 / 85}, rel=1e-3)
+    assert both == pytest.approx({"prefill-0": 0.3, "decode-0": 0.5 * part}, rel=1e-3)
+
+
+def test_gpus_are_named_on_the_command_line_and_divided(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cluster = cluster_of("--gpus", "0,2", "--gpu-memory-utilization", "0.8", "--prefill-nodes", "2")
+    where = {name: environ["CUDA_VISIBLE_DEVICES"] for name, environ in cluster.launch.node_environ.items()}
+    assert where == {"decode-0": "0", "prefill-0": "2", "prefill-1": "2"}
+    assert memory_of(cluster)["prefill-0"] == pytest.approx(0.4)
+    found = settings_of(cluster)
+    assert found["decode-0"]["kv_cache"].memory == "80%"
+    assert {name: found[name]["model"].device for name in where} == dict.fromkeys(where, "cuda")
 
 
 def test_a_file_for_decode_nodes_says_who_drafts(file):
@@ -238,7 +249,7 @@ def test_a_file_that_is_not_there_is_said(tmp_path):
     ("arguments", "message"),
     [
         (["--port", "abc"], "--port: cluster.port = 'abc' is not of type int: must be at least 0 and at most 65535"),
-        (["--prefill-nodes", "0"], "--prefill-nodes: cluster.prefill_nodes = 0 is out of range: must be at least 1"),
+        (["--decode-nodes", "0"], "--decode-nodes: cluster.decode_nodes = 0 is out of range: must be at least 1"),
         (["--dtype", "half"], "--dtype: model.dtype = 'half' is out of range: must be one of auto, float32, bfloat16"),
         (["--openai", ""], "--openai: a value is missing for cluster.openai_port"),
         (["--openai", "[1"], "--openai: not a value: '[1'"),

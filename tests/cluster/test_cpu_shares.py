@@ -1,10 +1,7 @@
 import pytest
 
 from outrider.cluster.config import ClusterConfig
-from outrider.cluster.shares import CpuShare, divide_cpus, memory_shares
-from outrider.config.resolve import load_config
-from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.model_hub.config import ModelConfig
+from outrider.cluster.shares import CpuShare, divide_cpus
 
 
 def test_few_processors_are_shared_by_all():
@@ -34,13 +31,3 @@ def test_everyone_computes_somewhere_and_nobody_elsewhere(num_cpus, draft, count
     is_shared = all(share.cpus == tuple(cpus) for share in shares.values())
     assert {share.is_shared for share in shares.values()} == {is_shared}
     assert is_shared or (len(used) == len(set(used)) and cpus[0] not in used)
-
-
-@pytest.mark.parametrize(
-    ("device", "shares"), [("cpu", {}), ("cuda:0", {"prefill-0": "25", "decode-0": "30", "decode-1": "30"})]
-)
-def test_nodes_on_one_gpu_share_its_memory(device, shares):
-    sections = {"model": ModelConfig, "kv_cache": KVCacheConfig}
-    settings = load_config(sections, file=None, environ={}, overrides=[f"model.device={device}"])
-    found = memory_shares(ClusterConfig(decode_nodes=2), settings)
-    assert found == {name: (f"kv_cache.memory={percent}%",) for name, percent in shares.items()}

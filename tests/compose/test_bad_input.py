@@ -85,13 +85,15 @@ def test_a_node_alone_that_cannot_have_its_model_ends_with_1(project):
 
 
 def test_a_memory_limit_that_leaves_no_room_for_kv_is_named(project, models):
-    tight = {"services": {"decode_node": {"mem_limit": "700m", "memswap_limit": "700m", "restart": "no"}}}
+    limits = {"mem_limit": "560m", "memswap_limit": "560m"}
+    environment = {"OUTRIDER_MODEL__MAX_MODEL_LEN": "8192"}  # else a shorter window would do
+    tight = {"services": {"decode_node": {**limits, "environment": environment, "restart": "no"}}}
     alone = project(override={**tight, **with_models(models)})
     alone.run("up", "--detach", "--no-deps", "decode_node")
     assert end_of(alone, "decode_node")["ExitCode"] == 1
     (failed,) = [event for event in alone.logs("decode_node", is_json=True) if event["event"] == "cannot start"]
     assert "bytes of KV" in failed["error"]
-    assert "set model.max_model_len lower or give more memory" in failed["error"]
+    assert "or model.max_model_len to" in failed["error"]
 
 
 def test_the_gpu_files_ask_for_devices_and_the_cuda_build(project):
@@ -101,7 +103,7 @@ def test_the_gpu_files_ask_for_devices_and_the_cuda_build(project):
     services = config["services"]
     assert {service["image"] for service in services.values()} == {"outrider:cuda"}
     assert services["model"]["build"]["args"]["TORCH_BUILD"] == "cuda"
-    for role in ("prefill_node", "decode_node"):
+    for role in ("prefill_node", "decode_node", "draft_node"):
         (device,) = services[role]["deploy"]["resources"]["reservations"]["devices"]
         assert device["driver"] == "nvidia"
         assert device["capabilities"] == ["gpu"]

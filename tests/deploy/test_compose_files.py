@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from outrider.cli import probe
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.connection import read_tls
 from outrider.config.resolve import load_config
-from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS
+from outrider.engine.memory import GPU_SHARE
 from outrider.rpc.tls import SecurityConfig
 from outrider.service.server import DRAIN_SLACK_SECONDS, STOP_SECONDS
 from router.config import RouterConfig
@@ -69,15 +70,26 @@ def test_a_role_runs_as_little_as_it_can(compose, role):
 
 
 def test_nodes_that_share_a_gpu_share_its_memory():
-    """Each measures what is free at its own start: shares that add up fit in any order."""
+    """With a draft model too. Each keeps to its own: shares that add up fit in any order."""
     gpu = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text(encoding="utf-8"))["services"]
     shares = []
-    for role in ("prefill_node", "decode_node"):
-        environ = {"OUTRIDER_KV_CACHE__MEMORY": gpu[role]["environment"]["OUTRIDER_KV_CACHE__MEMORY"]}
-        settings = load_config(sections_of(None), file=SETTINGS, environ=environ)
+    for role in ("prefill_node", "decode_node", "draft_node"):
+        (device,) = gpu[role]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["device_ids"] == [f"${{{role.removesuffix('_node').upper()}_GPU:-0}}"]
+        memory = re.fullmatch(r"\$\{\w+_MEMORY:-(\d+%)\}", gpu[role]["environment"]["OUTRIDER_KV_CACHE__MEMORY"])
+        settings = load_config(sections_of(None), file=SETTINGS, environ={"OUTRIDER_KV_CACHE__MEMORY": memory[1]})
         shares.append(settings.sections["kv_cache"].size[1])
-    assert all(shares)
-    assert sum(shares) <= DEFAULT_FRACTIONS["cuda"]
+    assert sum(shares) <= GPU_SHARE
+
+
+@pytest.mark.parametrize("role", ["prefill_node", "decode_node", "draft_node"])
+def test_nodes_share_what_they_compile_and_the_locks_of_gpus(compose, role):
+    """Both are below the folder of the volume `models`."""
+    environ = dict(re.findall(r"(\w+_DIR)=(\S+)", (ROOT / "Dockerfile").read_text(encoding="utf-8")))
+    volumes = compose["services"][role].get("volumes", compose["x-outrider"]["volumes"])
+    (folder,) = [volume.split(":")[1] for volume in volumes if volume.startswith("models:")]
+    for name in ("OUTRIDER_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert environ[name].startswith(f"{folder}/")
 
 
 def test_an_image_for_gpus_has_the_compiler_that_triton_calls():

@@ -269,25 +269,31 @@ def test_a_draft_model_waits_once_for_siblings_and_what_they_were_drawn_from(nod
 
 @pytest.fixture
 def gpu_memory(monkeypatch):
-    """A GPU of which a step takes 8,000 bytes, and captured steps nothing."""
-    for name, value in (("memory_allocated", 1000), ("max_memory_allocated", 9000), ("mem_get_info", (12_000_000, 0))):
+    """A GPU of 20 MB of which 12 are free; this process has 1,000 bytes of it, and 9,000 in its largest step."""
+    for name, value in (
+        ("memory_reserved", 1000),
+        ("max_memory_reserved", 9000),
+        ("mem_get_info", (12_000_000, 20_000_000)),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda _device: None)
+    monkeypatch.setattr("outrider.engine.gpu_memory.CONTEXT_BYTES", 499_000)
 
 
 @pytest.mark.usefixtures("gpu_memory")
 def test_the_pool_leaves_free_what_the_largest_step_takes(node):
     assert open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
     spec = node.loaded.spec
-    cache = PagedKVCache.sized_for(spec, KVCacheConfig(), device=str(GPU), reserved_bytes=2_000_000)
-    assert cache.num_blocks == int(10_000_000 * 0.9) // (16 * spec.bytes_per_token)
+    config = KVCacheConfig(memory="50%")
+    cache = PagedKVCache.sized_for(spec, config, device=str(GPU), reserved_bytes=2_000_000)
+    assert cache.num_blocks == (10_000_000 - 500_000 - 2_000_000) // (16 * spec.bytes_per_token)
     assert len(cache.scratch_blocks) == 1
 
 
 @pytest.mark.usefixtures("gpu_memory")
 def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
-    """Neither its cache nor its graphs, even before a garbage collection."""
+    """Neither its cache nor its graphs, even before a garbage collection. The largest graphs stand for all."""
     kept = []
 
     class Graph:
@@ -309,10 +315,13 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda: 0)
     gc.disable()
     try:
-        open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=GraphShapes(2))
+        graphs = GraphShapes(8, has_trees=True)
+        taken = open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=graphs)
     finally:
         gc.enable()
-    assert len(kept) == (1 + 2 if node.attention.can_be_captured else 1)
+    has_graphs = node.attention.can_be_captured
+    assert len(kept) == 1 + 2 * has_graphs
+    assert taken == 8000 + 2 * 4 * has_graphs * node.loaded.spec.num_layers * open_runner.GRAPH_LAYER_BYTES
     assert [each for each in kept if each() is not None] == []
 
 

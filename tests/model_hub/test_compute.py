@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import partial
+
 import pytest
 
-from outrider.engine.kv_cache import paged_cache
+from outrider.engine import memory
+from outrider.engine.cpu_turns import open_turns
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.errors import ConfigError
+from outrider.model_hub import compute as compute_module
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig
+from outrider.speculation.proposers import model_forward
 from outrider.speculation.proposers.base import MAX_INDEX_BYTES
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from tests.decode_node.tiny_node import TinyNode
@@ -17,7 +24,7 @@ HALF = KVCacheConfig(memory="50%")
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(paged_cache, "free_memory_bytes", lambda _device: FREE_BYTES)
+    monkeypatch.setattr(memory, "free_main_memory_bytes", lambda: FREE_BYTES)
     path = make_tiny_model(tmp_path / "model", seed=5)
     return ModelConfig(id=str(path), kernels="torch", num_threads=1, max_model_len=128)
 
@@ -31,6 +38,58 @@ def test_the_cache_leaves_room_for_what_else_the_node_takes_of_main_memory(model
         return kv_cache.num_blocks * kv_cache.block_size * compute.model.spec.bytes_per_token
 
     assert num_bytes(0) - num_bytes(OTHER_BYTES) == pytest.approx(OTHER_BYTES / 2, rel=0.01)
+
+
+def test_a_model_is_loaded_and_its_cache_allocated_in_one_turn_of_the_gpu(model, monkeypatch):
+    """A process that would take it then waits, and says so."""
+    stages = []
+
+    @contextmanager
+    def turn(devices, *, while_waiting):
+        stages.append(("begins", devices))
+        while_waiting()
+        yield
+        stages.append("ends")
+
+    def note(module, name):
+        monkeypatch.setattr(module, name, partial(noted, getattr(module, name)))
+
+    def noted(call, *arguments, **keywords):
+        stages.append(call.__name__)
+        return call(*arguments, **keywords)
+
+    for module in (compute_module, model_forward):
+        monkeypatch.setattr(module, "loading_turn", turn)
+        note(module, "open_model")
+        note(module, "open_runner")
+    expected = [("begins", ["cpu"]), ("gpu", 0, 0), "open_model", "open_runner", "ends"]
+    for load in (
+        lambda progress: open_compute(model, HALF, max_rows_per_step=16, on_rank_lost=print, progress=progress),
+        lambda progress: model_forward.open_draft_model(model, HALF, progress=progress),
+    ):
+        stages.clear()
+        load(lambda *stage: stages.append(stage) if stage[0] == "gpu" else None)
+        assert stages == expected
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_a_window_that_memory_does_not_hold_is_shortened_unless_it_is_wanted(tmp_path, capsys, is_wanted):
+    """And then it is what the node says it serves, and what its runner and a draft model count on."""
+    path = make_tiny_model(tmp_path / "model", seed=5, overrides={"max_position_embeddings": 8192})
+    config = ModelConfig(id=str(path), kernels="torch", num_threads=1, max_model_len=8192 * is_wanted)
+    kv_cache = KVCacheConfig(num_blocks=200)
+    if is_wanted:
+        with pytest.raises(
+            ConfigError, match=r"one window of 8192 tokens needs .*, or model\.max_model_len to 3200 or"
+        ):
+            open_compute(config, kv_cache, max_rows_per_step=16, on_rank_lost=print)
+        return
+    compute = open_compute(config, kv_cache, max_rows_per_step=16, on_rank_lost=print)
+    assert (compute.model.info.max_model_len, compute.model.spec.max_model_len) == (3072, 3072)
+    assert compute.describe(config, cpu_turns=open_turns("", None, cpus=()))["max_model_len"] == 3072
+    assert capsys.readouterr().err.count("at most 3072. Set model.max_model_len, or give more memory") == 1
+    drafter = make_proposer("draft_model", ProposerSettings(model=config, kv_cache=kv_cache))
+    assert drafter._forward.max_model_len == 3072
 
 
 def test_a_decode_nodes_cache_leaves_room_for_its_proposer(model):

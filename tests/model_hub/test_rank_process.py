@@ -30,7 +30,7 @@ START = Start(
 @pytest.mark.parametrize("told", [(), (START,)])
 def test_a_rank_that_is_told_to_stop_while_the_node_starts_just_ends(monkeypatch, told):
     """Such as by a node that has found its cache to be too large, and says so."""
-    monkeypatch.setattr(rank_process, "open_shard", lambda _: SimpleNamespace(free_bytes=7))
+    monkeypatch.setattr(rank_process, "open_shard", lambda _: SimpleNamespace(room=7))
     (commands, far), (kv, far_kv) = socket.socketpair(), socket.socketpair()
     rank_0 = Channel(far, peer="rank 1", timeout_seconds=PATIENCE_SECONDS)
     for message in (*told, Stop()):

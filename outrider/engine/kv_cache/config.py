@@ -17,8 +17,9 @@ class KVCacheConfig:
 
     memory: str = setting(
         "",
-        help="Size of the pool, such as 4GiB, or a share of the memory that is free at start, such as 30%. By default "
-        "20%, of a GPU's 90%, and never less than two full windows.",
+        help="Size of the pool, such as 4GiB, or a share. On a CPU of the memory that is free at start: by default "
+        "20%, and never less than two full windows while that is free. On a GPU of all its memory, for weights and "
+        "steps too: by default 90%, which `outrider up` divides among the nodes of a GPU.",
     )
     prefix_cache: bool = setting(True, help="Keep full blocks of finished sequences for prompts that begin alike.")
     num_blocks: int | None = fixed(None)  # overrides `memory`
@@ -29,7 +30,7 @@ class KVCacheConfig:
 
     @property
     def size(self) -> tuple[int | None, float | None]:
-        """`memory` in bytes, or as a fraction of free memory; both None where it is not set. Raises: ValueError."""
+        """`memory` in bytes, or as a fraction (see KVRoom); both None where it is not set. Raises: ValueError."""
         memory = self.memory.strip()
         if not memory:
             return None, None

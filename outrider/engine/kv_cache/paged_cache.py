@@ -11,15 +11,15 @@ from outrider.engine.device import device_type
 from outrider.engine.kv_cache.base import Bytes, CachePlane, PlaneMaker, Slots
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
-from outrider.engine.memory import free_main_memory_bytes
+from outrider.engine.memory import KVRoom
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import TensorMemory
 
-DEFAULT_FRACTIONS = {"cpu": 0.2, "cuda": 0.9}
-"""Of free memory, by type of device: main memory has other users; on a GPU a tenth is left for allocations of steps."""
+LENGTH_STEP = 1024
+"""Tokens: a window that memory bounds is a multiple, and so the same after a restart with a little more or less."""
 
 
 class PagedKVCache:
@@ -74,16 +74,11 @@ class PagedKVCache:
         reserved_bytes: int = 0,
         kernels: PlaneMaker | None = None,
     ) -> PagedKVCache:
-        """As many blocks as `config` and free memory allow. Raises ConfigError when that is too few.
+        """As many blocks as `config` and memory allow. Raises ConfigError when they do not hold a window.
 
         `reserved_bytes`: of free memory, for steps. `kernels`: as of a new one.
         """
-        num_blocks = cls.num_blocks_for(
-            spec,
-            config,
-            free_bytes=max(free_memory_bytes(device) - reserved_bytes, 0),
-            default_fraction=DEFAULT_FRACTIONS[device_type(device)],
-        )
+        num_blocks = cls.num_blocks_for(spec, config, KVRoom.of(device, reserved_bytes))
         return cls(
             spec.planes,
             num_blocks=num_blocks,
@@ -93,37 +88,46 @@ class PagedKVCache:
             kernels=kernels,
         )
 
-    @staticmethod
-    def num_blocks_for(
-        spec: ModelSpec, config: KVCacheConfig, *, free_bytes: int, default_fraction: float = 0.2
-    ) -> int:
-        """Blocks in a pool of `config`, with `free_bytes` of free memory.
+    @classmethod
+    def num_blocks_for(cls, spec: ModelSpec, config: KVCacheConfig, room: KVRoom) -> int:
+        """Blocks in a pool of `config`. Raises ConfigError, naming the setting and the fix, for less than a window.
 
-        An explicit size must hold one full window, else a request that the model allows could never run. The automatic
-        size is at least two full windows. Raises ConfigError naming the setting and the fix.
+        One window is enough for prefill and decode nodes: the longest request runs, if need be alone. With less, one
+        that the model allows could never run.
         """
-        block_size = config.block_size
-        block_bytes = spec.bytes_per_token * block_size
-        window_blocks = -(-spec.max_model_len // block_size)
-        num_bytes, fraction = config.size
-        if config.num_blocks is not None:
-            num_blocks, source = config.num_blocks, "num_blocks"
-        elif num_bytes is not None:
-            num_blocks, source = num_bytes // block_bytes, "memory"
-        else:
-            num_blocks = max(int(free_bytes * (fraction or default_fraction)) // block_bytes, 2 * window_blocks)
-            source = "memory"
-            if num_blocks * block_bytes > free_bytes:
-                raise ConfigError(
-                    f"two windows of {spec.max_model_len} tokens need {2 * window_blocks * block_bytes:,} bytes of KV "
-                    f"and {free_bytes:,} are free: set model.max_model_len lower or give more memory"
-                )
+        num_blocks, source = cls._blocks_in(spec, config, room)
+        block_bytes = spec.bytes_per_token * config.block_size
+        window_blocks = -(-spec.max_model_len // config.block_size)
         if num_blocks < window_blocks:
+            others = f" beside {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
+            shorter = f", or model.max_model_len to {num_blocks * config.block_size} or lower" if num_blocks else ""
             raise ConfigError(
-                f"kv_cache.{source} gives {num_blocks} blocks of {block_size} tokens, but one window of "
-                f"{spec.max_model_len} needs {window_blocks}: set it higher or model.max_model_len lower"
+                f"one window of {spec.max_model_len} tokens needs {window_blocks * block_bytes:,} bytes of KV, and "
+                f"kv_cache.{source} gives {num_blocks * block_bytes:,}{others}: set it higher{shorter}"
             )
         return num_blocks
+
+    @classmethod
+    def window_for(cls, spec: ModelSpec, config: KVCacheConfig, room: KVRoom) -> int:
+        """Tokens of the longest sequence that such a pool holds: the model's window, or a multiple of LENGTH_STEP.
+
+        The model's too where less than one step fits, which is not worth serving.
+        """
+        held = cls._blocks_in(spec, config, room)[0] * config.block_size
+        whole_steps = held // LENGTH_STEP * LENGTH_STEP
+        return spec.max_model_len if held >= spec.max_model_len or not whole_steps else whole_steps
+
+    @staticmethod
+    def _blocks_in(spec: ModelSpec, config: KVCacheConfig, room: KVRoom) -> tuple[int, str]:
+        """Blocks of `config`, be they few, and the setting that says so."""
+        block_bytes = spec.bytes_per_token * config.block_size
+        num_bytes, fraction = config.size
+        if config.num_blocks is not None:
+            return config.num_blocks, "num_blocks"
+        if num_bytes is None:
+            windows_bytes = room.num_windows * -(-spec.max_model_len // config.block_size) * block_bytes
+            num_bytes = max(room.share(fraction), min(windows_bytes, room.free_bytes))
+        return num_bytes // block_bytes, "memory"
 
     def layers(self, plane: str) -> Any:
         """What a plane keeps in each layer, by its number: tensors [num_blocks, block_size, heads, dim], or whatever
@@ -194,12 +198,3 @@ class PagedKVCache:
         if slots.size and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
             raise InternalError(f"slots outside {self.num_blocks} blocks of {self.block_size}")
         return spec.checked_heads(heads)
-
-
-def free_memory_bytes(device: str) -> int:
-    """Bytes that may still be allocated: of the GPU, or of this machine within the process's limits."""
-    if device_type(device) == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    return free_main_memory_bytes()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
-from outrider.engine.kv_cache.paged_cache import free_memory_bytes
+from outrider.engine.memory import free_memory_bytes
 from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.checkpoint_text import open_text, vocabulary_fingerprint
 from outrider.model_hub.config import ModelConfig

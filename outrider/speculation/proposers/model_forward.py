@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from outrider.engine.gpu_memory import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -15,7 +16,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.open_runner import open_runner
 from outrider.engine.sampler import Sampler
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import attention_of
+from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
@@ -54,12 +55,13 @@ class ModelForward(DraftForward):
         graphs: GraphShapes | None = None,
         main_memory_bytes: int = 0,
         features: FeatureSpec | None = None,
+        may_shorten: bool = False,
     ) -> ModelForward:
         """With a cache for this model alone. Raises ConfigError when the cache does not fit.
 
-        `features`: of every row; the model's specification has their plane.
+        `features`: of every row; the model's specification has their plane. `may_shorten`: see `open_runner`.
         """
-        cache, runner = open_runner(
+        model, cache, runner = open_runner(
             model,
             attention,
             kv_cache,
@@ -68,6 +70,7 @@ class ModelForward(DraftForward):
             graphs=graphs,
             main_memory_bytes=main_memory_bytes,
             features=features,
+            may_shorten=may_shorten,
         )
         pool = BlockPool(
             num_blocks=cache.num_blocks,
@@ -105,17 +108,20 @@ def open_draft_model(
 ) -> DraftModelProposer:
     """Loads the model. `main_memory_bytes`: what its cache leaves free for other things.
 
-    Raises: what `open_model` and `ModelForward.of` raise.
+    It drafts for no sequence that is longer than what its cache holds. Raises: what `open_model` and `ModelForward.of`
+    raise.
     """
-    model = open_model(config, progress=progress)
-    forward = ModelForward.of(
-        model,
-        kv_cache=kv_cache,
-        attention=attention_of(config, model.device),
-        graphs=GraphShapes() if config.cuda_graphs else None,
-        main_memory_bytes=main_memory_bytes,
-    )
-    forward = with_rollouts(forward, model.device)
+    with loading_turn([resolve_device(config.device)], while_waiting=lambda: progress("gpu", 0, 0)):
+        model = open_model(config, progress=progress)
+        forward = ModelForward.of(
+            model,
+            kv_cache=kv_cache,
+            attention=attention_of(config, model.device),
+            graphs=GraphShapes() if config.cuda_graphs else None,
+            main_memory_bytes=main_memory_bytes,
+            may_shorten=not config.max_model_len,
+        )
+        forward = with_rollouts(forward, model.device)
     info = ProposerInfo(
         name=f"draft_model:{model.info.name}",
         vocabulary_fingerprint=model.info.vocabulary_fingerprint,

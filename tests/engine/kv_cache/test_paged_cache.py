@@ -11,6 +11,7 @@ import torch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.memory import KVRoom
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
@@ -162,22 +163,65 @@ def test_threads_write_disjoint_blocks_at_the_same_time():
 BLOCK_BYTES = SPEC.bytes_per_token * 4
 
 
-def blocks(free_bytes=10_000 * BLOCK_BYTES, **settings):
-    return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(block_size=4, **settings), free_bytes=free_bytes)
+def room_of(num_blocks):
+    """Free main memory for so many."""
+    return KVRoom(free_bytes=num_blocks * BLOCK_BYTES, whole_bytes=num_blocks * BLOCK_BYTES)
 
 
-def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows():
+ROOM = room_of(10_000)
+
+
+def blocks(room=ROOM, **settings):
+    return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(block_size=4, **settings), room)
+
+
+def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows_where_there_is_room():
     assert blocks(num_blocks=50) == 50
     assert blocks(memory=f"{70 * BLOCK_BYTES + 1}B") == 70
     assert blocks(memory="50%") == 5000
-    assert blocks(free_bytes=40 * BLOCK_BYTES, memory="10%") == 32  # two windows of 64 tokens
+    assert blocks(room_of(40), memory="10%") == 32  # two windows of 64 tokens
+    assert blocks(room_of(20)) == 20  # one is enough
 
 
 def test_a_pool_that_cannot_hold_a_window_is_refused_with_the_fix():
     with pytest.raises(ConfigError, match=r"num_blocks.*model\.max_model_len"):
-        blocks(10**9, num_blocks=15)
-    with pytest.raises(ConfigError, match=r"model\.max_model_len"):
-        blocks(20 * BLOCK_BYTES)
+        blocks(num_blocks=15)
+    with pytest.raises(ConfigError, match=r"model\.max_model_len to 60"):
+        blocks(room_of(15))
+
+
+GPU_ROOM = KVRoom(
+    free_bytes=500 * BLOCK_BYTES,
+    whole_bytes=1000 * BLOCK_BYTES,
+    own_bytes=250 * BLOCK_BYTES,
+    default_share=0.9,
+    num_windows=0,
+)
+"""Half of a GPU is free; this process has a quarter, or will have, without its KV."""
+
+
+def test_a_share_of_a_gpu_is_of_all_its_memory_and_weights_count():
+    assert blocks(GPU_ROOM) == 500  # of 650 what is free
+    assert blocks(GPU_ROOM, memory="45%") == 200
+    assert blocks(GPU_ROOM, memory="26.7%") == 17  # no more than its share, not even for a second window
+    with pytest.raises(ConfigError, match=r"64 tokens needs 12,288 bytes.*kv_cache\.memory gives 0 beside 192,000 for"):
+        blocks(GPU_ROOM, memory="20%")
+    assert blocks(GPU_ROOM, memory=f"{70 * BLOCK_BYTES}B") == 70
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "window"), [(3000, 10_000), (2500, 10_000), (2499, 9216), (600, 2048), (256, 1024), (255, 10_000)]
+)
+def test_a_window_is_as_long_as_the_pool_in_even_steps(num_blocks, window):
+    """Less than a step is none."""
+    spec = dataclasses.replace(SPEC, max_model_len=10_000)
+    on_gpu = dataclasses.replace(GPU_ROOM, whole_bytes=10**9, free_bytes=num_blocks * BLOCK_BYTES)
+    for config, room in (
+        (KVCacheConfig(block_size=4, num_blocks=num_blocks), room_of(1)),
+        (KVCacheConfig(block_size=4), room_of(num_blocks)),
+        (KVCacheConfig(block_size=4), on_gpu),
+    ):
+        assert PagedKVCache.window_for(spec, config, room) == window
 
 
 def test_slots_move_together_in_all_layers_and_planes():

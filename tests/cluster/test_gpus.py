@@ -1,0 +1,182 @@
+"""Where the nodes of `outrider up` compute, and their shares of a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.cluster import gpus
+from outrider.cluster.cluster import Cluster
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.gpus import allot, visible_gpus
+from outrider.cluster.plan import Launch
+from outrider.config.resolve import load_config
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.memory import GPU_SHARE
+from outrider.errors import ConfigError
+from outrider.model_hub.config import ModelConfig
+
+SECTIONS = {"model": ModelConfig, "kv_cache": KVCacheConfig}
+EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+
+
+def settings_of(*overrides, device="cuda"):
+    return load_config(SECTIONS, file=None, environ={}, overrides=[f"model.device={device}", *overrides])
+
+
+def placed(config, *overrides, environ=EIGHT, by_role=None):
+    """GPUs by the node's name, and percents of their memory where nodes share one."""
+    found = allot(config, settings_of(*overrides), by_role, environ=environ)
+    shares = {
+        name: float(text.removeprefix("kv_cache.memory=").removesuffix("%"))
+        for name, texts in found.node_overrides.items()
+        for text in texts
+        if text.startswith("kv_cache.memory=")
+    }
+    assert all(set(variables) == {"CUDA_VISIBLE_DEVICES"} for variables in found.node_environ.values())
+    return {name: variables["CUDA_VISIBLE_DEVICES"] for name, variables in found.node_environ.items()}, shares
+
+
+def test_each_node_has_a_gpu_of_its_own_while_there_are_enough():
+    config = ClusterConfig(prefill_nodes=2, decode_nodes=2, draft_nodes=2, draft="draft_model:small")
+    assert placed(config) == (
+        {"decode-0": "0", "decode-1": "1", "prefill-0": "2", "prefill-1": "3", "draft-0": "4", "draft-1": "5"},
+        {},
+    )
+
+
+def test_prompt_lookup_needs_no_gpu():
+    assert placed(ClusterConfig(draft_nodes=3)) == ({"decode-0": "0", "prefill-0": "1"}, {})
+
+
+def test_nodes_on_one_gpu_divide_nine_tenths_of_its_memory():
+    where, shares = placed(ClusterConfig(), environ={"CUDA_VISIBLE_DEVICES": "GPU-4b1d"})
+    assert where == {"decode-0": "GPU-4b1d", "prefill-0": "GPU-4b1d"}
+    assert sum(shares.values()) == pytest.approx(100 * GPU_SHARE, abs=1e-3)
+    assert shares["decode-0"] == pytest.approx(shares["prefill-0"], rel=0.05)
+    where, shares = placed(ClusterConfig(draft="draft_model:small"), environ={"CUDA_VISIBLE_DEVICES": "3"})
+    assert set(where.values()) == {"3"}
+    assert sum(shares.values()) == pytest.approx(100 * GPU_SHARE, abs=1e-3)
+    assert 5 < shares["draft-0"] < 10
+
+
+@pytest.mark.parametrize(
+    ("config", "num_gpus", "together"),
+    [
+        (ClusterConfig(draft="draft_model:small"), 2, [{"prefill-0", "draft-0"}]),
+        (ClusterConfig(draft="head:small"), 2, [{"prefill-0", "draft-0"}]),
+        (ClusterConfig(prefill_nodes=2, decode_nodes=2), 3, [{"prefill-0", "prefill-1"}]),
+        (ClusterConfig(prefill_nodes=3), 2, [{"decode-0", "prefill-2"}, {"prefill-0", "prefill-1"}]),
+        (ClusterConfig(prefill_nodes=0, decode_nodes=3), 2, [{"decode-0", "decode-2"}]),
+    ],
+)
+def test_where_gpus_are_few_decode_nodes_are_the_last_to_share_theirs(config, num_gpus, together):
+    names = EIGHT["CUDA_VISIBLE_DEVICES"].split(",")[:num_gpus]
+    where, shares = placed(config, environ={"CUDA_VISIBLE_DEVICES": ",".join(names)})
+    on_each = [{name for name, gpu in where.items() if gpu == own} for own in names]
+    assert all(on_each)
+    assert [nodes for nodes in on_each if len(nodes) > 1] == together
+    for nodes in together:
+        assert sum(shares.pop(name) for name in nodes) == pytest.approx(100 * GPU_SHARE, abs=1e-3)
+    assert shares == {}
+
+
+def test_a_model_on_several_gpus_has_as_many():
+    config = ClusterConfig(draft="draft_model:small")
+    assert placed(config, "model.tensor_parallel_size=2")[0] == {
+        "decode-0": "0,1", "prefill-0": "2,3", "draft-0": "4"
+    }  # fmt: skip
+    where, shares = placed(config, "model.tensor_parallel_size=4", environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert where == {"decode-0": "0,1,2,3", "prefill-0": "0,1,2,3", "draft-0": "0"}
+    assert sum(shares.values()) == pytest.approx(100 * GPU_SHARE, abs=1e-3)  # on GPU 0; on the others there is more
+    wide = {"prefill_node": settings_of("model.tensor_parallel_size=2")}
+    assert placed(ClusterConfig(), by_role=wide)[0] == {"decode-0": "0", "prefill-0": "1,2"}
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 4 needs as many GPUs: 1 may be used"):
+        placed(config, "model.tensor_parallel_size=4", environ={"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_gpus_may_be_chosen_and_are_then_insisted_on():
+    found = allot(ClusterConfig(gpus=("5", "2")), settings_of(device="auto"), environ={})
+    assert found.node_environ == {
+        "decode-0": {"CUDA_VISIBLE_DEVICES": "5"}, "prefill-0": {"CUDA_VISIBLE_DEVICES": "2"}
+    }  # fmt: skip
+    assert found.node_overrides == dict.fromkeys(("decode-0", "prefill-0"), ("model.device=cuda",))
+    with pytest.raises(ConfigError, match=r"cluster\.gpus 8: CUDA_VISIBLE_DEVICES=0,1,2.* hides some"):
+        placed(ClusterConfig(gpus=("8",)))
+    for device in ("cpu", "cuda:1"):
+        with pytest.raises(ConfigError, match=f"cluster.gpus 0 does not go with model.device {device}"):
+            allot(ClusterConfig(gpus=("0",)), settings_of(device=device), environ={})
+    with pytest.raises(ValueError, match="names one twice"):
+        ClusterConfig(gpus=("0", "0"))
+
+
+def test_settings_of_the_user_are_left_alone():
+    """A device that is named is one for all nodes; a size that is set is each node's own."""
+    found = allot(ClusterConfig(), settings_of(device="cuda:1"), environ=EIGHT)
+    assert found.node_environ == {}
+    assert set(found.node_overrides) == {"decode-0", "prefill-0"}
+    where, shares = placed(ClusterConfig(), "kv_cache.memory=4GiB", environ={"CUDA_VISIBLE_DEVICES": "0"})
+    assert set(where.values()) == {"0"}
+    assert shares == {}
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_without_a_gpu_nothing_is_told(monkeypatch, device):
+    monkeypatch.setattr(gpus, "has_gpu_driver", lambda: False)
+    assert allot(ClusterConfig(), settings_of(device=device), environ=EIGHT) == gpus.Allotment()
+    monkeypatch.setattr(gpus, "has_gpu_driver", lambda: True)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert allot(ClusterConfig(), settings_of(device=device), environ=hidden) == gpus.Allotment()
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("", []),
+        ("-1", []),
+        ("2", ["2"]),
+        ("1, GPU-8f", ["1", "GPU-8f"]),
+        ("0,-1,1", ["0"]),
+        ("MIG-a/1/0", ["MIG-a/1/0"]),
+    ],
+)
+def test_the_environment_says_first_what_is_visible(value, names):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names
+
+
+def test_else_the_driver_says_it_or_nobody(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "DRIVER_GPUS", tmp_path)
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+    assert visible_gpus({}) == ["0", "1"]
+    monkeypatch.setattr(gpus, "DRIVER_GPUS", tmp_path / "none")
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho '  MIG 1g Device 0: (UUID: MIG-2)'\n")
+    listing.chmod(0o755)
+    monkeypatch.setattr(gpus, "LIST_COMMAND", (str(listing),))
+    assert visible_gpus({}) == ["0"]
+    listing.write_text("#!/bin/sh\nexit 9\n")
+    assert visible_gpus({}) is None
+    monkeypatch.setattr(gpus, "LIST_COMMAND", (str(tmp_path / "missing"),))
+    assert visible_gpus({}) is None
+    found = allot(ClusterConfig(), settings_of(), environ={})
+    assert found.node_environ == {}
+    assert set(found.node_overrides) == {"decode-0", "prefill-0"}  # they share the one that there may be
+
+
+def test_a_node_is_started_with_its_own_environment(monkeypatch):
+    spawned = {}
+    process = SimpleNamespace(pid=7)
+    monkeypatch.setattr(subprocess, "Popen", lambda _command, *, env, **_: spawned.update(env) or process)
+    launch = Launch(
+        environ={"CUDA_VISIBLE_DEVICES": "0,1", "OTHER": "kept"},
+        node_environ={"decode-0": {"CUDA_VISIBLE_DEVICES": "1"}},
+        locate_model=False,
+    )
+    cluster = Cluster(ClusterConfig(port=0), launch)
+    cluster._turns_directory = Path("turns")
+    cluster._spawn(cluster._child("decode-0"))
+    assert (spawned["CUDA_VISIBLE_DEVICES"], spawned["OTHER"]) == ("1", "kept")
