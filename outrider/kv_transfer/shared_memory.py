@@ -58,7 +58,8 @@ class ArenaSource:
 
     An arena is dropped when its receiver is lost, when another process answers at its
     address, and when nothing was sent to it for so long that the receiver has dropped it.
-    A receiver that could not attach is asked again after as long: its /dev/shm may have been full for a moment.
+    A receiver that could not attach, or for whom there was no memory, is asked again after as long: /dev/shm may have
+    been full for a moment.
     """
 
     name = "shared_memory"
@@ -80,15 +81,7 @@ class ArenaSource:
             return None
         try:
             if arena is None or arena.is_worn or not _attach(stream, spec, arena):
-                arena = self._new_arena()
-                if arena is None:
-                    return None
-                try:
-                    is_attached = _attach(stream, spec, arena)
-                finally:
-                    arena.unlink()  # it has served its purpose, or never will
-                if not is_attached:
-                    arena = None
+                arena = self._attach_new(stream, spec)
         except PeerLostError:
             with self._lock:
                 self._offered.pop(spec.incarnation, None)
@@ -112,14 +105,17 @@ class ArenaSource:
         while self._offered and next(iter(self._offered.values())).used_at <= horizon:
             self._offered.popitem(last=False)
 
-    def _new_arena(self) -> Arena | None:
+    def _attach_new(self, stream: SenderStream, spec: TransferSpec) -> Arena | None:
         try:
-            return self.make_arena()
+            arena = self.make_arena()
         except OSError as error:
-            log.warning(
-                "no shared memory", connector=self.name, directory=self._config.arena_directory, error=str(error)
-            )
+            directory = self._config.arena_directory
+            log.warning("no shared memory", connector=self.name, directory=directory, error=str(error))
             return None
+        try:
+            return arena if _attach(stream, spec, arena) else None
+        finally:
+            arena.unlink()  # it has served its purpose, or never will
 
     def make_arena(self) -> Arena:
         """For one receiver. Raises: OSError."""

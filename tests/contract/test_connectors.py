@@ -15,7 +15,7 @@ from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.conftest import Peers, RecordingSink
-from tests.support.fake_cuda_driver import fake_bytes, fake_gpu
+from tests.support.fake_cuda_driver import fake_bytes, fake_shared_gpu
 from tests.support.in_memory_connector import InMemoryConnector
 
 FRAME_BYTES = 16 * 1024
@@ -57,7 +57,7 @@ def link(request, monkeypatch, tmp_path):
         inbox = peers.new_inbox()
         yield Link(peers, inbox, "memory", InMemoryConnector({"memory": inbox}, max_frame_bytes=FRAME_BYTES))
         return
-    gpu = fake_gpu(monkeypatch, tmp_path)[0] if request.param == "cuda_ipc" else None
+    gpu = fake_shared_gpu(monkeypatch, tmp_path)[0] if request.param == "cuda_ipc" else None
     receiver = peers.new_receiver(progress_seconds=5, gpu=gpu)
     config = KvTransferConfig(
         connector=request.param,

@@ -37,9 +37,9 @@ def open_gpu():
         return None
     import pytest
 
-    from tests.support.fake_cuda_driver import fake_gpu
+    from tests.support.fake_cuda_driver import fake_shared_gpu
 
-    return fake_gpu(pytest.MonkeyPatch(), os.environ["FAKE_GPU"])[0]
+    return fake_shared_gpu(pytest.MonkeyPatch(), os.environ["FAKE_GPU"])[0]
 
 
 class NullSink:

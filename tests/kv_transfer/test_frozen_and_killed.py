@@ -18,7 +18,7 @@ from outrider.kv_transfer.base import DrainState, Region
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.peer_process import spec_of
-from tests.support.fake_cuda_driver import fake_gpu
+from tests.support.fake_cuda_driver import fake_shared_gpu
 from tests.support.waiting import wait_for
 
 PROGRAM = Path(__file__).with_name("peer_process.py")
@@ -68,7 +68,7 @@ class Child:
 @pytest.fixture
 def gpu(request, monkeypatch, tmp_path):
     """A fake one, which all processes share; None for the connectors that use none."""
-    return fake_gpu(monkeypatch, tmp_path)[0] if "cuda_ipc" in request.node.name else None
+    return fake_shared_gpu(monkeypatch, tmp_path)[0] if "cuda_ipc" in request.node.name else None
 
 
 @pytest.fixture

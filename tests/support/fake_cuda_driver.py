@@ -108,7 +108,7 @@ class FakeCudaDriver:
         return pointer
 
 
-def fake_gpu(monkeypatch, directory):
+def fake_shared_gpu(monkeypatch, directory):
     """(a SharedGpu whose memory is the host's, its driver); the streams of torch do nothing."""
     fake_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda.Stream, "cuda_stream", HOST_STREAM, raising=False)
