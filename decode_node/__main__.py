@@ -63,6 +63,7 @@ def make_build(
         from outrider.engine.step_profiler import StepProfiler
         from outrider.engine_node import end_process, event_loop_clock, open_logged_turns
         from outrider.heads.of_target import HeadOfTarget
+        from outrider.kv_transfer.cuda_ipc import open_shared_gpu
         from outrider.kv_transfer.receiver import KvReceiver
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
@@ -134,6 +135,7 @@ def make_build(
                 connectors=config.kv_transfer.accepted,
                 on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
                 on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
+                gpu=open_shared_gpu(kv_cache, config.kv_transfer),
                 security=security,
             ),
             kv_cache,

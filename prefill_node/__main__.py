@@ -51,6 +51,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine_node import end_process, event_loop_clock, open_logged_turns
         from outrider.heads.of_target import HeadOfTarget
         from outrider.kv_transfer.connectors import Connector
+        from outrider.kv_transfer.cuda_ipc import open_shared_gpu
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
         from prefill_node.node import PrefillParts
@@ -71,7 +72,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             max_rows_per_step=compute.max_rows_per_step,
             reserve_blocks_per_running=0,  # prompts do not grow
         )
-        connector = Connector(config.kv_transfer, security)
+        connector = Connector(config.kv_transfer, security, gpu=open_shared_gpu(kv_cache, config.kv_transfer))
         cpu_turns = open_logged_turns(model_config.turns_file, model.cpu_kernels)
         engine = PromptEngine(pool, scheduler, kv_cache, runner)
         loop = PrefillLoop(

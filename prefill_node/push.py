@@ -198,7 +198,8 @@ class KvPush:
     def _send(self, sender: Sender, item: _Available) -> None:
         started_at, num_bytes = time.monotonic(), sender.payload_bytes
         for region in self._cut(sender, item.planes, item.layers, item.start_token, item.end_token):
-            payload = self._blocks.read(region, item.written)
+            read = self._blocks.take if sender.is_on_device else self._blocks.read
+            payload = read(region, item.written)
             if self._first_frame_at is None:
                 self._first_frame_at = time.monotonic()
             fault_point("prefill.frame")

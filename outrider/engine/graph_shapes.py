@@ -43,7 +43,8 @@ class GraphShapes:
     def buckets(self) -> tuple[Bucket, ...]:
         """The largest first, so that the others find memory that it has left."""
         falling = self.row_counts[::-1]
-        trees = [Bucket(num_rows, has_trees=True) for num_rows in falling if self.has_trees and num_rows >= MIN_TREE_ROWS]
+        tree_rows = [num_rows for num_rows in falling if self.has_trees and num_rows >= MIN_TREE_ROWS]
+        trees = [Bucket(num_rows, has_trees=True) for num_rows in tree_rows]
         plain = [Bucket(num_rows) for num_rows in falling]
         return (*trees[:1], *plain[:1]) if self.is_rehearsal else (*trees, *plain)
 

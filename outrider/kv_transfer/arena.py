@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import secrets
@@ -26,12 +27,13 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.kv_transfer.base import Payload
 from outrider.kv_transfer.shared_window import SharedWindow
 
 NAME_PREFIX = "outrider-kv-"
@@ -53,7 +55,7 @@ def sweep(directory: str) -> int:
     """Removes files that killed senders of this user have left; how many."""
     num_removed = 0
     for path in Path(directory).glob(f"{NAME_PREFIX}*"):
-        with contextlib.suppress(OSError), _own_file(path) as (descriptor, status):  # or its sender lives
+        with contextlib.suppress(OSError), own_file(path) as (descriptor, status):  # or its sender lives
             if time.time() - status.st_mtime >= LEAST_SWEPT_SECONDS:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
@@ -62,7 +64,7 @@ def sweep(directory: str) -> int:
 
 
 @contextlib.contextmanager
-def _own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """Its descriptor, to read, and its status. Raises: OSError where it is gone, or no file of this user's."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -83,20 +85,23 @@ class Arena:
     also when there is no room for one slot.
     """
 
+    is_on_device = False
+
     def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int) -> None:
         self.arena_id = secrets.token_bytes(16)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.slot_bytes = slot_bytes
         self.num_slots = max(num_bytes // slot_bytes, 1)
         self.num_bytes = HEAD_BYTES + self.num_slots * slot_bytes
+        file_bytes = self._file_bytes()
         self._path = arena_path(directory, self.arena_id)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, self._fd)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._fd, self.num_bytes)
-            os.posix_fallocate(self._fd, 0, HEAD_BYTES + slot_bytes)
-            self._map = mmap.mmap(self._fd, self.num_bytes)
+            os.ftruncate(self._fd, file_bytes)
+            os.posix_fallocate(self._fd, 0, min(file_bytes, HEAD_BYTES + slot_bytes))
+            self._map = mmap.mmap(self._fd, file_bytes)
         except OSError:
             self.unlink()
             raise
@@ -107,6 +112,10 @@ class Arena:
         self._free = [HEAD_BYTES]
         self._num_reserved = 1
         self._taken: dict[int, object] = {}  # by offset, for whom; None: quarantined
+
+    def _file_bytes(self) -> int:
+        """Size of the file, which holds the slots."""
+        return self.num_bytes
 
     def unlink(self) -> None:
         """Takes the name away; mappings stay. Idempotent."""
@@ -144,7 +153,7 @@ class Arena:
         """With the lock held: adds a fresh slot to the free ones, if there is memory for it."""
         offset = HEAD_BYTES + self._num_reserved * self.slot_bytes
         try:
-            os.posix_fallocate(self._fd, offset, self.slot_bytes)
+            self._allocate(offset)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
@@ -153,8 +162,13 @@ class Arena:
         self._num_reserved += 1
         return True
 
-    def write(self, offset: int, payload: memoryview) -> None:
+    def _allocate(self, offset: int) -> None:
+        """Memory of one slot. Raises: OSError."""
+        os.posix_fallocate(self._fd, offset, self.slot_bytes)
+
+    def write(self, offset: int, payload: Payload) -> None:
         """Fills a taken slot (numpy copies without the GIL)."""
+        assert isinstance(payload, memoryview)
         self._bytes[offset : offset + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
 
     def release(self, offset: int) -> None:
@@ -167,23 +181,30 @@ class Arena:
 
 
 class ArenaMapping:
-    """The receiver's read-only view of one sender's arena."""
+    """The receiver's view of one sender's arena: it reads only."""
 
-    def __init__(self, arena_id: bytes, mapping: mmap.mmap) -> None:
+    def __init__(self, arena_id: bytes, nonce: bytes, num_bytes: int, copy_out: Callable[[int, int], Payload]) -> None:
+        """`copy_out`: copies from an offset so many bytes of the arena, which stays mapped as long as this is kept."""
         self.arena_id = arena_id
-        self.nonce = mapping[:NONCE_BYTES]
+        self.nonce = nonce
         self.num_users = 0
         self.idle_since = 0.0
-        self._view = memoryview(mapping)
+        self._num_bytes = num_bytes
+        self._copy_out = copy_out
 
-    def copy(self, offset: int, length: int) -> memoryview | None:
+    def copy(self, offset: int, length: int) -> Payload | None:
         """A private copy, so that what is checked is what is written: the sender can change the pages at any moment.
 
-        None when it is not inside the slots. numpy copies without the GIL.
+        None when it is not inside the slots.
         """
-        if offset < HEAD_BYTES or offset + length > len(self._view):
+        if offset < HEAD_BYTES or offset + length > self._num_bytes:
             return None
-        return np.frombuffer(self._view, np.uint8, length, offset).copy().data.toreadonly()
+        return self._copy_out(offset, length)
+
+
+def _copy_of(memory: memoryview, offset: int, length: int) -> memoryview:
+    """Without the GIL, which numpy releases."""
+    return np.frombuffer(memory, np.uint8, length, offset).copy().data.toreadonly()
 
 
 class ArenaReader:
@@ -226,12 +247,14 @@ class ArenaReader:
             return None
         try:
             # Who may truncate the file could kill us by SIGBUS: only we ourselves may.
-            with _own_file(arena_path(self._directory, arena_id)) as (descriptor, status):
+            with own_file(arena_path(self._directory, arena_id)) as (descriptor, status):
                 if status.st_size != num_bytes:
                     return None
-                return ArenaMapping(arena_id, mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
+                mapping = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
         except OSError:
             return None  # another host or container, or unlinked
+        copy_out = functools.partial(_copy_of, memoryview(mapping))
+        return ArenaMapping(arena_id, mapping[:NONCE_BYTES], num_bytes, copy_out)
 
     def _drop_idle(self) -> None:
         """With the lock held. The memory goes when the last view of it does."""

@@ -19,9 +19,11 @@ import enum
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import xxhash
 
+from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.engine.kv_cache.planes import PlaneSpec
 
 ID_BYTES = 16
@@ -29,6 +31,9 @@ ID_BYTES = 16
 
 MAX_FRAME_BYTES = 8 << 20
 """Payload of one frame, at most."""
+
+Payload: TypeAlias = memoryview | DeviceBytes
+"""Of a frame: a view of bytes, or bytes that stay on a GPU."""
 
 PLANE_NAME_BYTES = 16
 PACKED_REGION = struct.Struct(f"<{PLANE_NAME_BYTES}sIIIIHH")
@@ -108,18 +113,23 @@ class FrameHeader:
     incarnation: bytes
     region: Region
     length: int  # bytes of payload
-    checksum: int  # xxh3-64 of the payload
+    checksum: int  # `checksum_of` the payload
 
     @classmethod
-    def of(cls, spec: TransferSpec, region: Region, payload: memoryview) -> FrameHeader:
+    def of(cls, spec: TransferSpec, region: Region, payload: Payload) -> FrameHeader:
         """A frame of that transfer."""
         return cls(
             transfer_id=spec.transfer_id,
             incarnation=spec.incarnation,
             region=region,
             length=len(payload),
-            checksum=xxhash.xxh3_64_intdigest(payload),
+            checksum=checksum_of(payload),
         )
+
+
+def checksum_of(payload: Payload) -> int:
+    """xxh3-64; of bytes on a GPU, their own (`CopyStream.checksum`). Both ends of a transfer have the same kind."""
+    return payload.checksum() if isinstance(payload, DeviceBytes) else xxhash.xxh3_64_intdigest(payload)
 
 
 def frames_digest(frames: Mapping[Region, int]) -> int:
@@ -133,7 +143,7 @@ def frames_digest(frames: Mapping[Region, int]) -> int:
 class TransferStats:
     """How a completed transfer went, as the receiver saw it."""
 
-    connector: str  # "grpc", "shared_memory"
+    connector: str  # one of `CONNECTORS`
     payload_bytes: int
     seconds: float  # first frame received to commit; 0 when there was no frame
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.config.settings import fixed, setting
 
-CONNECTORS = ("shared_memory", "grpc")
+CONNECTORS = ("cuda_ipc", "shared_memory", "grpc")
 """Ways of carrying payload, the best first."""
 PROGRESS_SECONDS = 10.0
 """A peer that is silent for longer has failed: what receivers ask of senders, and senders by default of receivers."""
@@ -20,15 +20,19 @@ class KvTransferConfig:
     connector: str = setting(
         "auto",
         choices=("auto", *CONNECTORS),
-        help="On a prefill node: how it sends; auto: shared memory where the decode node can attach to it, else grpc. "
-        "On a decode node: what it accepts; auto: both.",
+        help="On a prefill node: how it sends; auto: CUDA IPC between GPUs of one machine, else shared memory where "
+        "the decode node can attach to it, else grpc. On a decode node: what it accepts; auto: all.",
     )
     port: int = setting(0, at_least=0, at_most=65535, help="On which a decode node receives KV; 0: the system chooses.")
     host: str = setting("", help="Interface on which a decode node receives KV; empty: the server's.")
     arena_bytes: int = setting(
-        32 << 20, at_least=1 << 20, at_most=1 << 30, help="Shared memory for each decode node; taken as it is needed."
+        32 << 20,
+        at_least=1 << 20,
+        at_most=1 << 30,
+        help="Shared memory for each decode node, taken as it is needed; by CUDA IPC as much GPU memory, taken whole.",
     )
     frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and a slot of the arena: copies of it are cheap
+    device_frame_bytes: int = fixed(4 << 20)  # likewise by CUDA IPC, where a frame costs more than its bytes
     window_bytes: int = fixed(16 << 20)  # unacknowledged payload by grpc to one decode node: it keeps a link busy
     connect_seconds: float = fixed(5.0)  # for a decode node to attach; it serves, so this is a round trip
     progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that acknowledges nothing for so long is lost

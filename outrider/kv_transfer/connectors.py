@@ -12,6 +12,8 @@ import grpc
 from outrider.errors import NotSupportedError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.cuda_ipc import SharedGpu
+from outrider.kv_transfer.device_arena import DeviceArenaSource
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
 from outrider.kv_transfer.grpc_inline import InlineCarrier
 from outrider.kv_transfer.sender import Carrier, Sender
@@ -34,19 +36,24 @@ class CarrierSource(Protocol):
     def close(self) -> None: ...
 
 
-SOURCES: dict[str, Callable[[KvTransferConfig], CarrierSource]] = {"shared_memory": ArenaSource, "grpc": InlineCarrier}
-
-
 class Connector:
     """Opens senders; keeps what transfers to the same receiver share (connection, arena). Thread-safe.
 
     One gRPC connection to each address, apart from every other channel's.
     """
 
-    def __init__(self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT) -> None:
+    def __init__(
+        self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT, *, gpu: SharedGpu | None = None
+    ) -> None:
+        """`gpu`: that has the cache, where its memory can be shared."""
+        sources: dict[str, Callable[[], CarrierSource | None]] = {
+            "cuda_ipc": lambda: gpu and DeviceArenaSource(gpu, config),
+            "shared_memory": lambda: ArenaSource(config),
+            "grpc": lambda: InlineCarrier(config),
+        }
         self.name = config.connector  # "auto" or one of CONNECTORS
         self._security = security
-        self._sources = tuple(SOURCES[name](config) for name in config.accepted)
+        self._sources = tuple(source for name in config.accepted if (source := sources[name]()))
         self._config = config
         self._lock = threading.Lock()
         self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # last used last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from outrider.kv_transfer.base import FrameHeader, TransferSpec
+from outrider.kv_transfer.base import FrameHeader, Payload, TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.sender import Carrier
 from outrider.kv_transfer.sender_stream import SenderStream
@@ -17,6 +17,7 @@ class InlineCarrier:
     """
 
     name = "grpc"
+    is_on_device = False
 
     def __init__(self, config: KvTransferConfig) -> None:
         self.max_frame_bytes = config.frame_bytes
@@ -24,7 +25,8 @@ class InlineCarrier:
     def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
         return None if stream.hello(spec) is None else self
 
-    def send(self, stream: SenderStream, header: FrameHeader, payload: memoryview) -> None:
+    def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
+        assert isinstance(payload, memoryview)
         stream.wait_for_room(len(payload), stream.window)
         stream.send(header, payload, release=functools.partial(stream.window.give_back, len(payload)))
 

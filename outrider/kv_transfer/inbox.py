@@ -19,8 +19,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import xxhash
-
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import (
     MAX_FRAME_BYTES,
@@ -28,9 +26,11 @@ from outrider.kv_transfer.base import (
     CommitState,
     DrainState,
     FrameHeader,
+    Payload,
     Region,
     TransferSpec,
     TransferStats,
+    checksum_of,
     frames_digest,
 )
 from outrider.kv_transfer.coverage import Coverage
@@ -206,7 +206,7 @@ class TransferInbox:
             transfer.is_attached = True
             return AttachState.ATTACHED
 
-    def accept(self, header: FrameHeader, payload: memoryview) -> Disposition:
+    def accept(self, header: FrameHeader, payload: Payload) -> Disposition:
         """Checks a frame and writes it. `payload` may be changed by nobody during the call."""
         return self.note(self._accept(header, payload))
 
@@ -215,13 +215,13 @@ class TransferInbox:
         self.count(f"frames_{disposition.name.lower()}")
         return disposition
 
-    def _accept(self, header: FrameHeader, payload: memoryview) -> Disposition:
+    def _accept(self, header: FrameHeader, payload: Payload) -> Disposition:
         transfer = self._find(header.transfer_id) if header.incarnation == self.incarnation else None
         if transfer is None:
             return Disposition.STALE
         if not _fits(header, transfer):
             return Disposition.OUT_OF_BOUNDS
-        if len(payload) != header.length or xxhash.xxh3_64_intdigest(payload) != header.checksum:
+        if len(payload) != header.length or checksum_of(payload) != header.checksum:
             return Disposition.CORRUPT
         region = header.region
         with transfer.changed:
@@ -240,7 +240,7 @@ class TransferInbox:
         fault_point("decode.first_frame" if len(transfer.arrived) == 1 else "decode.between_frames")
         return self._write(transfer, region, payload)
 
-    def _write(self, transfer: _Transfer, region: Region, payload: memoryview) -> Disposition:
+    def _write(self, transfer: _Transfer, region: Region, payload: Payload) -> Disposition:
         try:
             transfer.sink.write(region, payload)
         except Exception as error:

@@ -16,6 +16,8 @@ from outrider.errors import ConfigError
 from outrider.kv_transfer.arena import ArenaReader
 from outrider.kv_transfer.base import DrainState, TransferStats
 from outrider.kv_transfer.config import ARENA_DIRECTORY, CONNECTORS, PROGRESS_SECONDS
+from outrider.kv_transfer.cuda_ipc import SharedGpu
+from outrider.kv_transfer.device_arena import DeviceArenaReader
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
@@ -49,11 +51,12 @@ class KvReceiver:
         max_senders: int = 1024,
         max_unattached: int = 64,
         arena_directory: str = ARENA_DIRECTORY,
+        gpu: SharedGpu | None = None,
         security: PeerSecurity = PLAINTEXT,
     ) -> None:
         """`progress_seconds`: a sender that is silent for longer has failed (it reports four times as often).
 
-        `max_senders`: of all streams; beyond, they are refused.
+        `max_senders`: of all streams; beyond, they are refused. `gpu`: that has the cache, where it can map memory.
         """
         self._address = f"[{host}]" if ":" in host else host
         self._wanted_port = port
@@ -63,7 +66,9 @@ class KvReceiver:
         self._max_unattached = max_unattached
         self.inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
         self._watchdog = Watchdog()
-        self._arenas = ArenaReader(arena_directory)
+        self._arenas = {"shared_memory": ArenaReader(arena_directory)}
+        if gpu is not None:
+            self._arenas["cuda_ipc"] = DeviceArenaReader(gpu, arena_directory)
         self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
         self._unattached: dict[ReceiverStream, None] = {}  # of those, oldest first
         self._unattached_lock = threading.Lock()
@@ -100,7 +105,8 @@ class KvReceiver:
             self._server.stop(grace=0).wait(timeout=1)
             self._server = None
         self._watchdog.stop()
-        self._arenas.close()
+        for arenas in self._arenas.values():
+            arenas.close()
 
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from outrider.kv_transfer.arena import ArenaMapping, ArenaReader
-from outrider.kv_transfer.base import DrainState
+from outrider.kv_transfer.base import DrainState, Payload
 from outrider.kv_transfer.frames import (
     NOT_HELD,
     WIRE_VERSION,
@@ -31,21 +31,27 @@ from outrider.v1.kv_pb2 import (
 
 DRAIN_SECONDS = 10.0
 MAX_FALSE_HELLOS = 8
-"""Of one stream. A sender tries one or two connectors for a transfer that is expected."""
+"""Of one stream. A sender tries two or three connectors for a transfer that is expected."""
 
 
 class ReceiverStream:
     """State of one stream. `handle` runs in the stream's thread; the rest may be called from any."""
 
     def __init__(
-        self, *, inbox: TransferInbox, arenas: ArenaReader, connectors: frozenset[str], cancel: Callable[[], object]
+        self,
+        *,
+        inbox: TransferInbox,
+        arenas: Mapping[str, ArenaReader],
+        connectors: frozenset[str],
+        cancel: Callable[[], object],
     ) -> None:
+        """`arenas`: by connector."""
         self._inbox = inbox
         self._arenas = arenas
         self._connectors = connectors
         self.cancel = cancel
         self._connector = ""  # that its sender has settled on
-        self._arena: ArenaMapping | None = None
+        self._attached: tuple[ArenaReader, ArenaMapping] | None = None
         self._lock = threading.Lock()
         self._end_reason: str | None = None
         self._num_false_hellos = 0
@@ -91,8 +97,11 @@ class ReceiverStream:
     def _welcome(self, hello: KvHello) -> KvWelcome:
         if hello.version != WIRE_VERSION:
             raise MalformedMessageError(f"KV wire version {hello.version}, this side speaks {WIRE_VERSION}")
-        connector = "shared_memory" if hello.arena_id else "grpc"
-        if connector not in self._connectors:
+        connector = "grpc"
+        if hello.arena_id:
+            connector = "cuda_ipc" if hello.arena_is_on_device else "shared_memory"
+        arenas = self._arenas.get(connector)
+        if connector not in self._connectors or (hello.arena_id and arenas is None):
             return KvWelcome(state=_on_wire(AttachState.NOT_OFFERED))
         if self.transfer_id is None:
             state = self._inbox.attach(hello.transfer_id, hello.incarnation)
@@ -110,17 +119,19 @@ class ReceiverStream:
             return KvWelcome(state=_on_wire(AttachState.BUSY))  # one stream, one transfer
         self._connector = connector
         self._release_arena()
-        arena = self._arenas.attach(hello.arena_id, hello.arena_bytes) if hello.arena_id else None
-        self._arena = arena
-        return KvWelcome(state=_on_wire(AttachState.ATTACHED), nonce=arena.nonce if arena is not None else b"")
+        arena = None if arenas is None else arenas.attach(hello.arena_id, hello.arena_bytes)
+        if arenas is None or arena is None:
+            return KvWelcome(state=_on_wire(AttachState.ATTACHED))
+        self._attached = (arenas, arena)
+        return KvWelcome(state=_on_wire(AttachState.ATTACHED), nonce=arena.nonce)
 
     def _accept(self, frame: Frame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
             return self._inbox.note(Disposition.STALE)
-        payload: memoryview | None = frame.payload
+        payload: Payload | None = frame.payload
         if frame.offset:
-            arena = self._arena  # `break_off` comes from another thread
-            payload = None if arena is None else arena.copy(frame.offset, frame.header.length)
+            attached = self._attached  # `break_off` comes from another thread
+            payload = None if attached is None else attached[1].copy(frame.offset, frame.header.length)
         if payload is None:
             return self._inbox.note(Disposition.OUT_OF_BOUNDS)
         return self._inbox.accept(frame.header, payload)
@@ -150,9 +161,10 @@ class ReceiverStream:
 
     def _release_arena(self) -> None:
         with self._lock:
-            arena, self._arena = self._arena, None
-        if arena is not None:
-            self._arenas.release(arena)
+            attached, self._attached = self._attached, None
+        if attached is not None:
+            arenas, arena = attached
+            arenas.release(arena)
 
 
 def _on_wire(member: enum.IntEnum) -> Any:

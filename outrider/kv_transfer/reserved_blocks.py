@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.engine.kv_cache.base import Slots, slots_of
+from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.engine.ranks.sharded_cache import KVCache
-from outrider.kv_transfer.base import Region
+from outrider.kv_transfer.base import Payload, Region
 
 
 class ReservedBlocks:
@@ -24,7 +25,7 @@ class ReservedBlocks:
         self._slots = slots_of(block_ids, len(block_ids) * kv_cache.block_size, kv_cache.block_size)
         self._reserved = kv_cache.fence()
 
-    def write(self, region: Region, payload: memoryview) -> None:
+    def write(self, region: Region, payload: Payload) -> None:
         """[layers, tokens, heads, head_dim] bytes whose bounds, length and checksum were checked; disjoint regions."""
         self._kv_cache.write(
             region.plane, region.layers, self._slots_of(region), payload, self._reserved, heads=region.heads
@@ -34,6 +35,10 @@ class ReservedBlocks:
         """[layers, tokens, heads, head_dim] bytes as of `after`, a fence of the cache, or of now."""
         slots = self._slots_of(region)
         return self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads).data
+
+    def take(self, region: Region, after: Any) -> DeviceBytes:
+        """What `read` gives, on the GPU that has the cache. The host does not wait for it."""
+        return self._kv_cache.take(region.plane, region.layers, self._slots_of(region), after, heads=region.heads)
 
     def _slots_of(self, region: Region) -> Slots:
         return self._slots[region.tokens.start : region.tokens.stop]

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
+from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.errors import AbortedError, NotSupportedError, PeerLostError
 from outrider.kv_transfer.base import (
     CommitResult,
     CommitState,
     DrainState,
     FrameHeader,
+    Payload,
     Region,
     TransferSpec,
     frames_digest,
@@ -35,8 +37,9 @@ class Carrier(Protocol):
 
     name: str
     max_frame_bytes: int
+    is_on_device: bool  # payload stays on a GPU
 
-    def send(self, stream: SenderStream, header: FrameHeader, payload: memoryview) -> None:
+    def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
         """Blocks for room. The payload is the caller's again at the return. Raises: PeerLostError, AbortedError."""
 
     def abandon(self, stream: SenderStream) -> None:
@@ -58,6 +61,7 @@ class Sender:
         """`reopen`: another stream to the same receiver, to ask for a commit's lost answer."""
         self.connector = carrier.name
         self.max_frame_bytes = carrier.max_frame_bytes  # the largest payload of one `put`
+        self.is_on_device = carrier.is_on_device  # `put` takes DeviceBytes, and nothing else
         self.payload_bytes = 0  # put so far
         self._spec = spec
         self._stream = stream
@@ -71,14 +75,14 @@ class Sender:
         self.when_ended = stream.when_ended
         self.when_acknowledged = stream.when_acknowledged
 
-    def put(self, region: Region, payload: Buffer) -> None:
+    def put(self, region: Region, payload: Buffer | DeviceBytes) -> None:
         """Sends one frame of at most `max_frame_bytes`.
 
         Raises: PeerLostError (stream broken or no progress), AbortedError (the receiver
         refuses the transfer: closed, failed or another's; or it refused a frame, by whatever
         reason: a transfer that lacks one never completes).
         """
-        view = memoryview(payload).cast("B")
+        view = payload if isinstance(payload, DeviceBytes) else memoryview(payload).cast("B")
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
         header = FrameHeader.of(self._spec, region, view)
         self._stream.raise_if_ended()

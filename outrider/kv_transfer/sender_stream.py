@@ -71,7 +71,9 @@ class SenderStream:
 
     # ---- what the owner does
 
-    def hello(self, spec: TransferSpec, *, arena_id: bytes = b"", arena_bytes: int = 0) -> bytes | None:
+    def hello(
+        self, spec: TransferSpec, *, arena_id: bytes = b"", arena_bytes: int = 0, is_on_device: bool = False
+    ) -> bytes | None:
         """Attaches to the transfer; the nonce that the receiver has read in the arena on offer. None: it takes no
         payload this way.
 
@@ -84,6 +86,7 @@ class SenderStream:
             incarnation=spec.incarnation,
             arena_id=arena_id,
             arena_bytes=arena_bytes,
+            arena_is_on_device=is_on_device,
         )
         self._say(KvSenderMessage(hello=hello))
         self._wait(lambda: bool(self._welcomes), self._connect_seconds, "did not answer")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outrider.errors import PeerLostError
 from outrider.kv_transfer.arena import IDLE_SECONDS, Arena, sweep
-from outrider.kv_transfer.base import FrameHeader, TransferSpec
+from outrider.kv_transfer.base import FrameHeader, Payload, TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.sender import Carrier
 from outrider.kv_transfer.sender_stream import SenderStream
@@ -25,13 +25,13 @@ log = get_logger("kv_transfer")
 class SlotCarrier:
     """Frames go into slots; an acknowledged slot is free for any transfer to the same receiver."""
 
-    name = "shared_memory"
-
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, name: str, arena: Arena) -> None:
+        self.name = name
         self._arena = arena
         self.max_frame_bytes = arena.slot_bytes
+        self.is_on_device = arena.is_on_device
 
-    def send(self, stream: SenderStream, header: FrameHeader, payload: memoryview) -> None:
+    def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
         offset = None
         while offset is None:
             stream.wait_for_room(1, self._arena.free_slots)
@@ -58,7 +58,8 @@ class ArenaSource:
 
     An arena is dropped when its receiver is lost, when another process answers at its
     address, and when nothing was sent to it for so long that the receiver has dropped it.
-    A receiver that could not attach is asked again after as long: its /dev/shm may have been full for a moment.
+    A receiver that could not attach, or for whom there was no memory, is asked again after as long: /dev/shm may have
+    been full for a moment.
     """
 
     name = "shared_memory"
@@ -80,22 +81,14 @@ class ArenaSource:
             return None
         try:
             if arena is None or arena.is_worn or not _attach(stream, spec, arena):
-                arena = self._new_arena()
-                if arena is None:
-                    return None
-                try:
-                    is_attached = _attach(stream, spec, arena)
-                finally:
-                    arena.unlink()  # it has served its purpose, or never will
-                if not is_attached:
-                    arena = None
+                arena = self._attach_new(stream, spec)
         except PeerLostError:
             with self._lock:
                 self._offered.pop(spec.incarnation, None)
             raise
         with self._lock:
             self._remember(spec.incarnation, _Offered(arena, stream.address, self._clock()))
-        return None if arena is None else SlotCarrier(arena)
+        return None if arena is None else SlotCarrier(self.name, arena)
 
     def _remember(self, incarnation: bytes, offered: _Offered) -> None:
         """With the lock held. Senders in work keep what they use."""
@@ -112,16 +105,25 @@ class ArenaSource:
         while self._offered and next(iter(self._offered.values())).used_at <= horizon:
             self._offered.popitem(last=False)
 
-    def _new_arena(self) -> Arena | None:
+    def _attach_new(self, stream: SenderStream, spec: TransferSpec) -> Arena | None:
         try:
-            return Arena(
-                directory=self._config.arena_directory,
-                num_bytes=self._config.arena_bytes,
-                slot_bytes=self._config.frame_bytes,
-            )
+            arena = self.make_arena()
         except OSError as error:
-            log.warning("no shared memory", directory=self._config.arena_directory, error=str(error))
+            directory = self._config.arena_directory
+            log.warning("no shared memory", connector=self.name, directory=directory, error=str(error))
             return None
+        try:
+            return arena if _attach(stream, spec, arena) else None
+        finally:
+            arena.unlink()  # it has served its purpose, or never will
+
+    def make_arena(self) -> Arena:
+        """For one receiver. Raises: OSError."""
+        return Arena(
+            directory=self._config.arena_directory,
+            num_bytes=self._config.arena_bytes,
+            slot_bytes=self._config.frame_bytes,
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -132,4 +134,5 @@ class ArenaSource:
 
 
 def _attach(stream: SenderStream, spec: TransferSpec, arena: Arena) -> bool:
-    return stream.hello(spec, arena_id=arena.arena_id, arena_bytes=arena.num_bytes) == arena.nonce
+    nonce = stream.hello(spec, arena_id=arena.arena_id, arena_bytes=arena.num_bytes, is_on_device=arena.is_on_device)
+    return nonce == arena.nonce

@@ -15,6 +15,7 @@ from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.conftest import Peers, RecordingSink
+from tests.support.fake_cuda_driver import fake_bytes, fake_shared_gpu
 from tests.support.in_memory_connector import InMemoryConnector
 
 FRAME_BYTES = 16 * 1024
@@ -29,6 +30,7 @@ class Link:
     receiver: Any
     address: str
     connector: Any
+    gpu: Any = None  # of both
 
     def open(self, *, start=0, end=40, sink=None):
         spec, sink = self.peers.spec(start=start, end=end), sink or RecordingSink()
@@ -36,7 +38,11 @@ class Link:
         return spec, sink
 
     def connect(self, spec):
-        return self.connector.connect(self.address, spec)
+        sender = self.connector.connect(self.address, spec)
+        if sender.is_on_device:
+            put = sender.put
+            sender.put = lambda region, payload: put(region, fake_bytes(self.gpu, payload))
+        return sender
 
     def begin(self, **bounds):
         """(spec, sink, sender) of a transfer."""
@@ -44,24 +50,26 @@ class Link:
         return spec, sink, self.connect(spec)
 
 
-@pytest.fixture(params=["in_memory", "grpc", "shared_memory", "auto"])
-def link(request):
+@pytest.fixture(params=["in_memory", "grpc", "shared_memory", "auto", "cuda_ipc"])
+def link(request, monkeypatch, tmp_path):
     peers = Peers()
     if request.param == "in_memory":
         inbox = peers.new_inbox()
         yield Link(peers, inbox, "memory", InMemoryConnector({"memory": inbox}, max_frame_bytes=FRAME_BYTES))
         return
-    receiver = peers.new_receiver(progress_seconds=5)
+    gpu = fake_shared_gpu(monkeypatch, tmp_path)[0] if request.param == "cuda_ipc" else None
+    receiver = peers.new_receiver(progress_seconds=5, gpu=gpu)
     config = KvTransferConfig(
         connector=request.param,
         frame_bytes=FRAME_BYTES,
+        device_frame_bytes=FRAME_BYTES,
         arena_bytes=1 << 20,
         window_bytes=1 << 16,
         connect_seconds=5,
         progress_seconds=5,
     )
-    connector = Connector(config)
-    yield Link(peers, receiver, f"127.0.0.1:{receiver.start()}", connector)
+    connector = Connector(config, gpu=gpu)
+    yield Link(peers, receiver, f"127.0.0.1:{receiver.start()}", connector, gpu)
     connector.close()
     receiver.stop()
 

@@ -33,6 +33,7 @@ from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.step_graphs import StepGraphs
+from outrider.errors import InternalError
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
@@ -373,6 +374,22 @@ def test_a_frame_of_the_hand_off_waits_for_its_own_fence_and_copy_only(gpu, monk
         cache.write("v", range(1, 3), slots, bytes(2 * 55 * 2 * 16 * 2))
     own = ["host waits for default", "host waits for copies"]  # its fence, then its copy
     assert [line for line in log if line.startswith("host")] == own * 2
+
+
+def test_a_frame_that_stays_on_the_gpu_never_comes_to_the_host(gpu, monkeypatch):
+    log = fake_streams(monkeypatch)
+    planes = [PlaneSpec(name, 3, 2, 16, "bfloat16") for name in ("k", "v")]
+    cache = PagedKVCache(planes, num_blocks=6, block_size=16, device=str(GPU))
+    with unset_fake_temporarily():
+        slots = np.arange(5, 60)
+    with OneDevice():
+        frame = cache.take("k", range(1, 3), slots, cache.fence(), heads=range(1, 2))
+        assert (frame.tensor.shape, frame.tensor.dtype) == ((2 * 55 * 16 * 2,), torch.uint8)
+        assert not [line for line in log if line.startswith("host")]
+        cache.write("v", range(1, 3), slots, frame, heads=range(1))
+        with pytest.raises(InternalError, match="3520 bytes for 7040"):
+            cache.write("v", range(1, 3), slots, frame)
+    assert [line for line in log if line.startswith("host")] == ["host waits for copies"]
 
 
 def test_rows_of_a_draft_tree_do_not_wait_either(node):

@@ -80,7 +80,10 @@ def begun(peers, spec, *connectors):
     inbox, sink = peers.new_inbox(), peers.sink()
     inbox.open(spec, sink)
     stream = ReceiverStream(
-        inbox=inbox, arenas=ArenaReader("/nonexistent"), connectors=frozenset(connectors), cancel=lambda: None
+        inbox=inbox,
+        arenas={"shared_memory": ArenaReader("/nonexistent")},
+        connectors=frozenset(connectors),
+        cancel=lambda: None,
     )
     return inbox, sink, stream
 

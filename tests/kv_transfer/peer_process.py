@@ -1,10 +1,11 @@
 """The other process of the tests that freeze and kill: `peer_process.py receive|send …`.
 
-Speaks in lines on stdout; ends when stdin closes.
+Speaks in lines on stdout; ends when stdin closes. With FAKE_GPU in the environment, a directory, it has a fake GPU.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -31,6 +32,16 @@ def say(*words):
     print(*words, flush=True)
 
 
+def open_gpu():
+    if "FAKE_GPU" not in os.environ:
+        return None
+    import pytest
+
+    from tests.support.fake_cuda_driver import fake_shared_gpu
+
+    return fake_shared_gpu(pytest.MonkeyPatch(), os.environ["FAKE_GPU"])[0]
+
+
 class NullSink:
     def write(self, region, payload):
         pass
@@ -42,6 +53,7 @@ def receive(transfer_id):
         host="127.0.0.1",
         on_complete=lambda _id, stats: say("complete", stats.payload_bytes),
         on_failed=lambda _id, reason: say("failed", reason),
+        gpu=open_gpu(),
     )
     port = receiver.start()
     receiver.inbox.open(spec_of(transfer_id), NullSink())
@@ -52,9 +64,9 @@ def receive(transfer_id):
 
 def send(transfer_id, address, connector_name):
     """Puts one frame for each line on stdin; says "put" or the error; reports itself alive meanwhile."""
-    connector = Connector(
-        KvTransferConfig(connector=connector_name, frame_bytes=4096, arena_bytes=1 << 20, progress_seconds=5)
-    )
+    gpu = open_gpu()
+    sizes = {"frame_bytes": 4096, "device_frame_bytes": 4096, "arena_bytes": 1 << 20}
+    connector = Connector(KvTransferConfig(connector=connector_name, progress_seconds=5, **sizes), gpu=gpu)
     sender = connector.connect(address, spec_of(transfer_id))
     stop = threading.Event()
 
@@ -71,7 +83,8 @@ def send(transfer_id, address, connector_name):
         start = index * FRAME_TOKENS
         region = Region("k", range(1), range(start, start + FRAME_TOKENS), range(1))
         try:
-            sender.put(region, bytes(FRAME_TOKENS * 64))
+            payload = bytes(FRAME_TOKENS * 64)
+            sender.put(region, gpu.copies.upload(payload) if sender.is_on_device else payload)
             say("put")
         except OutriderError as error:
             say("error", type(error).__name__)

@@ -18,17 +18,20 @@ from outrider.kv_transfer.base import DrainState, Region
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.peer_process import spec_of
+from tests.support.fake_cuda_driver import fake_shared_gpu
 from tests.support.waiting import wait_for
 
 PROGRAM = Path(__file__).with_name("peer_process.py")
+ROOT = PROGRAM.parents[2]
 PROGRESS_SECONDS = 2.0
 """Of a receiver whose senders say every 0.2 s that they live: a busy machine holds nobody up for so long."""
 
 
 class Child:
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, environ):
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), *arguments],
+            env={**os.environ, **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -63,11 +66,18 @@ class Child:
 
 
 @pytest.fixture
-def child():
+def gpu(request, monkeypatch, tmp_path):
+    """A fake one, which all processes share; None for the connectors that use none."""
+    return fake_shared_gpu(monkeypatch, tmp_path)[0] if "cuda_ipc" in request.node.name else None
+
+
+@pytest.fixture
+def child(gpu, tmp_path):
+    environ = {} if gpu is None else {"FAKE_GPU": str(tmp_path), "PYTHONPATH": str(ROOT)}
     children = []
 
     def start(*arguments):
-        children.append(Child(*arguments))
+        children.append(Child(*arguments, environ=environ))
         return children[-1]
 
     yield start
@@ -75,16 +85,18 @@ def child():
         each.end()
 
 
-@pytest.fixture(params=["grpc", "shared_memory"])
-def connector(request):
+@pytest.fixture(params=["grpc", "shared_memory", "cuda_ipc"])
+def connector(request, gpu):
     made = Connector(
         KvTransferConfig(
             connector=request.param,
             frame_bytes=64 * 1024,
+            device_frame_bytes=64 * 1024,
             arena_bytes=1 << 20,
             window_bytes=1 << 18,
             progress_seconds=0.4,
-        )
+        ),
+        gpu=gpu,
     )
     yield made
     made.close()
@@ -98,25 +110,26 @@ def receiving(child):
     return receiver, f"127.0.0.1:{receiver.line()[1]}", spec
 
 
-def put_until_it_blocks(sender):
+def put_until_it_blocks(sender, gpu):
+    payload = gpu.copies.upload(bytes(64 * 1024)) if sender.is_on_device else bytes(64 * 1024)
     for start in range(0, 4096 * 16, 1024):
-        sender.put(Region("k", range(1), range(start, start + 1024), range(1)), bytes(64 * 1024))
+        sender.put(Region("k", range(1), range(start, start + 1024), range(1)), payload)
 
 
-def test_a_frozen_receiver_does_not_hold_the_sender(receiving, connector):
+def test_a_frozen_receiver_does_not_hold_the_sender(receiving, connector, gpu):
     receiver, *target = receiving
     sender = connector.connect(*target)
     receiver.freeze()
     with pytest.raises(PeerLostError):
-        put_until_it_blocks(sender)
+        put_until_it_blocks(sender, gpu)
     assert sender.payload_bytes <= 1 << 20  # what an arena holds; a window, less
     assert sender.cancel() is DrainState.UNKNOWN
 
 
-def test_a_frozen_receiver_is_not_connected_to(receiving, connector):
+def test_a_frozen_receiver_is_not_connected_to(receiving, connector, gpu):
     receiver, *target = receiving
     receiver.freeze()
-    quick = Connector(KvTransferConfig(connector=connector.name, connect_seconds=0.5))
+    quick = Connector(KvTransferConfig(connector=connector.name, connect_seconds=0.5), gpu=gpu)
     try:
         with pytest.raises(PeerLostError):
             quick.connect(*target)
@@ -124,21 +137,23 @@ def test_a_frozen_receiver_is_not_connected_to(receiving, connector):
         quick.close()
 
 
-def test_a_killed_receiver_ends_the_sender_at_once(receiving, connector):
+def test_a_killed_receiver_ends_the_sender_at_once(receiving, connector, gpu):
     receiver, *target = receiving
     sender = connector.connect(*target)
     receiver.signal(signal.SIGKILL)
     receiver.process.wait(60)
     with pytest.raises(PeerLostError):
-        put_until_it_blocks(sender)
+        put_until_it_blocks(sender, gpu)
     with pytest.raises(PeerLostError):
         sender.commit()
     assert sender.cancel() is DrainState.UNKNOWN
 
 
-@pytest.mark.parametrize("connector_name", ["grpc", "shared_memory"])
-def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(child, peers, receiver_factory, connector_name):
-    receiver, port = receiver_factory(progress_seconds=PROGRESS_SECONDS)
+@pytest.mark.parametrize("connector_name", ["grpc", "shared_memory", "cuda_ipc"])
+def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(
+    child, peers, receiver_factory, connector_name, gpu
+):
+    receiver, port = receiver_factory(progress_seconds=PROGRESS_SECONDS, gpu=gpu)
     transfer_id, sink = os.urandom(16), peers.sink()
     receiver.inbox.open(spec_of(transfer_id), sink)
     sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", connector_name)
@@ -171,12 +186,13 @@ def test_a_living_sender_with_nothing_to_send_is_not_failed(child, peers, receiv
     assert not peers.failed
 
 
-def test_a_killed_sender_fails_the_transfer_at_once(child, peers, receiver_factory):
-    receiver, port = receiver_factory()
+@pytest.mark.parametrize("connector_name", ["shared_memory", "cuda_ipc"])
+def test_a_killed_sender_fails_the_transfer_at_once(child, peers, receiver_factory, connector_name, gpu):
+    receiver, port = receiver_factory(gpu=gpu)
     transfer_id = os.urandom(16)
     receiver.inbox.open(spec_of(transfer_id), peers.sink())
-    sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", "shared_memory")
-    sender.line()
+    sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", connector_name)
+    assert sender.line() == ["connected", connector_name]
     sender.signal(signal.SIGKILL)
     assert peers.news.get(timeout=60) == ("failed", transfer_id)
     assert "broke" in peers.failed[transfer_id]

@@ -10,13 +10,14 @@ import numpy as np
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.base import Bytes, CachePlane, PlaneMaker, Slots
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
 from outrider.engine.memory import KVRoom
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.tensor_planes import TensorMemory
+    from outrider.engine.kv_cache.tensor_planes import CopyStream, TensorMemory
 
 LENGTH_STEP = 1024
 """Tokens: a window that memory bounds is a multiple, and so the same after a restart with a little more or less."""
@@ -150,6 +151,11 @@ class PagedKVCache:
             for plane in self._planes.values():
                 plane.move_slots(pairs)
 
+    @property
+    def copies(self) -> CopyStream | None:
+        """Copies frames on the GPU that has the cache; None on a CPU."""
+        return None if self._tensors is None else self._tensors.copies
+
     def fence(self) -> Any:
         """Marks the work that is queued by now, for `read` and `write`; None on a CPU, which has done it."""
         return None if self._tensors is None else self._tensors.fence()
@@ -167,12 +173,21 @@ class PagedKVCache:
         heads = self._checked(plane, layers, slots, heads)
         return self._planes[plane].read(layers, slots, heads, after)
 
+    def take(
+        self, plane: str, layers: range, slots: Slots, after: Any = None, *, heads: range | None = None
+    ) -> DeviceBytes:
+        """What `read` gives, without leaving the GPU that has the cache. Raises InternalError outside the cache."""
+        heads = self._checked(plane, layers, slots, heads)
+        on_gpu: Any = self._planes[plane]
+        taken: DeviceBytes = on_gpu.take(layers, slots, heads, after)
+        return taken
+
     def write(
         self,
         plane: str,
         layers: range,
         slots: Slots,
-        payload: bytes | bytearray | memoryview,
+        payload: bytes | bytearray | memoryview | DeviceBytes,
         after: Any = None,
         *,
         heads: range | None = None,
@@ -184,11 +199,11 @@ class PagedKVCache:
         """
         heads = self._checked(plane, layers, slots, heads)
         expected = len(layers) * slots.size * len(heads) * find_plane(self.planes, plane).bytes_per_head
-        view = memoryview(payload).cast("B")
-        if view.nbytes != expected:
-            raise InternalError(f"{view.nbytes} bytes for {expected} of plane {plane}, layers {layers}")
+        rows = payload if isinstance(payload, DeviceBytes) else np.frombuffer(payload, dtype=np.uint8)
+        if len(rows) != expected:
+            raise InternalError(f"{len(rows)} bytes for {expected} of plane {plane}, layers {layers}")
         if expected:
-            self._planes[plane].write(layers, slots, heads, np.frombuffer(view, dtype=np.uint8), after)
+            self._planes[plane].write(layers, slots, heads, rows, after)
 
     def _checked(self, plane: str, layers: range, slots: Slots, heads: range | None) -> range:
         """The heads, after all bounds have been checked."""

@@ -73,6 +73,7 @@ class ShardedKVCache:
         self.num_blocks = local.num_blocks
         self.block_size = local.block_size
         self.device = local.device
+        self.copies = None  # other ranks' frames come through main memory
         self.planes = tuple(
             plane if plane.is_feature else replace(plane, num_heads=plane.num_heads * ranks.size)
             for plane in local.planes

@@ -1,0 +1,131 @@
+"""A fake of CUDA's driver: POSIX shared memory in place of a GPU's, for processes that share none.
+
+It has what `outrider.kv_transfer.cuda_ipc` calls of `cuda.bindings.driver` (held against the real one, where that is
+installed, by tests/kv_transfer/test_cuda_ipc.py). "Device memory" is a file, a pointer its address in this process, and
+a copy is made at once. Memory outlives its owner as long as another process has it mapped; on a GPU this is for
+tests/gpu to find out. Unlike the real one, a process may map its own memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+from outrider.engine.kv_cache import tensor_planes
+from outrider.engine.kv_cache.tensor_planes import CopyStream
+from outrider.kv_transfer.cuda_ipc import SharedGpu
+from tests.support.fake_gpu import fake_streams
+
+LAZY_ENABLE_PEER_ACCESS = 1
+HOST_STREAM = 1234
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
+
+
+class CUipcMemHandle:
+    reserved = bytes(64)
+
+
+class FakeCudaDriver:
+    """Of one process. `fails`: names of functions that return an error."""
+
+    CUresult = CUresult
+    CUipcMemHandle = CUipcMemHandle
+
+    def __init__(self, directory: Path) -> None:
+        """`directory`: of the files, the same for all processes."""
+        self._directory = directory
+        self.fails: set[str] = set()
+        self.num_allocated = 0
+        self.num_mapped = 0
+        self._files: dict[int, Path] = {}  # own memory
+        self._maps: dict[int, mmap.mmap] = {}  # by address
+
+    def cuDeviceGet(self, ordinal):
+        return CUresult.CUDA_SUCCESS, ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        return CUresult.CUDA_SUCCESS, f"context of {device}"
+
+    def cuCtxSetCurrent(self, context):
+        assert context == "context of 0"
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemAlloc(self, num_bytes):
+        if "cuMemAlloc" in self.fails:
+            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        assert num_bytes % (2 << 20) == 0, "what else is in its pages would be shared"
+        path = self._directory / secrets.token_hex(16)
+        path.touch()
+        os.truncate(path, num_bytes)
+        self.num_allocated += 1
+        pointer = self._map(path)
+        self._files[pointer] = path
+        return CUresult.CUDA_SUCCESS, pointer
+
+    def cuIpcGetMemHandle(self, pointer):
+        handle = CUipcMemHandle()
+        handle.reserved = self._files[pointer].name.encode().ljust(64, b"\0")
+        return CUresult.CUDA_SUCCESS, handle
+
+    def cuIpcOpenMemHandle(self, handle, flags):
+        assert flags == LAZY_ENABLE_PEER_ACCESS
+        path = Path(self._directory, handle.reserved.rstrip(b"\0").decode())
+        if "cuIpcOpenMemHandle" in self.fails or not path.exists():
+            return CUresult.CUDA_ERROR_INVALID_HANDLE, None
+        self.num_mapped += 1
+        return CUresult.CUDA_SUCCESS, self._map(path)
+
+    def cuIpcCloseMemHandle(self, pointer):
+        del self._maps[pointer]
+        self.num_mapped -= 1
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoDAsync(self, destination, source, num_bytes, stream):
+        assert stream == HOST_STREAM
+        if "cuMemcpyDtoDAsync" in self.fails:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+        ctypes.memmove(destination, source, num_bytes)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def _map(self, path):
+        with path.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+        pointer = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self._maps[pointer] = mapped
+        return pointer
+
+
+def fake_shared_gpu(monkeypatch, directory):
+    """(a SharedGpu whose memory is the host's, its driver); the streams of torch do nothing."""
+    fake_streams(monkeypatch)
+    monkeypatch.setattr(torch.cuda.Stream, "cuda_stream", HOST_STREAM, raising=False)
+    monkeypatch.setattr(tensor_planes, "empty_page_locked", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    driver = FakeCudaDriver(Path(directory))
+    return SharedGpu(CopyStream(torch.device("cpu")), driver), driver
+
+
+def put_caches_on(gpu, monkeypatch):
+    """Caches that torch lays out have their planes on that GPU from now on."""
+
+    def init(memory, _device):
+        memory._device, memory.copies = gpu.copies.device, gpu.copies
+
+    monkeypatch.setattr(tensor_planes.TensorMemory, "__init__", init)
+
+
+def fake_bytes(gpu, payload):
+    """What a cache on the GPU would give."""
+    return gpu.copies.upload(bytes(payload))
