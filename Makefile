@@ -1,12 +1,24 @@
-# Needs python3.11, pip and make; everything else is installed into .venv. A C++ compiler, where there is one,
-# builds the native CPU kernels.
+# Needs Python 3.11, 3.12 or 3.13, pip and make; everything else is installed into .venv. A C++ compiler, where there
+# is one, builds the native CPU kernels.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-PYTHON ?= python3.11
-VENV := .venv
+# The first of some commands that runs. pyenv has one for each version that it knows, which runs only where that version
+# is chosen; otherwise it is looked for where pyenv installs it.
+RUNS = $(shell for name in $(1); do for python in "$$name" $${PYENV_ROOT:-$$HOME/.pyenv}/versions/*/bin/"$$name"; do \
+	"$$python" -V > /dev/null 2>&1 && echo "$$python" && exit; done; done)
+VERSION_OF = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PYTHONS := python3.11 python3.12 python3.13
+# PYTHON=python3.12 has its own environment where .venv is of another version, whose packages are of no use to it.
+ifneq ($(filter command% environment%,$(origin PYTHON)),)
+override PYTHON := $(or $(call RUNS,$(PYTHON)),$(error PYTHON=$(PYTHON): there is no such command that runs))
+OTHER := $(if $(wildcard .venv/bin/python),$(filter-out $(call VERSION_OF,.venv/bin/python),$(call VERSION_OF,$(PYTHON))))
+else
+PYTHON = $(or $(call RUNS,$(PYTHONS)),$(error none of $(PYTHONS) is here: PYTHON=… names another))
+endif
+VENV ?= .venv$(addprefix -,$(OTHER))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # What runs the default model, without torch and the developers' tools. `make demo` needs no more, unless no compiler
@@ -67,7 +79,7 @@ LOCK := $(TOOLS)/bin/uv pip compile -q --generate-hashes --no-annotate --python-
 	--custom-compile-command 'make lock'
 .PHONY: lock
 lock: $(TOOLS)/.installed ## Hashes of what constraints.txt pins, after a change of it
-	grep -v '^torch==' constraints.txt | $(LOCK) - --no-deps -o requirements.lock
+	grep -vE '^(torch|triton)==' constraints.txt | $(LOCK) - --no-deps -o requirements.lock
 	$(LOCK) pyproject.toml --extra node -c constraints.txt -o requirements-node.lock
 
 .PHONY: wheel
@@ -88,6 +100,26 @@ demo: $(READY) ## Four services, three prompts with and without speculation, and
 .PHONY: test
 test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it, PYTEST_ARGS='-n 0' in one process)
 	$(BIN)/python -m pytest -n 4 -m 'not triton' $(PYTEST_ARGS)
+
+# Torch's build without CUDA may be there for one Python only: tests of what another one breaks do without torch.
+TESTABLE := $(VENV)/.testable
+$(TESTABLE): pyproject.toml constraints.txt requirements-node.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --require-hashes --no-deps -r requirements-node.lock
+	$(PIP_INSTALL) -c constraints.txt -e '.[node,test]'
+	touch $@
+
+.PHONY: test-units
+test-units: $(TESTABLE)
+	$(BIN)/python -W error::SyntaxWarning -m compileall -q -f outrider router prefill_node decode_node draft_node
+	$(BIN)/python -c 'import $(SERVICES)'
+	$(BIN)/python -m pytest -n 4 $(addprefix tests/,client config constraints kv_transfer rpc service wire) $(PYTEST_ARGS)
+
+OTHER_PYTHONS = $(filter-out python$(call VERSION_OF,.venv/bin/python),python3.13 python3.12 python3.11)
+.PHONY: test-python
+test-python: $(INSTALLED) ## Unit tests without torch on the newest other Python that is here; says so where there is none
+	@other='$(call RUNS,$(OTHER_PYTHONS))'; if [ -n "$$other" ]; then $(MAKE) --no-print-directory PYTHON="$$other" test-units; \
+		else echo 'make test-python: left out, as none of $(OTHER_PYTHONS) runs here'; fi
 
 # Triton is large (690 MB installed), and only these need it.
 TRITON := $(VENV)/.triton
@@ -272,6 +304,6 @@ bench: $(READY) ## Reference figures, the load generator with and without specul
 
 .PHONY: clean
 clean: ## Remove what the tools made, .venv included
-	rm -rf $(VENV) $(TOOLS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf .whl .kernels .gpu-day $(REPLICA)

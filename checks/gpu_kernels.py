@@ -88,19 +88,18 @@ def cases() -> Iterator[Case]:
     for has_limits in (False, True):
         sizes = {"BLOCKS": race.BLOCKS_PER_PROGRAM, "HAS_LIMITS": has_limits}
         name = f"best_scores{', limits' * has_limits}"
-        yield Case(name, race.best_scores, types, sizes, most_shared=16 << 10, most_spilled=0, most_registers=96)
+        yield Case(
+            name,
+            race.best_scores,
+            types,
+            sizes,
+            most_shared=16 << 10,
+            most_spilled=0,
+            most_registers=96,
+            multiples_of_16=("row_stride", "num_ids"),
+        )
     yield Case("pick", race.pick, types, {"CHUNKS": 256}, most_shared=1 << 10, most_spilled=0, most_registers=32)
-    sizes = {"CHUNK": filters.CHUNK, "HAS_TOP_K": True, "HAS_TOP_P": True}
-    yield Case(
-        "filter_limits",
-        filters.filter_limits,
-        types,
-        sizes,
-        most_shared=16 << 10,
-        most_spilled=0,
-        most_registers=184,
-        num_warps=filters.NUM_WARPS,
-    )
+    yield from _filters()
     types = {"logits": "*fp32", "packed": "*i64", "num_changed": "i32", "num_entries": "i32"}
     yield Case(
         "edit_rows",
@@ -177,6 +176,25 @@ def _decoder_kernels() -> Iterator[Case]:
             most_shared=0,
             most_spilled=0,
             most_registers=40,
+        )
+
+
+def _filters() -> Iterator[Case]:
+    types = {"values": "*fp32", "num_rows": "i32"} | dict.fromkeys(("row_stride", "num_ids"), "i32")
+    types |= dict.fromkeys(("table", "scratch", "listed", "limits"), "*i64")
+    sizes = {"LANES": filters.LANES, "SLICES": filters.SLICES, "ROOM": filters.MOST_LISTED, "CHUNK": filters.CHUNK}
+    sizes |= {"ID_BITS": 17}
+    for kernel, most_registers in ((filters.raise_lanes, 48), (filters.list_tokens, 144), (filters.filter_limits, 192)):
+        yield Case(
+            kernel.__name__,
+            kernel,
+            types,
+            {name: value for name, value in sizes.items() if name in kernel.arg_names},
+            most_shared=16 << 10,
+            most_spilled=0,
+            most_registers=most_registers,
+            num_warps=filters.NUM_WARPS,
+            multiples_of_16=("row_stride", "num_ids"),
         )
 
 

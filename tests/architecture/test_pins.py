@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_HASHES = {"torch"}
-"""Each index has another build of it: without CUDA, or with one of several."""
+WITHOUT_HASHES = {"torch", "triton"}
+"""Each index has another build of torch: without CUDA, or with one of several. triton comes with the latter only."""
 
 
 def name_of(pin):

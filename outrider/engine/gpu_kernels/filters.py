@@ -1,8 +1,13 @@
-"""min_p, top_k and top_p of whole rows in one launch: the order key of the last token that they keep.
+"""min_p, top_k and top_p of whole rows in three launches: the order key of the last token that they keep.
 
-What they keep is a beginning of the tokens' order (see `outrider.engine.sampler.filters`). Its end is found without
-sorting: a search by three bits of a token's order at a time, each time over the whole row, then the id among equal
-values. Weights are counts or masses, integers both, so that the order of sums does not matter.
+What they keep is a beginning of the tokens' order (see `outrider.engine.sampler.filters`), mostly some hundreds of a
+vocabulary. So a value that a few thousand tokens reach is found first: the least of the largest values of LANES
+classes of ids. These tokens are listed, and the end is searched for in the list without sorting, by three bits of the
+key at a time, each time over the whole list; over the whole row where the list ends before. Weights are counts or
+masses, integers both, so neither their order nor the list's changes a sum.
+
+Programs write to a scratch row of int64, 0 at first: the largest order of each class, how many tokens are listed, and
+the masses of these and of all tokens.
 """
 
 from __future__ import annotations
@@ -15,137 +20,221 @@ from torch import Tensor
 from outrider.engine.gpu_kernels.elementary import masses_of, order_keys, order_of, value_of
 
 CHUNK = 1024
-"""Tokens that a program takes at once."""
+"""Tokens that a program takes at once when it searches."""
+LANES = 512
+"""Classes of ids. Of n independent logits, about LANES * log(LANES) are listed."""
+SLICES = 4
+"""A program that looks through a part of a row takes this many ids of each class."""
+MOST_LISTED = 8192
+"""Keys of a row that its list has room for."""
 NUM_WARPS = 8
 _LOWEST_KEY = tl.constexpr(-0x8000000000000000)
 _LOWEST_ORDER = tl.constexpr(-0x80000000)
-_ROUNDS = tl.constexpr(11)  # 32 bits, three at a time
+_NOTHING = tl.constexpr(-2139095041)  # the order of -inf
+_NAN = tl.constexpr(0x7FFFFFFF)  # above the order of every number
 
 
 @triton.jit
-def _tokens(values, start, num_ids, temperature, CHUNK: tl.constexpr):
-    """Values after step 5, their orders and ids, and which there are: each [CHUNK]."""
-    ids = start + tl.arange(0, CHUNK)
-    is_there = ids < num_ids
-    own = tl.div_rn(tl.load(values + ids, mask=is_there, other=float("-inf")), temperature)
-    return own, order_of(own), ids, is_there
-
-
-@triton.jit
-def _weights(own, order, ids, is_there, largest, limit, IS_MASS: tl.constexpr):
-    """Counts as int32, or masses as int64 of what is kept so far."""
-    if IS_MASS:
-        return tl.where(is_there & (order_keys(order, ids) >= limit), masses_of(own, largest), 0)
-    else:  # noqa: RET505 - a branch that is not compiled
-        return is_there.to(tl.int32)
-
-
-@triton.jit
-def _last_kept(
-    values, num_ids, temperature, largest, limit, wanted, CHUNK: tl.constexpr, IS_MASS: tl.constexpr
-):  # fmt: skip
-    """The key of the token with which the weight from the first token on reaches `wanted`, which all tokens do."""
-    digits = tl.arange(0, 8)
-    order = tl.full([], _LOWEST_ORDER, tl.int32)
-    above = wanted * 0  # weight of the tokens beyond those that are searched
-    for round_ in range(_ROUNDS):
-        shift = tl.maximum(29 - 3 * round_, 0)
-        bounds = order + (digits << shift)
-        sums = tl.zeros([CHUNK, 8], tl.int64 if IS_MASS else tl.int32)
-        for start in range(0, num_ids, CHUNK):
-            own, own_order, ids, is_there = _tokens(values, start, num_ids, temperature, CHUNK)
-            weights = _weights(own, own_order, ids, is_there, largest, limit, IS_MASS)
-            sums += tl.where(own_order[:, None] >= bounds[None, :], weights[:, None], 0)
-        totals = tl.sum(sums, axis=0).to(tl.int64)  # falling
-        digit = tl.sum((totals >= wanted).to(tl.int32), axis=0) - 1
-        beyond = tl.sum(tl.where(digits == digit + 1, totals, 0), axis=0)
-        above = tl.where(digit < 7, beyond, above)
-        order += digit << shift
-    number = wanted - above
-    if IS_MASS:  # of tokens that weigh the same
-        weight = masses_of(value_of(order), largest)
-        number = (number + weight - 1) // weight
-    seen = number * 0
-    last_id = 0
-    for start in range(0, num_ids, CHUNK):
-        _, own_order, ids, is_there = _tokens(values, start, num_ids, temperature, CHUNK)
-        is_equal = (is_there & (own_order == order)).to(tl.int32)
-        places = seen + tl.cumsum(is_equal, axis=0)
-        last_id += tl.sum(tl.where((is_equal > 0) & (places == number), ids, 0), axis=0)
-        seen += tl.sum(is_equal, axis=0)
-    return order_keys(order, last_id)
-
-
-@triton.jit(do_not_specialize=["row_stride", "num_ids", "num_rows"])
-def filter_limits(
-    values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
-    table,  # [8, num_rows] int64, see DecisionTable
-    limits,  # [num_rows] int64
-    row_stride,
-    num_ids,
-    num_rows,
-    CHUNK: tl.constexpr,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-):
-    """Grid: rows. Rows without filters, and those with NaN, which the race decides, keep all."""
-    row = tl.program_id(0)
+def _settings(table, row, num_rows):
+    """Of one row: temperature, log of min_p, top_k, top_p."""
     temperature = tl.load(table + 4 * num_rows + row).to(tl.int32).to(tl.float32, bitcast=True)
     log_min_p = tl.load(table + 5 * num_rows + row).to(tl.int32).to(tl.float32, bitcast=True)
     top_k = tl.load(table + 6 * num_rows + row)
     top_p = tl.load(table + 7 * num_rows + row).to(tl.float64, bitcast=True)
+    return temperature, log_min_p, top_k, top_p
+
+
+@triton.jit
+def _lane_bounds(scratch, log_min_p, LANES: tl.constexpr):
+    """Orders of the least and the largest class maximum, and the key of min_p's limit."""
+    maxima = tl.load(scratch + tl.arange(0, LANES)) + _LOWEST_ORDER
+    least, largest = tl.min(maxima, axis=0).to(tl.int32), tl.max(maxima, axis=0).to(tl.int32)
     limit = tl.full([], _LOWEST_KEY, tl.int64)
-    has_filters = (log_min_p > float("-inf")) | (top_k > 0) | (top_p < 1.0)
-    if (temperature == 0.0) | (has_filters == 0):
-        tl.store(limits + row, limit)
-        return
-
-    values += row.to(tl.int64) * row_stride
-    highest = tl.full([CHUNK], _LOWEST_ORDER, tl.int32)
-    is_nan = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, num_ids, CHUNK):
-        own, order, ids, is_there = _tokens(values, start, num_ids, temperature, CHUNK)
-        highest = tl.maximum(highest, tl.where(is_there, order, _LOWEST_ORDER))
-        is_nan |= (own != own).to(tl.int32)  # noqa: PLR0124
-    if tl.max(is_nan, axis=0) > 0:
-        tl.store(limits + row, limit)
-        return
-
-    largest = value_of(tl.max(highest, axis=0))
     if log_min_p > float("-inf"):
-        limit = order_of(largest + log_min_p).to(tl.int64) << 32
-    if HAS_TOP_K:  # noqa: SIM102 - decided when it is compiled
+        limit = order_of(value_of(largest) + log_min_p).to(tl.int64) << 32
+    return least, largest, limit
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def raise_lanes(
+    values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
+    table,  # [8, num_rows] int64, see DecisionTable
+    scratch,  # [num_rows, LANES + 3] int64
+    row_stride,
+    num_ids,
+    num_rows,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """The largest order of each class, above the lowest that there is. Grid: rows, chunks of SLICES * LANES ids."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
+    if (temperature != 0.0) & ((log_min_p > float("-inf")) | (top_k > 0) | (top_p < 1.0)):
+        lanes = tl.arange(0, LANES)
+        slices = tl.program_id(1) * SLICES + tl.arange(0, SLICES)
+        ids = slices[:, None] * LANES + lanes[None, :]
+        own = tl.load(values + row * row_stride + ids, mask=ids < num_ids, other=float("-inf"))
+        own = tl.div_rn(own, temperature)
+        order = tl.where(own != own, _NAN, order_of(own))  # noqa: PLR0124
+        maxima = tl.max(order, axis=0).to(tl.int64) - _LOWEST_ORDER
+        tl.atomic_max(scratch + row * (LANES + 3) + lanes, maxima, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def list_tokens(
+    values,  # as for raise_lanes
+    table,
+    scratch,
+    listed,  # [num_rows, ROOM] int64: order keys, in any order
+    row_stride,
+    num_ids,
+    num_rows,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """Lists what reaches the least class maximum, and adds up masses. Grid: rows, chunks of SLICES * LANES ids."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
+    if (temperature == 0.0) | ((top_k == 0) & (top_p >= 1.0)):
+        return
+    scratch += row * (LANES + 3)
+    least, largest, limit = _lane_bounds(scratch, log_min_p, LANES)
+    ids = tl.program_id(1) * SLICES * LANES + tl.arange(0, SLICES * LANES)
+    own = tl.load(values + row * row_stride + ids, mask=ids < num_ids, other=float("-inf"))
+    own = tl.div_rn(own, temperature)
+    order = order_of(own)
+    keys = order_keys(order, ids)
+    is_kept = (order > _NOTHING) & (keys >= limit)
+    is_listed = is_kept & (order >= least)
+    number = tl.sum(is_listed.to(tl.int32), axis=0)
+    if number > 0:
+        first = tl.atomic_add(scratch + LANES, number.to(tl.int64), sem="relaxed")
+        places = first + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
+        tl.store(listed + row * ROOM + places, keys, mask=is_listed & (places < ROOM))
+    if top_p < 1.0:
+        masses = tl.where(is_kept, masses_of(own, value_of(largest)), 0)
+        tl.atomic_add(scratch + LANES + 1, tl.sum(tl.where(is_listed, masses, 0), axis=0), sem="relaxed")
+        tl.atomic_add(scratch + LANES + 2, tl.sum(masses, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _share(top_p, total):
+    """The mass that top_p asks for, at least that of the first token; in float64, as on a CPU."""
+    return tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def _last_kept(
+    values, listed, num_ids, num_listed, is_reached, temperature, least, highest, limit, wanted, top_p,
+    ROOM: tl.constexpr, CHUNK: tl.constexpr, ID_BITS: tl.constexpr, IS_MASS: tl.constexpr,
+):  # fmt: skip
+    """The limit set by the token with which the weight of those within `limit` reaches `wanted`; if none does, `limit`.
+
+    Where `is_reached`, tokens from the order `least` on are enough to know; else the whole row is looked through. -1 is
+    wanted for top_p of all the mass within `limit`.
+    """
+    is_listed = is_reached & (num_listed <= ROOM)
+    end = tl.where(is_listed, num_listed, num_ids).to(tl.int32)
+    lowest = tl.maximum(tl.where(is_reached, least, _LOWEST_ORDER), (limit >> 32).to(tl.int32)).to(tl.int64)
+    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # what differs of ids: a key is shorter while it is looked for
+    span = ((highest - lowest) << ID_BITS) | low_half
+    found = lowest << ID_BITS
+    shift = 0
+    while (span >> (shift + 3)) > 0:
+        shift += 3
+    digits = tl.arange(0, 8)
+    while shift >= 0:
+        bounds = found + (digits.to(tl.int64) << shift)
+        sums = tl.zeros([CHUNK, 8], tl.int64)
+        for start in range(0, end, CHUNK):
+            places = start + tl.arange(0, CHUNK)
+            is_there = places < end
+            own = tl.load(values + places, mask=is_there & (is_listed == 0), other=float("-inf"))
+            keys = order_keys(order_of(tl.div_rn(own, temperature)), places)
+            keys = tl.where(is_listed, tl.load(listed + places, mask=is_there & is_listed, other=_LOWEST_KEY), keys)
+            order = (keys >> 32).to(tl.int32)
+            weights = masses_of(value_of(order), value_of(highest)) if IS_MASS else tl.full([CHUNK], 1, tl.int64)
+            weights = tl.where(is_there & (order > _NOTHING) & (keys >= limit), weights, 0)
+            keys = ((keys >> 32) << ID_BITS) | (keys & low_half)
+            sums += tl.where(keys[:, None] >= bounds[None, :], weights[:, None], 0)
+        totals = tl.sum(sums, axis=0)  # falling, from all that is within the limit on at first
+        if IS_MASS:
+            wanted = tl.where(wanted < 0, _share(top_p, tl.max(totals, axis=0)), wanted)
+        found += tl.maximum(tl.sum((totals >= wanted).to(tl.int64), axis=0) - 1, 0) << shift
+        shift -= 3
+    return tl.maximum(limit, ((found >> ID_BITS) << 32) | (0xFFFFFFFF - low_half) | (found & low_half))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def filter_limits(
+    values,  # as for list_tokens
+    table,
+    scratch,
+    listed,
+    limits,  # [num_rows] int64
+    row_stride,
+    num_ids,
+    num_rows,
+    LANES: tl.constexpr,
+    ROOM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ID_BITS: tl.constexpr,  # of the largest id
+):
+    """Grid: rows. Rows without filters, with NaN, which the race decides, and with nothing above -inf keep all."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
+    scratch += row * (LANES + 3)
+    least, highest, limit = _lane_bounds(scratch, log_min_p, LANES)
+    if (temperature == 0.0) | (highest == _NAN) | (highest <= _NOTHING):
+        tl.store(limits + row, tl.full([], _LOWEST_KEY, tl.int64))
+        return
+
+    values += row * row_stride
+    listed += row * ROOM
+    num_listed = tl.load(scratch + LANES)
+    is_all = tl.maximum((limit >> 32).to(tl.int32), _NOTHING) >= least  # that can be kept, from `least` on
+    is_reached = is_all | (num_listed >= top_k)
+    if top_k > 0:
+        limit = _last_kept(
+            values, listed, num_ids, num_listed, is_reached, temperature, least, highest, limit, top_k, top_p,
+            ROOM, CHUNK, ID_BITS, IS_MASS=False,
+        )  # fmt: skip
+    if top_p < 1.0:
+        wanted = _share(top_p, tl.load(scratch + LANES + 2))
         if top_k > 0:
-            limit = tl.maximum(
-                limit, _last_kept(values, num_ids, temperature, largest, limit, top_k, CHUNK, IS_MASS=False)
-            )
-    if HAS_TOP_P:  # noqa: SIM102
-        if top_p < 1.0:
-            masses = tl.zeros([CHUNK], tl.int64)
-            for start in range(0, num_ids, CHUNK):
-                own, order, ids, is_there = _tokens(values, start, num_ids, temperature, CHUNK)
-                masses += _weights(own, order, ids, is_there, largest, limit, IS_MASS=True)
-            total = tl.sum(masses, axis=0)
-            wanted = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
-            if total >= wanted:
-                limit = _last_kept(values, num_ids, temperature, largest, limit, wanted, CHUNK, IS_MASS=True)
+            wanted = tl.full([], -1, tl.int64)  # a share of what top_k keeps
+        else:
+            is_reached = is_all | (tl.load(scratch + LANES + 1) >= wanted)
+        limit = _last_kept(
+            values, listed, num_ids, num_listed, is_reached, temperature, least, highest, limit, wanted, top_p,
+            ROOM, CHUNK, ID_BITS, IS_MASS=True,
+        )  # fmt: skip
     tl.store(limits + row, limit)
 
 
-def limits_of(values: Tensor, table: Tensor, *, has_top_k: bool, has_top_p: bool) -> Tensor:
+def limits_of(values: Tensor, table: Tensor) -> Tensor:
     """The order key of the last token that min_p, top_k and top_p keep of each row: [num_rows] int64.
+
+    Tokens at -inf, which are never drawn, may be above it or not.
 
     Args:
         values: [num_rows, num_ids] float32 after step 4, a row's side by side.
         table: [8, num_rows] int64, of a `DecisionTable`.
-        has_top_k: whether any row has top_k.
-        has_top_p: whether any row has top_p.
     """
     num_rows, num_ids = values.shape
-    limits = torch.empty(num_rows, dtype=torch.int64, device=values.device)
+    device = values.device
+    scratch = torch.zeros((num_rows, LANES + 3), dtype=torch.int64, device=device)
+    listed = torch.empty((num_rows, MOST_LISTED), dtype=torch.int64, device=device)
+    limits = torch.empty(num_rows, dtype=torch.int64, device=device)
+    grid = (num_rows, -(-num_ids // (LANES * SLICES)))
+    sizes = (values.stride(0), num_ids, num_rows)
+    options = {"LANES": LANES, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     with torch.cuda.device_of(values):  # where triton launches
+        raise_lanes[grid](values, table, scratch, *sizes, SLICES=SLICES, **options)
+        list_tokens[grid](values, table, scratch, listed, *sizes, SLICES=SLICES, ROOM=MOST_LISTED, **options)
         filter_limits[(num_rows,)](
-            values, table, limits, values.stride(0), num_ids, num_rows,
-            CHUNK=CHUNK, HAS_TOP_K=has_top_k, HAS_TOP_P=has_top_p, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            values, table, scratch, listed, limits, *sizes,
+            ROOM=MOST_LISTED, CHUNK=CHUNK, ID_BITS=max(1, (num_ids - 1).bit_length()), **options,
         )  # fmt: skip
     return limits

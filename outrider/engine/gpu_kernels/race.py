@@ -70,7 +70,7 @@ def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
     return tl.where(offsets[None, :] == winners[:, None], first[:, None], times)
 
 
-@triton.jit(do_not_specialize=["row_stride", "num_ids", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def best_scores(
     values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
     table,  # [8, num_rows] int64, see DecisionTable

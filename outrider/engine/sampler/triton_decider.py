@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.engine.gpu_kernels.filters import limits_of
 from outrider.engine.gpu_kernels.race import winners_of
 from outrider.engine.sampler.edits import LogitEditor
+from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.philox import WORD, split_seed
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import upload
@@ -26,18 +27,13 @@ class DecisionTable:
     words: Tensor
     """[8, num_rows] int64: position, sample, low and high word of the seed; temperature (0: greedy) and log of min_p
     as the bits of a float32; top_k (0: none); top_p as the bits of a float64."""
-    has_filters: bool  # any row; likewise:
-    has_top_k: bool
-    has_top_p: bool
+    has_filters: bool  # any row
 
     @classmethod
     def of(cls, decisions: Sequence[Decision], *, num_ids: int, device: torch.device) -> DecisionTable:
         words = table_words(decisions, num_ids=num_ids)
         drawn = [decision.params for decision in decisions if not decision.params.is_greedy]
-        has_top_k = any(0 < each.top_k < num_ids for each in drawn)
-        has_top_p = any(each.top_p < 1.0 for each in drawn)
-        has_filters = has_top_k or has_top_p or any(each.min_p > 0.0 for each in drawn)
-        return cls(upload(words, device), has_filters, has_top_k, has_top_p)
+        return cls(upload(words, device), any(map(has_filters, drawn)))
 
 
 def table_words(decisions: Sequence[Decision], *, num_ids: int) -> npt.NDArray[np.int64]:
@@ -61,7 +57,7 @@ def _bits(numbers: Sequence[float]) -> np.ndarray:
 
 
 class TritonDecider:
-    """Reads each logit once, and once more for every few bits of a limit where a row has filters."""
+    """Reads each logit once, and twice more where a row has filters; more often where very many tokens are likely."""
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor
@@ -73,7 +69,7 @@ class TritonDecider:
         table = DecisionTable.of(decisions, num_ids=values.shape[1], device=logits.device)
         limits = None
         if table.has_filters:
-            limits = limits_of(values, table.words, has_top_k=table.has_top_k, has_top_p=table.has_top_p)
+            limits = limits_of(values, table.words)
         return winners_of(values, table.words, limits)
 
     def table_words(self, decisions: Sequence[Decision]) -> npt.NDArray[np.int64]:
@@ -94,4 +90,4 @@ class TritonDecider:
         for number, token_ids in enumerate(winners.unbind(0)):
             if number:
                 values.scatter_(1, winners[number - 1][:, None], -math.inf)
-            winners_of(values, words, limits_of(values, words, has_top_k=True, has_top_p=True), token_ids)
+            winners_of(values, words, limits_of(values, words), token_ids)

@@ -26,7 +26,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _small_programs(monkeypatch):
     """The interpreter computes whole programs: with small ones a small vocabulary has several, of which one is cut."""
-    monkeypatch.setattr(filters, "CHUNK", 128)
+    monkeypatch.setattr(filters, "CHUNK", 64)
+    monkeypatch.setattr(filters, "LANES", 16)
+    monkeypatch.setattr(filters, "SLICES", 4)
+    monkeypatch.setattr(filters, "MOST_LISTED", 100)
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 2)
 
 
@@ -53,35 +56,93 @@ def test_decisions_are_those_of_the_oracle(vocab_size, is_full):
         pair.check_random_step(rng, num_sequences=3)
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_ids"), [*((shape, 150) for shape in SHAPES[1::2]), ("ties", 300), ("zipf", 256)]
-)
-def test_limits_of_every_filter_are_torchs(shape, num_ids):
-    """To the last id, ties included: torch sorts. Rows with NaN, or with nothing left, have no order to limit."""
-    rng = np.random.default_rng(3)
-    settings = [
-        {"top_k": 7},
-        {"top_p": 0.7},
-        {"min_p": 0.3},
-        {"top_k": num_ids - 1, "top_p": 0.95, "min_p": 0.01},
-        {"top_p": 1e-6, "min_p": 1e-30},
-        {"top_p": 1.0 - 2.0**-53},
-    ]
-    params = [SamplingParams(seed=1, max_tokens=9, temperature=0.7, **each) for each in settings]
-    values = torch.from_numpy(np.stack([logits_of(shape, num_ids, rng) for _ in params]))
+FILTERS = [
+    {"top_k": 7},
+    {"top_p": 0.7},
+    {"min_p": 0.3},
+    {"top_k": 149, "top_p": 0.95, "min_p": 0.01},
+    {"top_k": 60, "top_p": 0.5},
+    {"top_p": 1e-6, "min_p": 1e-30},
+    {"top_p": 1.0 - 2.0**-53},
+    {"top_k": 1, "top_p": 0.9},
+]
+
+
+def check_limits(values, params):
+    """To the last id, ties included: torch sorts. Rows with NaN have no order to limit, and -inf is never drawn."""
+    num_ids = values.shape[1]
     sampler = Sampler(vocab_size=num_ids, known_token_ids=torch.ones(num_ids, dtype=torch.bool))
     states = [sampler.start(each, sample=0, prompt_token_ids=[]) for each in params]
     decisions = [decision for state in states for decision in SampleRows(state, 5).decisions()]
     table = kernels.DecisionTable.of(decisions, num_ids=num_ids, device=CPU)
-    found = kernels.limits_of(values, table.words, has_top_k=table.has_top_k, has_top_p=table.has_top_p)
+    found = kernels.limits_of(values, table.words)
 
-    divided = values / np.float32(0.7)
+    divided = values / torch.tensor([[each.temperature] for each in params])
     keys = order_keys(divided)
     expected = limits_of(params, divided, keys).squeeze(1)
-    kept = [keys >= limits.unsqueeze(1) for limits in (found, expected)]
-    has_order = values.amax(dim=1) > -torch.inf
+    kept = [(keys >= limits.unsqueeze(1)) & (divided > -torch.inf) for limits in (found, expected)]
+    has_order = divided.amax(dim=1) > -torch.inf
     assert torch.equal(kept[0][has_order], kept[1][has_order])
     assert (kept[0][has_order].sum(dim=1) >= 1).all()
+    return kept[0].sum(dim=1).tolist()
+
+
+TEMPERATURES = (0.7, 0.02, 1e30)
+
+
+@pytest.mark.parametrize(
+    ("shape", "temperature"),
+    [
+        pytest.param(shape, temperature, marks=[pytest.mark.full] * ((place + other) % 3 > 0))
+        for place, shape in enumerate(SHAPES)
+        for other, temperature in enumerate(TEMPERATURES)
+    ],
+)
+def test_limits_of_every_filter_are_torchs(shape, temperature, is_full):
+    """The list of candidates has room for 100 tokens here: for some rows that is too few."""
+    rng = np.random.default_rng(3)
+    for num_ids in (1, 17, 150, 500) if is_full else (150,):
+        params = [SamplingParams(seed=1, max_tokens=9, temperature=temperature, **each) for each in FILTERS]
+        values = torch.from_numpy(np.stack([logits_of(shape, num_ids, rng) for _ in params]))
+        check_limits(values, params)
+
+
+FULL_ONLY = [pytest.param(shape, marks=pytest.mark.full) for shape in ("equal", "flat")]
+
+
+@pytest.mark.parametrize("shape", ["normal", *FULL_ONLY])
+def test_a_whole_vocabulary_is_limited_by_programs_of_their_real_size(shape, monkeypatch):
+    """Also where every token is a candidate, and the list has no room for them."""
+    monkeypatch.undo()
+    rng = np.random.default_rng(4)
+    params = [
+        SamplingParams(seed=1, max_tokens=9, **each)
+        for each in ({"top_k": 50, "top_p": 0.9}, {"top_p": 0.7}, {"temperature": 0.1, "top_k": 5000})
+    ]
+    values = np.stack([logits_of(shape, 128_256, rng) for _ in params])
+    values[:, -256:] -= 30.0  # reserved ids side by side must not spoil the bound
+    num_kept = check_limits(torch.from_numpy(values), params)
+    assert num_kept[0] <= 50
+    assert (num_kept[1] < filters.MOST_LISTED) == (shape == "normal")
+
+
+def test_a_list_that_is_enough_is_all_that_is_searched(monkeypatch):
+    """Few tokens of a row are likely, or few are allowed: then the row itself is not looked through."""
+
+    class Blind:
+        def __getitem__(self, grid):
+            launch = kernel[grid]
+            return lambda values, *rest, **options: launch(torch.full_like(values, torch.nan), *rest, **options)
+
+    kernel = filters.filter_limits
+    monkeypatch.setattr(filters, "filter_limits", Blind())
+    rng = np.random.default_rng(6)
+    values = torch.from_numpy(rng.standard_normal((5, 300)).astype(np.float32) * 3)
+    values[2, 9:] = -torch.inf  # by a constraint
+    settings = ({"top_k": 7}, {"top_p": 0.5}, {"top_k": 50, "top_p": 0.9}, {"top_k": 60, "min_p": 0.2}, {"top_k": 1})
+    check_limits(values, [SamplingParams(seed=1, max_tokens=9, **each) for each in settings])
+    with pytest.raises(AssertionError):
+        check_limits(values, [SamplingParams(seed=1, max_tokens=9, top_k=299)] * 5)
 
 
 def test_rows_without_filters_have_no_limits_and_ask_for_none(monkeypatch):
