@@ -166,3 +166,13 @@ def test_what_can_never_run_is_refused(make_scripted_node, fields):
 )
 def test_what_is_larger_than_the_node_is_refused(make_scripted_node, fields):
     assert_refused(make_scripted_node(num_blocks=40), RejectReason.TOO_LARGE, fields)
+
+
+def test_the_longest_request_fits_a_pool_of_one_window(make_scripted_node):
+    """Also with a prompt that ends within a block: only several samples would copy it."""
+    node = make_scripted_node(num_blocks=50)  # of 4 tokens
+    group_id = node.open(prompt=(1, 2, 3), sampling={"max_tokens": 197})
+    node.run()
+    assert len(node.tokens(group_id)) == 197
+    fields = {"prompt": (1, 2, 3), "sampling": {"max_tokens": 197, "n": 2}}
+    assert_refused(make_scripted_node(num_blocks=50), RejectReason.TOO_LARGE, fields)
