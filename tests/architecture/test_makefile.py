@@ -23,7 +23,7 @@ def put_python(path, version, *, runs=True):
 
 @pytest.fixture
 def make(tmp_path):
-    """make(*arguments) → (exit status, output), in a folder with little but the Makefile and with no Python at first."""
+    """make(*arguments) → (exit status, output), in a folder with little but the Makefile and no Python at first."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock", "requirements-node.lock"):
         shutil.copy(ROOT / name, tmp_path)
     tools = tmp_path / "bin"
