@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import make_attention_backend
@@ -106,6 +108,9 @@ SHAPES = {
 @pytest.mark.parametrize("max_model_len", [0, 2048])
 def test_rotations_by_length_are_one_choice_for_all_sequences(tmp_path, shape, max_model_len):
     """transformers switches all rows of a batch to the long factors when one of them is far."""
+    is_old = Version(transformers.__version__) < Version("5.23")
+    if is_old and (shape, max_model_len) == ("gemma3_text, longrope", 2048):
+        pytest.skip("this transformers fails at the second long sequence: it loses the long factors of a kind of layer")
     torch.set_num_threads(1)
     architecture, overrides = SHAPES[shape]
     path = make_tiny_model(tmp_path, architecture=architecture, overrides=copy.deepcopy(overrides))

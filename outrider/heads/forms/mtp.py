@@ -83,6 +83,11 @@ class _Network(nn.Module):
             self.rotation = type(model.rotary_emb)(config=config)
         self.requires_grad_(requires_grad=False).eval()
 
+    def angles(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions [1, num_rows], which some models count by each of three axes of an image."""
+        has_axes = hasattr(self.rotation, "mrope_section")
+        return self.rotation(states, positions.expand(3, 1, -1) if has_axes else positions)  # type: ignore[no-any-return]
+
 
 class MTP(HeadModel):
     """The head of one folder."""
@@ -124,7 +129,7 @@ class MTP(HeadModel):
             states,
             attention_mask=None,
             position_ids=positions,
-            position_embeddings=network.rotation(states, positions),
+            position_embeddings=network.angles(states, positions),
             **{STEP_ARGUMENT: _Attention(attend)},
         )
         return network.final_norm(states[0])  # type: ignore[no-any-return]
