@@ -67,6 +67,7 @@ class ModuleSteps:
                 scratch_block=kv_cache.scratch_blocks[0],
                 block_size=kv_cache.block_size,
                 capture=cuda_graphs(device),
+                plan=attention.plan,
             )
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
@@ -87,6 +88,7 @@ class ModuleSteps:
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """As `forward`, by the model's own modules."""
         device = self._kv_cache.device
+        batch = self._attention.plan(batch)
         step = PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         on_device = batch.on(device)
         arguments: dict[str, Any] = {

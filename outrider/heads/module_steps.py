@@ -34,7 +34,8 @@ class ModuleHeadSteps:
         if kernels is not None:
             self._attention = NativeAttention(kernels)
         else:
-            self._attention = make_attention_backend("auto", device, model.spec.dtype)
+            heads = {"num_heads": max(model.spec.num_heads, 1), "num_kv_heads": max(model.spec.num_kv_heads, 1)}
+            self._attention = make_attention_backend("auto", device, model.spec.dtype, **heads)
 
     @property
     def target_ids(self) -> Array | None:
@@ -59,8 +60,9 @@ class ModuleHeadSteps:
         Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
         float32, -inf where it has none.
         """
-        fed = batch.on(self._device)
-        step = None if self._kv_cache is None else PagedStep(attended, self._kv_cache, self._attention, None)
+        planned = attended if self._kv_cache is None else self._attention.plan(attended)
+        fed = (planned if attended is batch else batch).on(self._device)
+        step = None if self._kv_cache is None else PagedStep(planned, self._kv_cache, self._attention, None)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             assert step is not None, "a head without layers asks for attention"
