@@ -67,6 +67,7 @@ class ModuleSteps:
                 scratch_block=kv_cache.scratch_blocks[0],
                 block_size=kv_cache.block_size,
                 capture=cuda_graphs(device),
+                plan=attention.plan,
             )
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
@@ -91,6 +92,7 @@ class ModuleSteps:
     @torch.inference_mode()
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """As `forward`, on the model's device."""
+        batch = self._attention.plan(batch)
         slots = batch.on(self._kv_cache.device).slot_mapping
         with nullcontext() if self._features is None else self._features.writing(slots):
             if self._fused is None:

@@ -93,14 +93,14 @@ def backend(request):
     return request.param
 
 
-def make_backend(name, device, dtype):
+def make_backend(name, device, dtype, **heads):
     if name == "native":  # comes with the kernels that a model was loaded with
         return NativeAttention(start_kernels(kernels(), ModelConfig(num_threads=2)))
     if name == "interpreted":
-        return interpreted_attention()
+        return interpreted_attention(**heads)
     if name.endswith("-stand-in"):
         return flash_attention_by(STAND_INS[name.removesuffix("-stand-in")])
-    return make_attention_backend(name, device, str(dtype).removeprefix("torch."))
+    return make_attention_backend(name, device, str(dtype).removeprefix("torch."), **heads)
 
 
 def flash_attention_by(compute):
@@ -124,7 +124,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     Of each sequence: known rows, tokens before them, and parents of the drafts behind them, if there are some.
     """
     name, device, dtype = backend
-    attention = make_backend(name, device, dtype)
+    attention = make_backend(name, device, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):

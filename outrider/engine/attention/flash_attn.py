@@ -57,10 +57,14 @@ class FlashAttention:
         self._device = torch.device(device)
         self._steps = steps
 
+    def plan(self, batch: InputBatch, *, num_ahead: int = 0) -> InputBatch:
+        """As AttentionBackend.plan, of the other backend: layers of any batch may be left to it."""
+        return self._steps.plan(batch, num_ahead=num_ahead)
+
     def prepare(self, batch: InputBatch) -> Any:
         """A plan of the backend that computes the batch."""
         of_steps = self._steps.prepare(batch)
-        if batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
+        if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
             return of_steps
         arrays = batch.arrays
         slots = [batch.context_slots(sequence, length) for sequence, length in enumerate(arrays.seq_lens)]
