@@ -155,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [stage for stage in stages if stage not in STAGES]:
         parser.error(f"--stages {','.join(unknown)}: choose from {', '.join(STAGES)}")
     own = [sys.executable, __file__, "--out", str(out), "--scratch", str(scratch), "--device", arguments.device]
+    (out / "results.jsonl").unlink(missing_ok=True)  # of an earlier day
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running stage is ended
     ended = run_day(
         {stage: [*own, "--model", arguments.model, "--stage", stage] for stage in stages},

@@ -21,7 +21,7 @@ from checks.gpu_stages.day import Day
 from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.errors import NotSupportedError
+from outrider.errors import ConfigError, NotSupportedError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import CONNECTORS, KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
@@ -48,7 +48,11 @@ def run(day: Day) -> None:
         port = peer.recv()
         for name in ("auto", *CONNECTORS):
             config = KvTransferConfig(connector=name)
-            connector = Connector(config, **_shared_gpu(cache, config))
+            try:
+                connector = Connector(config, **_shared_gpu(cache, config))
+            except ConfigError as error:
+                day.tell("handoff", asked_for=name, unavailable=str(error))
+                continue
             for num_transfers in TRANSFERS:
                 specs = [_spec(cache, num_tokens // num_transfers) for _ in range(num_transfers)]
                 _push_all(connector, cache, f"127.0.0.1:{port}", _opened(peer, specs))  # connects, and takes memory
@@ -123,8 +127,8 @@ def _shared_gpu(cache: PagedKVCache, config: KvTransferConfig) -> dict[str, Any]
     """What a connector and a receiver are given for CUDA IPC, where this build has it."""
     if importlib.util.find_spec("outrider.kv_transfer.cuda_ipc") is None:
         return {}
-    cuda_ipc = importlib.import_module("outrider.kv_transfer.cuda_ipc")
-    return {"gpu": cuda_ipc.open_shared_gpu(cache, config)}
+    cuda_ipc: Any = importlib.import_module("outrider.kv_transfer.cuda_ipc")
+    return {"gpu": cuda_ipc.open_shared_gpu(cache.copies, config)}
 
 
 def _spec(cache: PagedKVCache, num_tokens: int) -> TransferSpec:
