@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.engine import module_steps
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.features import FeatureReduction
+from outrider.engine.gpu_kernels import why_not_fused
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -85,7 +86,7 @@ def make_model(name, *, is_deterministic=False):
     own, model = models
     own.set_attn_implementation("eager")
     model.set_attn_implementation(ATTENTION_NAME)
-    assert not fused_decoder.why_not_fused(model.config)
+    assert not why_not_fused(model.config)
     spec, options = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
     fused = fused_decoder.FusedDecoder(model, spec, options, is_deterministic=is_deterministic)
     return own, RunnableModel(model=model, native=None, device="cpu", spec=spec, fused=fused)
