@@ -56,10 +56,7 @@ class FeatureWriter:
         self._plane.index_copy_(0, slots, self._reduced(rows))  # [num_rows, num_taps * hidden_size]
 
     def tell(self, tap: int, states: Tensor, normed: Tensor | None = None) -> None:
-        """The residual stream after so many layers, from 0 on; after the last one, also what is behind the final norm.
-
-        `states`: [num_rows, hidden_size], as `normed` is.
-        """
+        """The residual stream [num_rows, hidden_size] after `tap` layers; after all, also behind the final norm."""
         if tap in self._features.taps:
             self._taps[tap] = normed if normed is not None and self._features.takes_final_norm else states
 

@@ -17,34 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
+from outrider.engine.gpu_kernels import activation_of
 from outrider.engine.gpu_kernels import layers as deterministic
-from outrider.engine.gpu_kernels.decoder import ACTIVATIONS, Norm, activate, add_rms_norm, rms_norm, rotate_and_store
+from outrider.engine.gpu_kernels.decoder import Norm, activate, add_rms_norm, rms_norm, rotate_and_store
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from outrider.engine.feature_writer import FeatureWriter
-
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
-"""Of config.json."""
-
-
-def why_not_fused(config: PretrainedConfig) -> str:
-    """What keeps a model of this configuration from being computed here; empty: nothing."""
-    if config.model_type not in MODEL_TYPES:
-        return f"{config.model_type} is not one of {', '.join(sorted(MODEL_TYPES))}"
-    if (activation := _activation_of(config)) not in ACTIVATIONS:
-        return f"its activation is {activation}"
-    if getattr(config, "final_logit_softcapping", None) is not None:
-        return "it caps its logits"
-    return "it is quantized" if getattr(config, "quantization_config", None) else ""
-
-
-def _activation_of(config: PretrainedConfig) -> str:
-    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
 
 
 _Linear = tuple[Tensor, Tensor | None]
@@ -72,7 +55,7 @@ class FusedDecoder:
     def __init__(
         self, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions], *, is_deterministic: bool
     ) -> None:
-        """Joins weights of `model`, for whose configuration `why_not_fused` is empty.
+        """Joins weights of `model`, for whose configuration `gpu_kernels.why_not_fused` is empty.
 
         Its modules go on with views of the joined weights, so a model is in memory once, and transformers can compute
         it as before.
@@ -89,7 +72,7 @@ class FusedDecoder:
         self._embed: nn.Module = base.embed_tokens
         self._head: _Linear = (head.weight, head.bias)
         self._multiply = deterministic.linear if is_deterministic else nn.functional.linear
-        self._activation = _activation_of(config)
+        self._activation = activation_of(config)
         self._epsilon: float = config.rms_norm_eps
         self._is_gemma = config.model_type.startswith("gemma")
         kinds = config.layer_types if self._is_gemma else [None] * spec.num_layers

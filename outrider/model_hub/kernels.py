@@ -16,10 +16,7 @@ TRITON = "triton"
 
 
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
-    """What `model.kernels` means on this machine; may compile them. FUSED is for some architectures only.
-
-    Raises: ConfigError when it is impossible.
-    """
+    """What `model.kernels` means here, FUSED for some architectures only; may compile them. Raises: ConfigError."""
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if device_type(device) != "cpu":

@@ -25,6 +25,7 @@ from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP
 from outrider.engine.cpu_kernels.paths import FUSED, KernelChoice
 from outrider.engine.device import device_type
+from outrider.engine.gpu_kernels import why_not_fused
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch, torch_numerics
@@ -79,13 +80,19 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     if window.is_extended:
         fix_rotations(text_config)
     state = check_weight_files(location.directory)
-    kernels = _choose_kernels(config, hf_config, device, progress)
+    kernels = choose_model_kernels(config, device, progress=progress)
+    if kernels.path == FUSED and (reason := why_not_fused(hf_config)):
+        kernels = torch_instead(config, reason)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
-    # transformers would take a GPU's memory for all weights at once, and what joining frees would stay holes in it.
-    at_first = "cpu" if kernels.path == FUSED else device
-    model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], at_first, progress, num_ranks=num_ranks)
-    if at_first != device:
-        nn.Module.to(model, device)  # in place
+    model = _load_weights(
+        location.directory,
+        hf_config,
+        TORCH_DTYPES[dtype],
+        device,
+        progress,
+        num_ranks=num_ranks,
+        moves_one_by_one=kernels.path == FUSED,
+    )
     spec, layers = describe_decoder(model, dtype=dtype, window=window)
     if num_ranks > 1:
         check_split(spec, hf_config, num_ranks)
@@ -120,17 +127,6 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     if check_weight_files(location.directory) != state:  # its fingerprint may be that of other weights
         raise ModelError(f"{location.directory} changed while it was loaded: start again")
     return loaded
-
-
-def _choose_kernels(config: ModelConfig, hf_config: PretrainedConfig, device: str, progress: Progress) -> KernelChoice:
-    """As `choose_model_kernels`, for this architecture on a GPU."""
-    kernels = choose_model_kernels(config, device, progress=progress)
-    if kernels.path == FUSED:
-        from outrider.engine.fused_decoder import why_not_fused  # imports triton
-
-        if reason := why_not_fused(hf_config):
-            return torch_instead(config, reason)
-    return kernels
 
 
 def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) -> Numerics:
@@ -221,10 +217,16 @@ def _load_weights(
     progress: Progress,
     *,
     num_ranks: int,
+    moves_one_by_one: bool = False,
 ) -> PreTrainedModel:
-    """With several ranks: this one's shard, by the plan that transformers has for the model."""
+    """With several ranks: this one's shard, by the plan that transformers has for the model.
+
+    `moves_one_by_one`: to the device. transformers takes its memory for all weights at once, and those that are joined
+    afterwards would leave holes in it.
+    """
     register_attention()
-    placement: dict[str, Any] = {"device_map": {"": device} if device_type(device) != "cpu" else None}
+    at_first = "cpu" if moves_one_by_one else device
+    placement: dict[str, Any] = {"device_map": {"": at_first} if device_type(at_first) != "cpu" else None}
     if num_ranks > 1:
         placement = {"distributed_config": DistributedConfig(tp_size=num_ranks)}
     with _reported_progress(progress):
@@ -247,6 +249,8 @@ def _load_weights(
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up
         raise ModelError(f"{directory} has no weights for {len(missing)} tensors of the model, such as {missing[0]}")
     model.requires_grad_(requires_grad=False)
+    if moves_one_by_one:
+        nn.Module.to(model, device)  # in place
     return model.eval()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import SamplingParams
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -74,3 +77,18 @@ def test_steps_as_graphs_have_the_same_logits(tiny_model):
         ]
         plain, replayed = (runner.forward(build_input_batch(rows, 16)).clone() for runner in runners)
         torch.testing.assert_close(plain, replayed)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_a_fused_decoder_has_the_logits_of_modules(tmp_path, architecture):
+    """In bfloat16, in which no interpreter runs."""
+    path = make_tiny_model(tmp_path / "model", architecture=architecture)
+    model = load_model(ModelConfig(id=str(path), device="cuda", dtype="bfloat16"))
+    assert str(model.kernels) == "fused Triton kernels"
+    attention = make_attention_backend("triton", model.device, model.spec.dtype)
+    rows = [SequenceRows(PROMPT, 0, range(8), 40), SequenceRows(PROMPT[:7], 0, range(8, 16), 2)]
+    found, expected = (
+        make_runner(each, each.make_cache(16, 16), attention).forward(build_input_batch(rows, 16))
+        for each in (model, replace(model, fused=None))
+    )
+    assert float((found - expected).abs().max() / expected.abs().max()) < 0.05

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU for our kernels: they are compiled and checked for 8.0, 9.0 and 10.0."""
+
+FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
+"""Of config.json: what outrider.engine.fused_decoder knows."""
 
 
 def why_no_triton(device: torch.device | str) -> str:
@@ -26,3 +30,19 @@ def why_no_triton(device: torch.device | str) -> str:
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return f"needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, for bfloat16 products"
     return ""
+
+
+def why_not_fused(config: PretrainedConfig) -> str:
+    """What keeps a model of this configuration from having a fused decoder; empty: nothing."""
+    if config.model_type not in FUSED_MODEL_TYPES:
+        return f"{config.model_type} is not one of {', '.join(sorted(FUSED_MODEL_TYPES))}"
+    if (activation := activation_of(config)) not in ("silu", "gelu_pytorch_tanh"):
+        return f"its activation is {activation}"
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        return "it caps its logits"
+    return "it is quantized" if getattr(config, "quantization_config", None) else ""
+
+
+def activation_of(config: PretrainedConfig) -> str:
+    """As transformers names it."""
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))

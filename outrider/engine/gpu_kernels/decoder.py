@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ACTIVATIONS = frozenset({"silu", "gelu_pytorch_tanh"})
-"""As transformers names them."""
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
 """Numbers of a row that one program computes: 16 bytes for each of its threads, of a 16-bit dtype."""
@@ -160,18 +158,12 @@ def rotate(
     second = tl.where(is_turned, turned_second.to(dtype), second)
 
     slot = tl.load(slots + row) * (NUM_KV_HEADS * HEAD)
-    is_query = is_query & is_dim
-    is_key = (heads >= NUM_HEADS)[:, None] & is_turned & is_dim
-    is_value = (heads >= NUM_TURNED)[:, None] & is_there
     to_query = query + row * (NUM_HEADS * HEAD) + at
-    to_keys = key_cache + slot + (at - NUM_HEADS * HEAD)
-    to_values = value_cache + slot + (at - NUM_TURNED * HEAD)
-    tl.store(to_query, first, mask=is_query)
-    tl.store(to_query + HALF, second, mask=is_query)
-    tl.store(to_keys, first, mask=is_key)
-    tl.store(to_keys + HALF, second, mask=is_key)
-    tl.store(to_values, first, mask=is_value)
-    tl.store(to_values + HALF, second, mask=is_value)
+    to_key = key_cache + slot + (at - NUM_HEADS * HEAD)
+    to_value = value_cache + slot + (at - NUM_TURNED * HEAD)
+    target = tl.where(is_query, to_query, tl.where(is_turned, to_key, to_value))
+    tl.store(target, first, mask=is_there)
+    tl.store(target + HALF, second, mask=is_there)
 
 
 def rotate_and_store(
@@ -250,7 +242,7 @@ def multiply_gates(
 def activate(gate_up: Tensor, activation: str) -> Tensor:
     """[num_rows, 2 * width], contiguous, gates first → gates activated, times the others: [num_rows, width].
 
-    `activation`: one of ACTIVATIONS.
+    `activation`: as `activation_of` gives it.
     """
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     output = gate_up.new_empty((num_rows, width))

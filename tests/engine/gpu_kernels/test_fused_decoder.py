@@ -9,8 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.engine import module_steps
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.features import FeatureReduction
+from outrider.engine.gpu_kernels import why_not_fused
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import tensor_of
@@ -83,7 +86,7 @@ def make_model(name, *, is_deterministic=False):
     own, model = models
     own.set_attn_implementation("eager")
     model.set_attn_implementation(ATTENTION_NAME)
-    assert not fused_decoder.why_not_fused(model.config)
+    assert not why_not_fused(model.config)
     spec, options = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
     fused = fused_decoder.FusedDecoder(model, spec, options, is_deterministic=is_deterministic)
     return own, RunnableModel(model=model, native=None, device="cpu", spec=spec, fused=fused)
@@ -103,12 +106,14 @@ def own_logits(own, token_ids):
 class Node:
     """A runner over a cache, with tables of blocks in no order."""
 
-    def __init__(self, model, features=None):
+    def __init__(self, model, features=None, graphs=None):
         spec = model.spec
         if features is not None:
             spec = replace(spec, features=features.plane(spec.dtype))
-        self.cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-        self.runner = make_runner(replace(model, spec=spec), self.cache, interpreted_attention(), features=features)
+        self.cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_scratch_blocks=1)
+        self.runner = make_runner(
+            replace(model, spec=spec), self.cache, interpreted_attention(), graphs=graphs, features=features
+        )
         self._free = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
 
     def table(self, num_tokens=40):
@@ -165,6 +170,12 @@ def test_a_model_is_in_memory_once_and_its_modules_go_on(model):
     close(node.forward(SequenceRows(TOKENS[:20], 0, node.table(), 20)), own_logits(own, TOKENS[:20]))
 
 
+def features_of(node, reduction, blocks):
+    """[num_slots, width]."""
+    plane = tensor_of(node.cache.layers(reduction.plane_name)[0])  # [num_blocks, block_size, 1, width]
+    return plane[blocks].flatten(0, 2)
+
+
 @pytest.mark.parametrize("takes_final_norm", [False, True])
 def test_features_are_of_transformers_hidden_states(model, takes_final_norm):
     own, model = model
@@ -177,9 +188,30 @@ def test_features_are_of_transformers_hidden_states(model, takes_final_norm):
     with torch.inference_mode(), own.model.norm.register_forward_pre_hook(lambda module, args: behind.append(args[0])):
         states = own(input_ids=torch.tensor([TOKENS[:16]]), output_hidden_states=True, use_cache=False).hidden_states
     last = states[2] if takes_final_norm else behind[0]
-    plane = tensor_of(node.cache.layers(reduction.plane_name)[0]).flatten(1)
-    found = plane.view(NUM_BLOCKS, BLOCK_SIZE, -1)[table[:4]].flatten(0, 1)
-    close(found, torch.cat([last[0], states[0][0], states[1][0]], dim=-1))
+    close(features_of(node, reduction, table[:4]), torch.cat([last[0], states[0][0], states[1][0]], dim=-1))
+
+
+def test_captured_steps_are_the_same(monkeypatch):
+    """Logits and features of padded batches, which read one buffer."""
+    replayed = []
+
+    def capture(run):
+        run()
+        return lambda: (replayed.append(1), run())
+
+    monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: capture)
+    own, model = make_model("qwen3")
+    reduction = FeatureReduction(taps=(1,), hidden_size=48)
+    node = Node(model, reduction, GraphShapes(4))
+    node.runner.capture_graphs()
+    first, second = node.table(), node.table()
+    close(node.forward(SequenceRows(TOKENS[:3], 0, first, 3)), own_logits(own, TOKENS[:3]))
+    found = node.forward(SequenceRows(OTHERS[:1], 0, second, 1), SequenceRows(TOKENS[3:5], 3, first, 2))
+    close(found, torch.cat([own_logits(own, OTHERS[:1]), own_logits(own, TOKENS[:5])[3:]]))
+    assert len(replayed) == 2
+    with torch.inference_mode():
+        states = own(input_ids=torch.tensor([TOKENS[:5]]), output_hidden_states=True, use_cache=False).hidden_states
+    close(features_of(node, reduction, first[:2])[:5], states[1][0])
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3"])

@@ -12,6 +12,7 @@ from outrider.constraints.grammar import NUMERICS
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.triton_paged import TritonAttention
 from outrider.engine.cpu_kernels.paths import FUSED, TORCH, KernelChoice
+from outrider.engine.gpu_kernels import why_not_fused
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.model_runner import make_runner
 from outrider.errors import ConfigError
@@ -22,7 +23,6 @@ from outrider.model_hub.support import own_logits
 from tests.support.tiny_model import make_tiny_model
 
 fused_decoder = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.fused_decoder")
-decoder_kernels = pytest.importorskip("outrider.engine.gpu_kernels.decoder")
 
 TOKENS = [(i * 37) % 299 for i in range(20)]
 
@@ -85,7 +85,7 @@ def test_other_architectures_stay_with_transformers(tmp_path):
     ],
 )
 def test_a_configuration_says_whether_it_can_be_fused(architecture, changes, reason):
-    found = fused_decoder.why_not_fused(AutoConfig.for_model(architecture, **changes))
+    found = why_not_fused(AutoConfig.for_model(architecture, **changes))
     assert found.startswith(reason)
     assert bool(found) == bool(reason)
 
@@ -111,5 +111,5 @@ def test_numerics_of_a_deterministic_node_name_what_rounds_otherwise(checkpoint,
     fused = load.load_model(config)
     assert fused.info.numerics.startswith("exact (triton ")
     assert fused.info.numerics.endswith(f" features, fused, {NUMERICS})")
-    monkeypatch.setattr(fused_decoder, "why_not_fused", lambda _config: "of this test")
+    monkeypatch.setattr(load, "why_not_fused", lambda _config: "of this test")
     assert "fused" not in load.load_model(config).info.numerics
