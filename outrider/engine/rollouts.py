@@ -121,8 +121,8 @@ class Rollouts:
             features: of a head, parts [n, width] that make up what these rows are fed with.
 
         Returns:
-            [at least as many tokens, num_races + 1, at least num_seqs] int64: the winner of each race, then the bits of the
-            confidence as a float64; and of each sequence a head's own hidden states [as many tokens, width].
+            Of at least as many tokens, [n, num_races + 1, at least num_seqs] int64: the winner of each race, then the
+            bits of the confidence as a float64. And of each sequence a head's own hidden states, [n, width].
         """
         num_seqs = next(size for size in self._shapes if size >= len(fed))
         shape, most = self._shapes[num_seqs], next(each for each in self.token_counts if each >= max(num_tokens))
@@ -193,7 +193,7 @@ class Rollouts:
                     shape.decided[token - 1, 0], words,
                     fields.token_ids, fields.positions, fields.slot_mapping, fields.seq_lens,
                     fields.table_starts, fields.block_tables, num_seqs, self._scratch_block * self._block_size,
-                    BLOCK_SIZE=self._block_size, ROWS=num_seqs,
+                    BLOCK_SIZE=self._block_size, ROWS=num_seqs, num_warps=1,
                 )  # fmt: skip
                 batch, depths = shape.following, words[10]
             states, logits = forward(batch, states, depths)
