@@ -55,7 +55,6 @@ class NativeHeadSteps:
     """Forwards of a packed head over its own cache, which was made for these kernels. Not thread-safe."""
 
     parallel_feature = None
-    can_be_captured = False
 
     def __init__(self, head: PackedHead, kernels: CpuKernels, kv_cache: PagedKVCache) -> None:
         self.target_ids = head.target_ids

@@ -56,7 +56,9 @@ class ModelConfig:
         "native kernels always do that.",
     )
     cuda_graphs: bool = setting(
-        True, help="On a GPU with triton attention: a step of up to 256 rows is one launch, captured at start."
+        True,
+        help="On a GPU with triton attention: a step of up to 256 rows is one launch, and so is a draft. Captured at "
+        "start.",
     )
     max_model_len: int = setting(
         0,

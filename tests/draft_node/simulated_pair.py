@@ -39,6 +39,7 @@ class ScriptedForward:
     """A `DraftForward` whose model reads its context back from the KV cache: lost or mixed-up KV is a wrong token."""
 
     head = None
+    max_tokens = 1
     max_model_len = 4096
     vocab_size = VOCAB_SIZE
 

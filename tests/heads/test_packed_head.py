@@ -10,7 +10,6 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,10 +31,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.open import open_model
 from outrider.model_hub.packed_weights import HEADER, WEIGHTS
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.draft_forward import PathRows
-from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.head_forward import HeadForward, confidences_of
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from tests.heads.golden_heads import rewrite_config, rewrite_tensors
 from tests.support.random_eagle3 import make_random_eagle3
@@ -284,21 +280,14 @@ def test_a_heads_confidence_is_its_largest_probability(open_target, head_path, k
     logits = 9 * np.random.default_rng(0).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
     outside = np.setdiff1d(np.arange(VOCAB_SIZE), forward.steps.target_ids)
     logits[:, outside], logits[2], logits[3, forward.steps.target_ids[0]] = -np.inf, np.nan, np.inf
-    rows = [row_at(forward, temperature) for temperature in (0.0, 0.5, 1.0, 1.0)]
+    temperatures = np.array([[1.0], [0.5], [1.0], [1.0]], dtype=np.float32)
     expected = torch.softmax(torch.from_numpy(logits[:2] / [[1.0], [0.5]]), 1).amax(1)
-    found = forward._confidences(logits, rows)
+    found = confidences_of(logits, temperatures, forward.steps.target_ids)
     assert found.dtype == np.float64
-    on_a_gpu = SimpleNamespace(steps=SimpleNamespace(target_ids=torch.tensor(forward.steps.target_ids)))
-    in_torch = HeadForward._confidences(on_a_gpu, torch.from_numpy(logits), rows)
+    in_torch = confidences_of(*map(torch.tensor, (logits, temperatures, forward.steps.target_ids)))
     assert in_torch.numpy() == pytest.approx(found, rel=1e-6)
     assert found[:2] == pytest.approx(expected.numpy(), rel=1e-5)
     assert found[2:].tolist() == [0.0, 0.0]
-
-
-def row_at(forward, temperature):
-    options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=temperature))
-    sampling = forward.start(SequenceStart(options=options, sample=0, prompt_length=1), (0,))
-    return PathRows((0,), 1, (0,), sampling, num_decisions=1)
 
 
 def test_features_of_any_dtype_are_fed_to_a_head_that_torch_computes(open_target, head_path):

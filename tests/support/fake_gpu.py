@@ -36,6 +36,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__getitem__", _get_item)
     monkeypatch.setattr(torch.Tensor, "__setitem__", _set_item)
     monkeypatch.setattr(torch.Tensor, "numpy", _numpy)
+    monkeypatch.setattr(torch.Tensor, "contiguous", _contiguous)
     fake_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(multi_processor_count=4))
@@ -72,6 +73,12 @@ def fake_streams(monkeypatch):
 
 def _copy(tensor, source, non_blocking=False):
     return torch.ops.aten.copy_(tensor, source, non_blocking)
+
+
+def _contiguous(tensor):
+    if tensor.is_contiguous():
+        return tensor
+    return torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
 
 
 _own_numpy = torch.Tensor.numpy

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import numpy as np
 
 from outrider.engine.arrays import Array, Arrays, ids_beside, largest_of, namespace
+from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -63,13 +64,8 @@ class DraftForward(Protocol):
     kv_cache: PagedKVCache | None  # None: of a head that keeps no KV
     rollouts: Rollouts | None = None  # on a GPU: several tokens of a path without the host between them
 
-    @property
-    def can_roll_out(self) -> bool:
-        """Whether `rolling_out` may be called: a GPU computes, and all that differs between batches it reads there."""
-        return False
-
     def rolling_out(self, capture: GraphCapture) -> Self:
-        """The same with rollouts, which are captured here: before any block is handed out."""
+        """The same with rollouts, which are captured here, before any block is handed out; itself where none can be."""
         raise NotImplementedError
 
     @property
@@ -225,8 +221,8 @@ Forward = TypeVar("Forward", bound=DraftForward)
 
 
 def with_rollouts(forward: Forward, device: str) -> Forward:
-    """On a GPU the same with rollouts. Where they cannot be captured it says so, and it is as it was."""
-    if not forward.can_roll_out:
+    """On a GPU the same with rollouts. Where a capture fails it says so, and it is as it was."""
+    if device_type(device) == "cpu":
         return forward
     import torch
 

@@ -118,17 +118,14 @@ class HeadForward(DraftForward):
         max_model_len = min(spec.max_model_len, num_blocks * block_size - rules.num_parallel_rows)
         return cls(pool, cache, model, steps, sampler, max_model_len, spec.vocab_size, rules)
 
-    @property
-    def can_roll_out(self) -> bool:
-        return self.steps.can_be_captured
-
     def rolling_out(self, capture: GraphCapture) -> HeadForward:
-        from outrider.engine.rollouts import Rollouts  # imports torch and triton
-        from outrider.heads.module_steps import ModuleHeadSteps
+        from outrider.heads.module_steps import ModuleHeadSteps  # imports torch
 
         steps, target_ids = self.steps, self.steps.target_ids
-        assert isinstance(steps, ModuleHeadSteps)
-        assert self.kv_cache is not None
+        if not isinstance(steps, ModuleHeadSteps) or not steps.can_be_captured or self.kv_cache is None:
+            return self
+        from outrider.engine.rollouts import Rollouts  # imports triton
+
         rollouts = Rollouts(
             self.sampler,
             self.kv_cache,

@@ -80,15 +80,12 @@ class ModelForward(DraftForward):
         )
         return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
 
-    @property
-    def can_roll_out(self) -> bool:
-        return self.runner.capturable is not None
-
     def rolling_out(self, capture: GraphCapture) -> ModelForward:
+        compute = self.runner.capturable
+        if compute is None:
+            return self
         from outrider.engine.rollouts import Rollouts  # imports torch and triton
 
-        compute = self.runner.capturable
-        assert compute is not None
         rollouts = Rollouts(self.sampler, self.kv_cache, max_model_len=self.max_model_len, num_races=1 + NUM_RUNNERS_UP)
         rollouts.capture_all(
             lambda batch, features, _depths: (features.new_empty((batch.num_logits, 0)), compute(batch)), capture
