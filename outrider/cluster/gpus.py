@@ -19,7 +19,7 @@ from outrider.errors import ConfigError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 LIST_COMMAND, LIST_SECONDS = ("nvidia-smi", "-L"), 20.0  # the driver may have to begin
-GPU_WEIGHTS = {DECODE: 46, PREFILL: 45, DRAFT: 8}
+GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
 """By which nodes divide a GPU: each target has all weights, a draft model is small. A node goes where their sum is
 least, so that a draft model is beside a prefill node rather than a decode node."""
 KV_WEIGHTS = {DECODE: 60, PREFILL: 25}

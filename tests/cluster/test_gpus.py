@@ -52,7 +52,7 @@ def test_prompt_lookup_needs_no_gpu():
     assert placed(ClusterConfig(draft_nodes=3)) == ({"decode-0": "0", "prefill-0": "1"}, {})
 
 
-def test_nodes_on_one_gpu_divide_nine_tenths_of_its_memory():
+def test_nodes_on_one_gpu_divide_what_one_would_take():
     where, shares = placed(ClusterConfig(), environ={"CUDA_VISIBLE_DEVICES": "GPU-4b1d"})
     assert where == {"decode-0": "GPU-4b1d", "prefill-0": "GPU-4b1d"}
     assert sum(shares.values()) == pytest.approx(100 * GPU_SHARE, abs=1e-3)
