@@ -155,7 +155,7 @@ def shares_of(**config):
     settings = load_config(
         {"model": ModelConfig, "kv_cache": KVCacheConfig}, file=None, environ={}, overrides=["model.device=cuda"]
     )
-    found = allot(ClusterConfig(**config), settings, environ={"CUDA_VISIBLE_DEVICES": "0"}).node_overrides
+    found = allot(ClusterConfig(**config), settings, environ={"CUDA_VISIBLE_DEVICES": "0"})[1]
     return {name: texts[-1].removeprefix("kv_cache.memory=") for name, texts in found.items()}
 
 
