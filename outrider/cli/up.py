@@ -98,12 +98,12 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
         _check_gateway(config.openai_port, sections, has_tls=tls is not None)
-    allotment = allot(config, common, by_role)
+    node_environ, node_overrides = allot(config, common, by_role)
     launch = Launch(
         config_file=arguments.config,
         overrides=tuple(overrides),
-        node_overrides=allotment.node_overrides,
-        node_environ=allotment.node_environ,
+        node_overrides=node_overrides,
+        node_environ=node_environ,
         role_overrides={
             role: tuple(text for text in settings.overrides if text not in common.overrides)
             for role, settings in by_role.items()

@@ -6,7 +6,6 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.cluster.config import ClusterConfig
@@ -19,19 +18,11 @@ from outrider.errors import ConfigError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 LIST_COMMAND, LIST_SECONDS = ("nvidia-smi", "-L"), 20.0  # the driver may have to begin
-GPU_WEIGHTS = {DECODE: 46, PREFILL: 45, DRAFT: 8}
+GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
 """By which nodes divide a GPU: each target has all weights, a draft model is small. A node goes where their sum is
 least, so that a draft model is beside a prefill node rather than a decode node."""
 KV_WEIGHTS = {DECODE: 60, PREFILL: 25}
 """By which roles divide a share of main memory, which is for KV alone: answers grow, prompts are transferred."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allotment:
-    """What nodes are told, by their names, as in `Launch`."""
-
-    node_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    node_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def allot(
@@ -40,8 +31,9 @@ def allot(
     by_role: Mapping[str, ResolvedConfig] | None = None,
     *,
     environ: Mapping[str, str] = os.environ,
-) -> Allotment:
-    """GPUs for the nodes that compute, of `cluster.gpus` or all that are visible, and their shares of its memory.
+) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
+    """`Launch.node_environ` and `node_overrides`: GPUs for the nodes that compute, of `cluster.gpus` or all that are
+    visible, and shares of their memory.
 
     Each node gets one, or `model.tensor_parallel_size`, of its own while there are enough; others share. A
     `model.device` such as cuda:1 is one GPU for all. `kv_cache.memory` is each node's own, unless another server's
@@ -58,10 +50,10 @@ def allot(
         gpus = _usable_gpus(config.gpus, environ, device)
     if gpus is not None and not gpus:
         kv = {name: KV_WEIGHTS[role] / counts[role] for name, role in roles.items() if role in KV_WEIGHTS}
-        return Allotment(node_overrides=_memory_shares(settings, [kv], default=None))
+        return {}, _memory_shares(settings, [kv], default=None)
     if gpus is None:
         everyone = {name: GPU_WEIGHTS[role] for name, role in roles.items()}
-        return Allotment(node_overrides=_memory_shares(settings, [everyone], default=GPU_SHARE))
+        return {}, _memory_shares(settings, [everyone], default=GPU_SHARE)
     placed, loads = {}, Counter[str]()
     for name, role in roles.items():
         count = 1 if role == DRAFT else (by_role or {}).get(role, settings).sections["model"].tensor_parallel_size
@@ -73,9 +65,9 @@ def allot(
     groups = [{name: GPU_WEIGHTS[roles[name]] for name, own in placed.items() if gpu in own} for gpu in gpus]
     shares = _memory_shares(settings, [group for group in groups if len(group) > 1], default=GPU_SHARE)
     chosen = ("model.device=cuda",) if config.gpus else ()  # a node that cannot use it must not compute on processors
-    return Allotment(
-        node_environ={name: {VISIBLE: ",".join(own)} for name, own in placed.items()},
-        node_overrides={name: (*chosen, *shares.get(name, ())) for name in roles},
+    return (
+        {name: {VISIBLE: ",".join(own)} for name, own in placed.items()},
+        {name: (*chosen, *shares.get(name, ())) for name in roles},
     )
 
 

@@ -17,7 +17,6 @@ CONTEXT_BYTES = 600 << 20
 TURN_SECONDS = 600.0
 """For those before this process to load their models. Memory is measured by process, so it may then go on beside them.
 """
-REPORT_SECONDS = 1.0
 
 
 def used_bytes(device: str) -> int:
@@ -68,9 +67,7 @@ def loading_turn(
         for uuid in sorted({gpu_uuid(device) for device in devices if device_type(device) == "cuda"}):
             path = (folder or user_cache_directory()) / "locks" / f"gpu-{uuid}"
             try:
-                stack.enter_context(
-                    locked(path, while_waiting=while_waiting, every_seconds=REPORT_SECONDS, seconds=seconds)
-                )
+                stack.enter_context(locked(path, while_waiting=while_waiting, seconds=seconds))
             except OSError as error:  # TimeoutError is one
                 sys.stderr.write(f"nodes on GPU {uuid} may load at the same time: {error}\n")
         yield

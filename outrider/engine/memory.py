@@ -12,9 +12,9 @@ import psutil
 from outrider.engine.control_groups import GROUPS, MEMBERSHIP, control_groups
 from outrider.engine.device import device_type
 
-CPU_SHARE, GPU_SHARE = 0.2, 0.9
-"""By default: main memory has other users; a tenth of a GPU is left for what nobody measures, such as samplers, heads
-and fragmentation."""
+CPU_SHARE, GPU_SHARE = 0.2, 0.92
+"""By default: main memory has other users; of a GPU, as in vLLM, a part is left for what nobody measures, such as
+samplers, heads and fragmentation."""
 COMFORTABLE_WINDOWS = 2
 """For which a share of main memory is exceeded while there is some: the longest request then leaves room for others."""
 

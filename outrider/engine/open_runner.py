@@ -63,15 +63,10 @@ def open_runner(
     )
     if device_type(model.device) == "cpu":
         reserved_bytes += main_memory_bytes
+    room = KVRoom.of(model.device, reserved_bytes)
     if may_shorten:
-        model = model.with_window(served_window(model.spec, kv_cache, KVRoom.of(model.device, reserved_bytes)))
-    cache = PagedKVCache.sized_for(
-        model.spec,
-        kv_cache,
-        device=model.device,
-        reserved_bytes=reserved_bytes,
-        kernels=model.cpu_kernels,
-    )
+        model = model.with_window(served_window(model.spec, kv_cache, room))
+    cache = PagedKVCache.sized_for(model.spec, kv_cache, room, device=model.device, kernels=model.cpu_kernels)
     runner = make_runner(model, cache, backend, graphs=graphs, features=features)
     warm_up(runner, cache, model.spec.max_model_len)
     return model, cache, runner

@@ -96,7 +96,7 @@ class LLM:
         overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
         try:
             resolved = _load(engine_args, overrides)
-            allotment = allot(resolved.sections["cluster"], resolved)
+            node_environ, node_overrides = allot(resolved.sections["cluster"], resolved)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         for warning in resolved.warnings:
@@ -104,8 +104,8 @@ class LLM:
         config, self._model = resolved.sections["cluster"], resolved.sections["model"]
         launch = Launch(
             overrides=(*resolved.overrides, *overrides),
-            node_overrides=allotment.node_overrides,
-            node_environ=allotment.node_environ,
+            node_overrides=node_overrides,
+            node_environ=node_environ,
             log_directory=None if log_dir is None else Path(log_dir),
             locate_model=not is_at_hand(self._model),
         )

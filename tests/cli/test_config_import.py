@@ -157,7 +157,7 @@ def test_nodes_of_a_machine_divide_a_share_of_its_memory(file):
         assert memory_of(explicit) == {"prefill-0": 0.1, "decode-0": 0.1}
 
 
-@pytest.mark.parametrize(("device", "part"), [("cpu", 60 / 85), ("cuda:0", 46 / 91)])
+@pytest.mark.parametrize(("device", "part"), [("cpu", 60 / 85), ("cuda:0", 47 / 92)])
 def test_a_share_for_one_role_is_that_of_each_of_its_nodes(file, device, part):
     own = file.with_name("prefill.yaml")
     own.write_text("kv_cache_config: {free_gpu_memory_fraction: 0.3}\n")

@@ -29,15 +29,15 @@ def settings_of(*overrides, device="cuda"):
 
 def placed(config, *overrides, environ=EIGHT, by_role=None):
     """GPUs by the node's name, and percents of their memory where nodes share one."""
-    found = allot(config, settings_of(*overrides), by_role, environ=environ)
+    node_environ, node_overrides = allot(config, settings_of(*overrides), by_role, environ=environ)
     shares = {
         name: float(text.removeprefix("kv_cache.memory=").removesuffix("%"))
-        for name, texts in found.node_overrides.items()
+        for name, texts in node_overrides.items()
         for text in texts
         if text.startswith("kv_cache.memory=")
     }
-    assert all(set(variables) == {"CUDA_VISIBLE_DEVICES"} for variables in found.node_environ.values())
-    return {name: variables["CUDA_VISIBLE_DEVICES"] for name, variables in found.node_environ.items()}, shares
+    assert all(set(variables) == {"CUDA_VISIBLE_DEVICES"} for variables in node_environ.values())
+    return {name: variables["CUDA_VISIBLE_DEVICES"] for name, variables in node_environ.items()}, shares
 
 
 def test_each_node_has_a_gpu_of_its_own_while_there_are_enough():
@@ -52,7 +52,7 @@ def test_prompt_lookup_needs_no_gpu():
     assert placed(ClusterConfig(draft_nodes=3)) == ({"decode-0": "0", "prefill-0": "1"}, {})
 
 
-def test_nodes_on_one_gpu_divide_nine_tenths_of_its_memory():
+def test_nodes_on_one_gpu_divide_what_one_would_take():
     where, shares = placed(ClusterConfig(), environ={"CUDA_VISIBLE_DEVICES": "GPU-4b1d"})
     assert where == {"decode-0": "GPU-4b1d", "prefill-0": "GPU-4b1d"}
     assert sum(shares.values()) == pytest.approx(100 * GPU_SHARE, abs=1e-3)
@@ -99,11 +99,11 @@ def test_a_model_on_several_gpus_has_as_many():
 
 
 def test_gpus_may_be_chosen_and_are_then_insisted_on():
-    found = allot(ClusterConfig(gpus=("5", "2")), settings_of(device="auto"), environ={})
-    assert found.node_environ == {
+    node_environ, node_overrides = allot(ClusterConfig(gpus=("5", "2")), settings_of(device="auto"), environ={})
+    assert node_environ == {
         "decode-0": {"CUDA_VISIBLE_DEVICES": "5"}, "prefill-0": {"CUDA_VISIBLE_DEVICES": "2"}
     }  # fmt: skip
-    assert found.node_overrides == dict.fromkeys(("decode-0", "prefill-0"), ("model.device=cuda",))
+    assert node_overrides == dict.fromkeys(("decode-0", "prefill-0"), ("model.device=cuda",))
     with pytest.raises(ConfigError, match=r"cluster\.gpus 8: CUDA_VISIBLE_DEVICES=0,1,2.* hides some"):
         placed(ClusterConfig(gpus=("8",)))
     for device in ("cpu", "cuda:1"):
@@ -115,9 +115,9 @@ def test_gpus_may_be_chosen_and_are_then_insisted_on():
 
 def test_settings_of_the_user_are_left_alone():
     """A device that is named is one for all nodes; a size that is set is each node's own."""
-    found = allot(ClusterConfig(), settings_of(device="cuda:1"), environ=EIGHT)
-    assert found.node_environ == {}
-    assert set(found.node_overrides) == {"decode-0", "prefill-0"}
+    node_environ, node_overrides = allot(ClusterConfig(), settings_of(device="cuda:1"), environ=EIGHT)
+    assert node_environ == {}
+    assert set(node_overrides) == {"decode-0", "prefill-0"}
     where, shares = placed(ClusterConfig(), "kv_cache.memory=4GiB", environ={"CUDA_VISIBLE_DEVICES": "0"})
     assert set(where.values()) == {"0"}
     assert shares == {}
@@ -126,10 +126,10 @@ def test_settings_of_the_user_are_left_alone():
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_without_a_gpu_nothing_is_told(monkeypatch, device):
     monkeypatch.setattr(gpus, "has_gpu_driver", lambda: False)
-    assert allot(ClusterConfig(), settings_of(device=device), environ=EIGHT) == gpus.Allotment()
+    assert allot(ClusterConfig(), settings_of(device=device), environ=EIGHT) == ({}, {})
     monkeypatch.setattr(gpus, "has_gpu_driver", lambda: True)
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    assert allot(ClusterConfig(), settings_of(device=device), environ=hidden) == gpus.Allotment()
+    assert allot(ClusterConfig(), settings_of(device=device), environ=hidden) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_else_the_driver_says_it_or_nobody(monkeypatch, tmp_path):
     assert visible_gpus({}) is None
     monkeypatch.setattr(gpus, "LIST_COMMAND", (str(tmp_path / "missing"),))
     assert visible_gpus({}) is None
-    found = allot(ClusterConfig(), settings_of(), environ={})
-    assert found.node_environ == {}
-    assert set(found.node_overrides) == {"decode-0", "prefill-0"}  # they share the one that there may be
+    node_environ, node_overrides = allot(ClusterConfig(), settings_of(), environ={})
+    assert node_environ == {}
+    assert set(node_overrides) == {"decode-0", "prefill-0"}  # they share the one that there may be
 
 
 def test_a_node_is_started_with_its_own_environment(monkeypatch):

@@ -43,12 +43,12 @@ def devices(monkeypatch):
         ("pynvml module not found, please install nvidia-ml-py", None),
         ("GPU:0\nno processes are running", None),
         ("GPU:0\nprocess          1 uses    99999.000 MB GPU memory", None),
-        (f"GPU:0\nprocess {os.getpid():>10d} uses        2.000 MB GPU memory", None),  # not this one: another namespace
-        (f"GPU:0\nprocess {os.getpid():>10d} uses      503.500 MB GPU memory\nprocess 1 uses 1.0 MB", 1001 << 19),
+        ("GPU:0\nprocess        PID uses        2.000 MB GPU memory", None),  # not this one: another namespace
+        ("GPU:0\nprocess        PID uses      503.500 MB GPU memory\nprocess 1 uses 1.0 MB", 1001 << 19),
     ],
 )
 def test_nvml_tells_what_the_driver_takes_or_it_is_estimated(monkeypatch, told, others):
-    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda _device: told)
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda _device: told.replace("PID", str(os.getpid())))
     assert driver_bytes("cuda") == others
     assert used_bytes("cuda") == (3 << 20) + (others or CONTEXT_BYTES)
 

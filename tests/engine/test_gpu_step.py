@@ -29,6 +29,7 @@ from outrider.engine.kv_cache import tensor_planes
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.memory import KVRoom
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows
@@ -287,7 +288,7 @@ def test_the_pool_leaves_free_what_the_largest_step_takes(node):
     assert open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
     spec = node.loaded.spec
     config = KVCacheConfig(memory="50%")
-    cache = PagedKVCache.sized_for(spec, config, device=str(GPU), reserved_bytes=2_000_000)
+    cache = PagedKVCache.sized_for(spec, config, KVRoom.of(str(GPU), 2_000_000), device=str(GPU))
     assert cache.num_blocks == (10_000_000 - 500_000 - 2_000_000) // (16 * spec.bytes_per_token)
     assert len(cache.scratch_blocks) == 1
 

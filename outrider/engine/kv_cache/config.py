@@ -19,7 +19,7 @@ class KVCacheConfig:
         "",
         help="Size of the pool, such as 4GiB, or a share. On a CPU of the memory that is free at start: by default "
         "20%, and never less than two full windows while that is free. On a GPU of all its memory, for weights and "
-        "steps too: by default 90%, which `outrider up` divides among the nodes of a GPU.",
+        "steps too: by default 92%, which `outrider up` divides among the nodes of a GPU.",
     )
     prefix_cache: bool = setting(True, help="Keep full blocks of finished sequences for prompts that begin alike.")
     num_blocks: int | None = fixed(None)  # overrides `memory`

@@ -70,19 +70,18 @@ class PagedKVCache:
         cls,
         spec: ModelSpec,
         config: KVCacheConfig,
+        room: KVRoom | None = None,
         *,
         device: str = "cpu",
-        reserved_bytes: int = 0,
         kernels: PlaneMaker | None = None,
     ) -> PagedKVCache:
         """As many blocks as `config` and memory allow. Raises ConfigError when they do not hold a window.
 
-        `reserved_bytes`: of free memory, for steps. `kernels`: as of a new one.
+        `room`: in memory; by default what is free now. `kernels`: as of a new one.
         """
-        num_blocks = cls.num_blocks_for(spec, config, KVRoom.of(device, reserved_bytes))
         return cls(
             spec.planes,
-            num_blocks=num_blocks,
+            num_blocks=cls.num_blocks_for(spec, config, room or KVRoom.of(device)),
             block_size=config.block_size,
             device=device,
             num_scratch_blocks=0 if device_type(device) == "cpu" else 1,  # for rows that pad (`step_graphs`)
