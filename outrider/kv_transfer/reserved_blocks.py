@@ -33,8 +33,7 @@ class ReservedBlocks:
     def read(self, region: Region, after: Any = None) -> memoryview:
         """[layers, tokens, heads, head_dim] bytes as of `after`, a fence of the cache, or of now."""
         slots = self._slots_of(region)
-        payload: memoryview = self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads).data
-        return payload
+        return memoryview(self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads))
 
     def take(self, region: Region, after: Any) -> Any:
         """What `read` gives, as DeviceBytes on the GPU that has the cache. The host does not wait for it."""
