@@ -81,7 +81,7 @@ def _measured(
         connectors=config.accepted,
         on_complete=lambda _id, _stats: None,
         on_failed=lambda _id, reason: news.put(reason),
-        gpu=open_shared_gpu(cache, config),
+        gpu=open_shared_gpu(cache.copies, config),
     )
     port = receiver.start()
     arguments = [connector, device, f"127.0.0.1:{port}", str(count), str(num_tokens)]
@@ -164,7 +164,7 @@ def _send(connector_name: str, device: str, address: str, count: int, num_tokens
         slots = np.arange(num_tokens)
         cache.write("k", range(layer, layer + 1), slots, _pattern(layer, num_tokens).data)
     config = KvTransferConfig(connector=connector_name)
-    connector = Connector(config, gpu=open_shared_gpu(cache, config))
+    connector = Connector(config, gpu=open_shared_gpu(cache.copies, config))
     groups = LayerGroups.of(PLANES, num_tokens=num_tokens, frame_bytes=config.frame_bytes)
     for line in sys.stdin:
         outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()

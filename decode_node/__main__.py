@@ -135,7 +135,7 @@ def make_build(
                 connectors=config.kv_transfer.accepted,
                 on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
                 on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
-                gpu=open_shared_gpu(kv_cache, config.kv_transfer),
+                gpu=open_shared_gpu(kv_cache.copies, config.kv_transfer),
                 security=security,
             ),
             kv_cache,

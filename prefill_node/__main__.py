@@ -72,7 +72,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             max_rows_per_step=compute.max_rows_per_step,
             reserve_blocks_per_running=0,  # prompts do not grow
         )
-        connector = Connector(config.kv_transfer, security, gpu=open_shared_gpu(kv_cache, config.kv_transfer))
+        connector = Connector(config.kv_transfer, security, gpu=open_shared_gpu(kv_cache.copies, config.kv_transfer))
         cpu_turns = open_logged_turns(model_config.turns_file, model.cpu_kernels)
         engine = PromptEngine(pool, scheduler, kv_cache, runner)
         loop = PrefillLoop(

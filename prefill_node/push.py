@@ -21,6 +21,7 @@ from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import CommitResult, CommitState, Region, TransferSpec
+from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender import Sender
@@ -198,7 +199,7 @@ class KvPush:
     def _send(self, sender: Sender, item: _Available) -> None:
         started_at, num_bytes = time.monotonic(), sender.payload_bytes
         for region in self._cut(sender, item.planes, item.layers, item.start_token, item.end_token):
-            read = self._blocks.take if sender.is_on_device else self._blocks.read
+            read = self._blocks.take if sender.connector == CUDA_IPC else self._blocks.read
             payload = read(region, item.written)
             if self._first_frame_at is None:
                 self._first_frame_at = time.monotonic()

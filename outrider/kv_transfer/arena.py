@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import secrets
@@ -28,6 +27,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -85,15 +85,14 @@ class Arena:
     also when there is no room for one slot.
     """
 
-    is_on_device = False
-
-    def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int) -> None:
+    def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int, has_slots: bool = True) -> None:
+        """`has_slots`: they are in the file, which has a head only otherwise."""
         self.arena_id = secrets.token_bytes(16)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.slot_bytes = slot_bytes
         self.num_slots = max(num_bytes // slot_bytes, 1)
         self.num_bytes = HEAD_BYTES + self.num_slots * slot_bytes
-        file_bytes = self._file_bytes()
+        file_bytes = self.num_bytes if has_slots else HEAD_BYTES
         self._path = arena_path(directory, self.arena_id)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, self._fd)
@@ -111,11 +110,8 @@ class Arena:
         self._lock = threading.Lock()
         self._free = [HEAD_BYTES]
         self._num_reserved = 1
+        self._has_slots = has_slots
         self._taken: dict[int, object] = {}  # by offset, for whom; None: quarantined
-
-    def _file_bytes(self) -> int:
-        """Size of the file, which holds the slots."""
-        return self.num_bytes
 
     def unlink(self) -> None:
         """Takes the name away; mappings stay. Idempotent."""
@@ -153,7 +149,8 @@ class Arena:
         """With the lock held: adds a fresh slot to the free ones, if there is memory for it."""
         offset = HEAD_BYTES + self._num_reserved * self.slot_bytes
         try:
-            self._allocate(offset)
+            if self._has_slots:
+                os.posix_fallocate(self._fd, offset, self.slot_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
@@ -161,10 +158,6 @@ class Arena:
         self._free.append(offset)
         self._num_reserved += 1
         return True
-
-    def _allocate(self, offset: int) -> None:
-        """Memory of one slot. Raises: OSError."""
-        os.posix_fallocate(self._fd, offset, self.slot_bytes)
 
     def write(self, offset: int, payload: Payload) -> None:
         """Fills a taken slot (numpy copies without the GIL)."""
@@ -180,31 +173,24 @@ class Arena:
         self.free_slots.give_back(1)
 
 
+@dataclass(eq=False)
 class ArenaMapping:
-    """The receiver's view of one sender's arena: it reads only."""
+    """The receiver's view of one sender's arena, which it only reads."""
 
-    def __init__(self, arena_id: bytes, nonce: bytes, num_bytes: int, copy_out: Callable[[int, int], Payload]) -> None:
-        """`copy_out`: copies from an offset so many bytes of the arena, which stays mapped as long as this is kept."""
-        self.arena_id = arena_id
-        self.nonce = nonce
-        self.num_users = 0
-        self.idle_since = 0.0
-        self._num_bytes = num_bytes
-        self._copy_out = copy_out
+    arena_id: bytes
+    nonce: bytes
+    num_bytes: int
+    copy_out: Callable[[int, int], Payload]  # from an offset, so many bytes
+    num_users: int = 0
+    idle_since: float = 0.0
 
     def copy(self, offset: int, length: int) -> Payload | None:
         """A private copy, so that what is checked is what is written: the sender can change the pages at any moment.
 
         None when it is not inside the slots.
         """
-        if offset < HEAD_BYTES or offset + length > self._num_bytes:
-            return None
-        return self._copy_out(offset, length)
-
-
-def _copy_of(memory: memoryview, offset: int, length: int) -> memoryview:
-    """Without the GIL, which numpy releases."""
-    return np.frombuffer(memory, np.uint8, length, offset).copy().data.toreadonly()
+        is_inside = offset >= HEAD_BYTES and offset + length <= self.num_bytes
+        return self.copy_out(offset, length) if is_inside else None
 
 
 class ArenaReader:
@@ -253,7 +239,10 @@ class ArenaReader:
                 mapping = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
         except OSError:
             return None  # another host or container, or unlinked
-        copy_out = functools.partial(_copy_of, memoryview(mapping))
+
+        def copy_out(offset: int, length: int) -> memoryview:  # numpy copies without the GIL
+            return np.frombuffer(mapping, np.uint8, length, offset).copy().data.toreadonly()
+
         return ArenaMapping(arena_id, mapping[:NONCE_BYTES], num_bytes, copy_out)
 
     def _drop_idle(self) -> None:

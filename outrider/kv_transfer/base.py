@@ -19,21 +19,23 @@ import enum
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
-from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.engine.kv_cache.planes import PlaneSpec
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.tensor_planes import DeviceBytes
+
+Payload: TypeAlias = "memoryview | DeviceBytes"
+"""Of a frame: a view of bytes, or bytes on a GPU."""
 
 ID_BYTES = 16
 """Length of transfer ids and incarnations."""
 
 MAX_FRAME_BYTES = 8 << 20
 """Payload of one frame, at most."""
-
-Payload: TypeAlias = memoryview | DeviceBytes
-"""Of a frame: a view of bytes, or bytes that stay on a GPU."""
 
 PLANE_NAME_BYTES = 16
 PACKED_REGION = struct.Struct(f"<{PLANE_NAME_BYTES}sIIIIHH")
@@ -128,8 +130,8 @@ class FrameHeader:
 
 
 def checksum_of(payload: Payload) -> int:
-    """xxh3-64; of bytes on a GPU, their own (`CopyStream.checksum`). Both ends of a transfer have the same kind."""
-    return payload.checksum() if isinstance(payload, DeviceBytes) else xxhash.xxh3_64_intdigest(payload)
+    """xxh3-64, or what a GPU can compute. Both ends of a transfer have payloads of one kind."""
+    return xxhash.xxh3_64_intdigest(payload) if isinstance(payload, memoryview) else payload.checksum()
 
 
 def frames_digest(frames: Mapping[Region, int]) -> int:

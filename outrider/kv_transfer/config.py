@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from outrider.config.settings import fixed, setting
 
-CONNECTORS = ("cuda_ipc", "shared_memory", "grpc")
+CUDA_IPC = "cuda_ipc"
+CONNECTORS = (CUDA_IPC, "shared_memory", "grpc")
 """Ways of carrying payload, the best first."""
 PROGRESS_SECONDS = 10.0
 """A peer that is silent for longer has failed: what receivers ask of senders, and senders by default of receivers."""
@@ -26,10 +27,7 @@ class KvTransferConfig:
     port: int = setting(0, at_least=0, at_most=65535, help="On which a decode node receives KV; 0: the system chooses.")
     host: str = setting("", help="Interface on which a decode node receives KV; empty: the server's.")
     arena_bytes: int = setting(
-        32 << 20,
-        at_least=1 << 20,
-        at_most=1 << 30,
-        help="Shared memory for each decode node, taken as it is needed; by CUDA IPC as much GPU memory, taken whole.",
+        32 << 20, at_least=1 << 20, at_most=1 << 30, help="Main or GPU memory shared with each decode node, as needed."
     )
     frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and a slot of the arena: copies of it are cheap
     device_frame_bytes: int = fixed(4 << 20)  # likewise by CUDA IPC, where a frame costs more than its bytes

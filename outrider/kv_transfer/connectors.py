@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,9 +12,8 @@ import grpc
 
 from outrider.errors import NotSupportedError
 from outrider.kv_transfer.base import TransferSpec
-from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
 from outrider.kv_transfer.cuda_ipc import SharedGpu
-from outrider.kv_transfer.device_arena import DeviceArenaSource
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
 from outrider.kv_transfer.grpc_inline import InlineCarrier
 from outrider.kv_transfer.sender import Carrier, Sender
@@ -36,6 +36,9 @@ class CarrierSource(Protocol):
     def close(self) -> None: ...
 
 
+SOURCES: dict[str, Callable[[KvTransferConfig], CarrierSource]] = {"shared_memory": ArenaSource, "grpc": InlineCarrier}
+
+
 class Connector:
     """Opens senders; keeps what transfers to the same receiver share (connection, arena). Thread-safe.
 
@@ -45,15 +48,13 @@ class Connector:
     def __init__(
         self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT, *, gpu: SharedGpu | None = None
     ) -> None:
-        """`gpu`: that has the cache, where its memory can be shared."""
-        sources: dict[str, Callable[[], CarrierSource | None]] = {
-            "cuda_ipc": lambda: gpu and DeviceArenaSource(gpu, config),
-            "shared_memory": lambda: ArenaSource(config),
-            "grpc": lambda: InlineCarrier(config),
-        }
+        """`gpu`: that has the cache, where it can share memory."""
+        sources = dict(SOURCES)
+        if gpu is not None:
+            sources[CUDA_IPC] = functools.partial(ArenaSource, gpu=gpu)
         self.name = config.connector  # "auto" or one of CONNECTORS
         self._security = security
-        self._sources = tuple(source for name in config.accepted if (source := sources[name]()))
+        self._sources = tuple(sources[name](config) for name in config.accepted if name in sources)
         self._config = config
         self._lock = threading.Lock()
         self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # last used last

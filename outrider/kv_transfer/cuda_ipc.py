@@ -1,117 +1,152 @@
-"""Memory of a GPU that two processes share by CUDA IPC.
+"""Connector `cuda_ipc`: payload in memory of the sender's GPU, which the receiver maps by CUDA IPC.
 
-It is allocated by the driver, apart from torch: of an allocation of torch's the other process would see all that torch
-keeps in it. `cuda.bindings` comes with torch's builds for CUDA.
+Everything is as in an arena of shared memory: the sender owns it, and the receiver only reads it, by copies to memory
+of its own. The file has no slots, but tells processes of this user on this machine where they are. The driver allocates
+them, apart from torch: with memory of torch's, the receiver would get all that torch keeps beside it.
+
+    file      nonce 16s, handle of the memory 64s, its size u64
+    memory    from 0 the nonce, from 4096 the slots
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import struct
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.errors import ConfigError
-from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.arena import NONCE_BYTES, Arena, ArenaMapping, ArenaReader, arena_path, own_file
+from outrider.kv_transfer.base import Payload
+from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
 from outrider.service.telemetry.logging import get_logger
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import CopyStream
-    from outrider.engine.ranks.sharded_cache import KVCache
 
-CONNECTOR = "cuda_ipc"
-HANDLE_BYTES = 64
+DESCRIPTION = struct.Struct(f"<{NONCE_BYTES}s64sQ")
 ALLOCATION_BYTES = 2 << 20
 """The driver shares multiples of it: what else lies in one would be shared as well."""
-LAZY_ENABLE_PEER_ACCESS = 1
-"""Of CUipcMem_flags: memory of another GPU is mapped where the two can reach each other."""
+LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags: memory of another GPU is mapped where the two reach each other
 
 log = get_logger("kv_transfer")
 
 
-class DeviceMemoryError(OSError):
-    """The GPU's memory cannot be had, shared, mapped or copied."""
-
-
-class DeviceMemory:
-    """[num_bytes] of a GPU's memory, of this process or mapped from another one."""
-
-    def __init__(self, gpu: SharedGpu, pointer: int, num_bytes: int, handle: bytes) -> None:
-        self.num_bytes = num_bytes
-        self.handle = handle  # by which another process maps it
-        self._gpu = gpu
-        self._pointer = pointer
-
-    def copy_in(self, offset: int, payload: DeviceBytes) -> None:
-        """Returns once it is there, for every process. Raises: DeviceMemoryError."""
-        self._gpu.copy(self._pointer + offset, payload.tensor.data_ptr(), len(payload))
-        self._gpu.copies.wait()
-
-    def copy_out(self, offset: int, num_bytes: int) -> DeviceBytes:
-        """A private copy; the host does not wait for it. Raises: DeviceMemoryError."""
-        taken = self._gpu.copies.empty(num_bytes)
-        self._gpu.copy(taken.tensor.data_ptr(), self._pointer + offset, num_bytes)
-        return taken
-
-
 class SharedGpu:
-    """Shares memory of one GPU with other processes, and maps theirs. Thread-safe."""
+    """Shares memory of the GPU that has a cache, and maps that of other processes. Thread-safe; raises OSError."""
 
     def __init__(self, copies: CopyStream, driver: Any) -> None:
-        """`copies`: of the GPU's cache. `driver`: `cuda.bindings.driver`. Raises: DeviceMemoryError."""
+        """`copies`: of the cache. `driver`: `cuda.bindings.driver`, which torch's builds for CUDA bring."""
         self.copies = copies
         self._driver = driver
-        self._context = None
-        device = self._call("cuDeviceGet", copies.device.index or 0)
-        self._context = self._call("cuDevicePrimaryCtxRetain", device)  # torch's
+        self._context: Any = None
+        self._context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", copies.device.index or 0))
+        self.spare: list[tuple[int, bytes]] = []  # memory of arenas that are no more: pointer, handle
 
-    def allocate(self, num_bytes: int) -> DeviceMemory:
-        """Memory that other processes may map. Raises: DeviceMemoryError.
-
-        It is kept until this process ends: the driver forbids to free what another one may still have mapped.
-        """
-        pointer = self._call("cuMemAlloc", -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES)
-        handle = self._call("cuIpcGetMemHandle", pointer)
-        return DeviceMemory(self, int(pointer), num_bytes, bytes(handle.reserved))
-
-    def map(self, handle: bytes, num_bytes: int) -> DeviceMemory:
-        """Another process's memory, for as long as the result lives. Raises: DeviceMemoryError."""
-        wanted = self._driver.CUipcMemHandle()
-        wanted.reserved = handle
-        pointer = self._call("cuIpcOpenMemHandle", wanted, LAZY_ENABLE_PEER_ACCESS)
-        memory = DeviceMemory(self, int(pointer), num_bytes, handle)
-        weakref.finalize(memory, self._call, "cuIpcCloseMemHandle", pointer).atexit = False
-        return memory
-
-    def copy(self, destination: int, source: int, num_bytes: int) -> None:
-        """Queues a copy on the cache's stream. Raises: DeviceMemoryError."""
-        self._call("cuMemcpyDtoDAsync", destination, source, num_bytes, self.copies.handle)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the driver returns, in the context that torch uses. Raises: DeviceMemoryError."""
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the driver returns, in the context that torch uses."""
         if self._context is not None:
             self._driver.cuCtxSetCurrent(self._context)  # any thread may call
         error, *result = getattr(self._driver, name)(*arguments)
         if int(error):
-            raise DeviceMemoryError(f"{name}: {error.name}")
+            raise OSError(f"{name}: {error.name}")
         return result[0] if result else None
 
+    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
+        """Pointer and handle of memory that is kept until the process ends: the driver forbids to free what another
+        process may have mapped.
+        """
+        pointer = self.call("cuMemAlloc", -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES)
+        return int(pointer), bytes(self.call("cuIpcGetMemHandle", pointer).reserved)
 
-def open_shared_gpu(kv_cache: KVCache, config: KvTransferConfig) -> SharedGpu | None:
-    """The GPU of a cache. None: it is on a CPU or on several GPUs, CUDA IPC is not wanted, or the driver has none.
+    def map(self, handle: bytes) -> int:
+        """The pointer to another process's memory."""
+        wanted = self._driver.CUipcMemHandle()
+        wanted.reserved = handle
+        return int(self.call("cuIpcOpenMemHandle", wanted, LAZY_ENABLE_PEER_ACCESS))
+
+    def copy(self, destination: int, source: int, num_bytes: int) -> None:
+        """Queues it on the stream of `copies`."""
+        self.call("cuMemcpyDtoDAsync", destination, source, num_bytes, self.copies.stream.cuda_stream)
+
+
+class DeviceArena(Arena):
+    """The sender's side. When it is dropped, its memory is a later arena's, unless a receiver may still read of it."""
+
+    def __init__(self, gpu: SharedGpu, config: KvTransferConfig) -> None:
+        slots = {"num_bytes": config.arena_bytes, "slot_bytes": config.device_frame_bytes}
+        super().__init__(directory=config.arena_directory, has_slots=False, **slots)
+        self._gpu = gpu
+        try:
+            memory = gpu.spare.pop() if gpu.spare else gpu.allocate(self.num_bytes)
+            gpu.call("cuMemcpyHtoD", memory[0], self.nonce, NONCE_BYTES)
+        except OSError:
+            self.unlink()
+            raise
+        self._pointer, handle = memory
+        self._map[: DESCRIPTION.size] = DESCRIPTION.pack(self.nonce, handle, self.num_bytes)
+        weakref.finalize(self, _take_back, memory, self._taken, gpu.spare).atexit = False
+
+    def write(self, offset: int, payload: Any) -> None:
+        """Fills a taken slot with DeviceBytes; returns once they are there, for every process."""
+        self._gpu.copy(self._pointer + offset, payload.tensor.data_ptr(), len(payload))
+        self._gpu.copies.wait()
+
+
+def _take_back(memory: tuple[int, bytes], taken: dict[int, object], spare: list[tuple[int, bytes]]) -> None:
+    if not taken:  # else a receiver that was not drained may read of it, if only when it is thawed
+        spare.append(memory)
+
+
+class DeviceArenaReader(ArenaReader):
+    """Maps arenas of GPUs. The first that cannot be mapped is a warning: their senders use shared memory."""
+
+    def __init__(self, gpu: SharedGpu, directory: str) -> None:
+        super().__init__(directory)
+        self._gpu = gpu
+        self._has_warned = False
+
+    def _map(self, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
+        try:
+            with own_file(arena_path(self._directory, arena_id)) as (descriptor, _):
+                nonce, handle, size = DESCRIPTION.unpack(os.pread(descriptor, DESCRIPTION.size, 0))
+        except (OSError, struct.error):
+            return None  # another machine, or unlinked
+        try:
+            pointer = self._gpu.map(handle)
+            mapping = ArenaMapping(arena_id, nonce, size, functools.partial(self._copy_out, pointer))
+            weakref.finalize(mapping, self._gpu.call, "cuIpcCloseMemHandle", pointer).atexit = False
+            found = bytearray(NONCE_BYTES)
+            self._gpu.call("cuMemcpyDtoH", found, pointer, NONCE_BYTES)
+            if (found, size) != (nonce, num_bytes):
+                raise OSError("other bytes are read than were written")
+        except OSError as error:
+            if not self._has_warned:
+                log.warning("memory of a sender's GPU cannot be mapped", error=str(error))
+            self._has_warned = True
+            return None
+        return mapping
+
+    def _copy_out(self, pointer: int, offset: int, num_bytes: int) -> Payload:
+        """The host does not wait for it."""
+        taken = self._gpu.copies.empty(num_bytes)
+        self._gpu.copy(taken.tensor.data_ptr(), pointer + offset, num_bytes)
+        return taken
+
+
+def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> SharedGpu | None:
+    """The GPU of a cache, by its copies. None: the cache is not on one GPU, or CUDA IPC is not wanted or not there.
 
     Raises: ConfigError where nothing else is wanted.
     """
-    if CONNECTOR not in config.accepted:
-        return None
-    problem = "the KV cache is not on one GPU"
-    if kv_cache.copies is not None:
+    if copies is not None and CUDA_IPC in config.accepted:
         try:
             from cuda.bindings import driver
 
-            return SharedGpu(kv_cache.copies, driver)
+            return SharedGpu(copies, driver)
         except (ImportError, OSError, RuntimeError) as error:
-            problem = str(error)
-            log.warning("no CUDA IPC", error=problem)
-    if config.connector == CONNECTOR:
-        raise ConfigError(f"kv_transfer.connector is {CONNECTOR}, but {problem}: choose auto")
+            log.warning("no CUDA IPC", error=str(error))
+    if config.connector == CUDA_IPC:
+        raise ConfigError(f"kv_transfer.connector is {CUDA_IPC}, but the KV cache is on no GPU with it: choose auto")
     return None

@@ -17,7 +17,6 @@ class InlineCarrier:
     """
 
     name = "grpc"
-    is_on_device = False
 
     def __init__(self, config: KvTransferConfig) -> None:
         self.max_frame_bytes = config.frame_bytes

@@ -15,9 +15,8 @@ import grpc
 from outrider.errors import ConfigError
 from outrider.kv_transfer.arena import ArenaReader
 from outrider.kv_transfer.base import DrainState, TransferStats
-from outrider.kv_transfer.config import ARENA_DIRECTORY, CONNECTORS, PROGRESS_SECONDS
-from outrider.kv_transfer.cuda_ipc import SharedGpu
-from outrider.kv_transfer.device_arena import DeviceArenaReader
+from outrider.kv_transfer.config import ARENA_DIRECTORY, CONNECTORS, CUDA_IPC, PROGRESS_SECONDS
+from outrider.kv_transfer.cuda_ipc import DeviceArenaReader, SharedGpu
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
@@ -60,15 +59,15 @@ class KvReceiver:
         """
         self._address = f"[{host}]" if ":" in host else host
         self._wanted_port = port
-        self._connectors = frozenset(connectors)
         self._progress_seconds = progress_seconds
         self._max_senders = max_senders
         self._max_unattached = max_unattached
         self.inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
         self._watchdog = Watchdog()
-        self._arenas = {"shared_memory": ArenaReader(arena_directory)}
+        readers = {"grpc": None, "shared_memory": ArenaReader(arena_directory)}
         if gpu is not None:
-            self._arenas["cuda_ipc"] = DeviceArenaReader(gpu, arena_directory)
+            readers[CUDA_IPC] = DeviceArenaReader(gpu, arena_directory)
+        self._readers = {name: readers[name] for name in connectors if name in readers}
         self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
         self._unattached: dict[ReceiverStream, None] = {}  # of those, oldest first
         self._unattached_lock = threading.Lock()
@@ -105,8 +104,8 @@ class KvReceiver:
             self._server.stop(grace=0).wait(timeout=1)
             self._server = None
         self._watchdog.stop()
-        for arenas in self._arenas.values():
-            arenas.close()
+        for reader in filter(None, self._readers.values()):
+            reader.close()
 
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.
@@ -122,9 +121,7 @@ class KvReceiver:
     def _push(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         if not self._security.is_peer(context.auth_context()):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, self._security.explain_refusal(context.auth_context()))
-        stream = ReceiverStream(
-            inbox=self.inbox, arenas=self._arenas, connectors=self._connectors, cancel=context.cancel
-        )
+        stream = ReceiverStream(inbox=self.inbox, readers=self._readers, cancel=context.cancel)
         guard = self._watchdog.watch(min(self._progress_seconds, HELLO_SECONDS), stream.expire)
         self._streams[stream] = None
         self._let_in(stream)

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.kv_transfer.arena import ArenaMapping, ArenaReader
 from outrider.kv_transfer.base import DrainState, Payload
+from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.frames import (
     NOT_HELD,
     WIRE_VERSION,
@@ -31,27 +32,21 @@ from outrider.v1.kv_pb2 import (
 
 DRAIN_SECONDS = 10.0
 MAX_FALSE_HELLOS = 8
-"""Of one stream. A sender tries two or three connectors for a transfer that is expected."""
+"""Of one stream. A sender tries up to three connectors for a transfer that is expected."""
 
 
 class ReceiverStream:
     """State of one stream. `handle` runs in the stream's thread; the rest may be called from any."""
 
     def __init__(
-        self,
-        *,
-        inbox: TransferInbox,
-        arenas: Mapping[str, ArenaReader],
-        connectors: frozenset[str],
-        cancel: Callable[[], object],
+        self, *, inbox: TransferInbox, readers: Mapping[str, ArenaReader | None], cancel: Callable[[], object]
     ) -> None:
-        """`arenas`: by connector."""
+        """`readers`: of arenas, by the connectors that are taken; None for the one without."""
         self._inbox = inbox
-        self._arenas = arenas
-        self._connectors = connectors
+        self._readers = readers
         self.cancel = cancel
         self._connector = ""  # that its sender has settled on
-        self._attached: tuple[ArenaReader, ArenaMapping] | None = None
+        self._arena: ArenaMapping | None = None
         self._lock = threading.Lock()
         self._end_reason: str | None = None
         self._num_false_hellos = 0
@@ -99,9 +94,8 @@ class ReceiverStream:
             raise MalformedMessageError(f"KV wire version {hello.version}, this side speaks {WIRE_VERSION}")
         connector = "grpc"
         if hello.arena_id:
-            connector = "cuda_ipc" if hello.arena_is_on_device else "shared_memory"
-        arenas = self._arenas.get(connector)
-        if connector not in self._connectors or (hello.arena_id and arenas is None):
+            connector = CUDA_IPC if hello.arena_is_on_device else "shared_memory"
+        if connector not in self._readers:
             return KvWelcome(state=_on_wire(AttachState.NOT_OFFERED))
         if self.transfer_id is None:
             state = self._inbox.attach(hello.transfer_id, hello.incarnation)
@@ -117,21 +111,20 @@ class ReceiverStream:
                 self._inbox.fail(hello.transfer_id, end_reason)
         elif hello.transfer_id != self.transfer_id:
             return KvWelcome(state=_on_wire(AttachState.BUSY))  # one stream, one transfer
-        self._connector = connector
         self._release_arena()
-        arena = None if arenas is None else arenas.attach(hello.arena_id, hello.arena_bytes)
-        if arenas is None or arena is None:
-            return KvWelcome(state=_on_wire(AttachState.ATTACHED))
-        self._attached = (arenas, arena)
-        return KvWelcome(state=_on_wire(AttachState.ATTACHED), nonce=arena.nonce)
+        self._connector = connector
+        reader = self._readers[connector]
+        arena = None if reader is None else reader.attach(hello.arena_id, hello.arena_bytes)
+        self._arena = arena
+        return KvWelcome(state=_on_wire(AttachState.ATTACHED), nonce=arena.nonce if arena is not None else b"")
 
     def _accept(self, frame: Frame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
             return self._inbox.note(Disposition.STALE)
         payload: Payload | None = frame.payload
         if frame.offset:
-            attached = self._attached  # `break_off` comes from another thread
-            payload = None if attached is None else attached[1].copy(frame.offset, frame.header.length)
+            arena = self._arena  # `break_off` comes from another thread
+            payload = None if arena is None else arena.copy(frame.offset, frame.header.length)
         if payload is None:
             return self._inbox.note(Disposition.OUT_OF_BOUNDS)
         return self._inbox.accept(frame.header, payload)
@@ -161,10 +154,10 @@ class ReceiverStream:
 
     def _release_arena(self) -> None:
         with self._lock:
-            attached, self._attached = self._attached, None
-        if attached is not None:
-            arenas, arena = attached
-            arenas.release(arena)
+            arena, self._arena = self._arena, None
+            reader = self._readers.get(self._connector)
+        if arena is not None and reader is not None:
+            reader.release(arena)
 
 
 def _on_wire(member: enum.IntEnum) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.engine.kv_cache.base import Slots, slots_of
-from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.kv_transfer.base import Payload, Region
 
@@ -21,7 +20,7 @@ class ReservedBlocks:
     """
 
     def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
-        self._kv_cache = kv_cache
+        self._kv_cache: Any = kv_cache  # whose transfers have payloads of its kind
         self._slots = slots_of(block_ids, len(block_ids) * kv_cache.block_size, kv_cache.block_size)
         self._reserved = kv_cache.fence()
 
@@ -34,10 +33,10 @@ class ReservedBlocks:
     def read(self, region: Region, after: Any = None) -> memoryview:
         """[layers, tokens, heads, head_dim] bytes as of `after`, a fence of the cache, or of now."""
         slots = self._slots_of(region)
-        return self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads).data
+        return memoryview(self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads))
 
-    def take(self, region: Region, after: Any) -> DeviceBytes:
-        """What `read` gives, on the GPU that has the cache. The host does not wait for it."""
+    def take(self, region: Region, after: Any) -> Any:
+        """What `read` gives, as DeviceBytes on the GPU that has the cache. The host does not wait for it."""
         return self._kv_cache.take(region.plane, region.layers, self._slots_of(region), after, heads=region.heads)
 
     def _slots_of(self, region: Region) -> Slots:

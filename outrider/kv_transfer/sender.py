@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import xxhash
 
-from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.errors import AbortedError, NotSupportedError, PeerLostError
 from outrider.kv_transfer.base import (
     CommitResult,
@@ -20,13 +19,10 @@ from outrider.kv_transfer.base import (
     TransferSpec,
     frames_digest,
 )
+from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.frames import Frame
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 
 READ_AHEAD = 4
 """Regions that are asked for before the first of them has come: memory is bounded by as many frames."""
@@ -37,7 +33,6 @@ class Carrier(Protocol):
 
     name: str
     max_frame_bytes: int
-    is_on_device: bool  # payload stays on a GPU
 
     def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
         """Blocks for room. The payload is the caller's again at the return. Raises: PeerLostError, AbortedError."""
@@ -61,7 +56,6 @@ class Sender:
         """`reopen`: another stream to the same receiver, to ask for a commit's lost answer."""
         self.connector = carrier.name
         self.max_frame_bytes = carrier.max_frame_bytes  # the largest payload of one `put`
-        self.is_on_device = carrier.is_on_device  # `put` takes DeviceBytes, and nothing else
         self.payload_bytes = 0  # put so far
         self._spec = spec
         self._stream = stream
@@ -75,14 +69,14 @@ class Sender:
         self.when_ended = stream.when_ended
         self.when_acknowledged = stream.when_acknowledged
 
-    def put(self, region: Region, payload: Buffer | DeviceBytes) -> None:
-        """Sends one frame of at most `max_frame_bytes`.
+    def put(self, region: Region, payload: Any) -> None:
+        """Sends one frame of at most `max_frame_bytes`: DeviceBytes by CUDA IPC, else any buffer.
 
         Raises: PeerLostError (stream broken or no progress), AbortedError (the receiver
         refuses the transfer: closed, failed or another's; or it refused a frame, by whatever
         reason: a transfer that lacks one never completes).
         """
-        view = payload if isinstance(payload, DeviceBytes) else memoryview(payload).cast("B")
+        view: Payload = payload if self.connector == CUDA_IPC else memoryview(payload).cast("B")
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
         header = FrameHeader.of(self._spec, region, view)
         self._stream.raise_if_ended()

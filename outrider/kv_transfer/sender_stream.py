@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -71,11 +72,9 @@ class SenderStream:
 
     # ---- what the owner does
 
-    def hello(
-        self, spec: TransferSpec, *, arena_id: bytes = b"", arena_bytes: int = 0, is_on_device: bool = False
-    ) -> bytes | None:
-        """Attaches to the transfer; the nonce that the receiver has read in the arena on offer. None: it takes no
-        payload this way.
+    def hello(self, spec: TransferSpec, **arena: Any) -> bytes | None:
+        """Attaches to the transfer; the nonce that the receiver has read in the arena on offer, which fields of KvHello
+        describe. None: it takes no payload this way.
 
         Raises: AbortedError (no such transfer, or taken), PeerLostError (nobody, or another process there).
         """
@@ -84,9 +83,7 @@ class SenderStream:
             version=WIRE_VERSION,
             transfer_id=spec.transfer_id,
             incarnation=spec.incarnation,
-            arena_id=arena_id,
-            arena_bytes=arena_bytes,
-            arena_is_on_device=is_on_device,
+            **arena,
         )
         self._say(KvSenderMessage(hello=hello))
         self._wait(lambda: bool(self._welcomes), self._connect_seconds, "did not answer")

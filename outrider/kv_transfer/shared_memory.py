@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from outrider.errors import PeerLostError
 from outrider.kv_transfer.arena import IDLE_SECONDS, Arena, sweep
 from outrider.kv_transfer.base import FrameHeader, Payload, TransferSpec
-from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
+from outrider.kv_transfer.cuda_ipc import DeviceArena, SharedGpu
 from outrider.kv_transfer.sender import Carrier
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.service.telemetry.logging import get_logger
@@ -29,7 +30,6 @@ class SlotCarrier:
         self.name = name
         self._arena = arena
         self.max_frame_bytes = arena.slot_bytes
-        self.is_on_device = arena.is_on_device
 
     def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
         offset = None
@@ -58,13 +58,16 @@ class ArenaSource:
 
     An arena is dropped when its receiver is lost, when another process answers at its
     address, and when nothing was sent to it for so long that the receiver has dropped it.
-    A receiver that could not attach, or for whom there was no memory, is asked again after as long: /dev/shm may have
-    been full for a moment.
+    A receiver that could not attach, or for which there was no memory, is asked again after as long: a /dev/shm may
+    have been full for a moment.
     """
 
-    name = "shared_memory"
-
-    def __init__(self, config: KvTransferConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: KvTransferConfig, gpu: SharedGpu | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`gpu`: whose memory the arenas are in; None: in shared memory."""
+        self.name = "shared_memory" if gpu is None else CUDA_IPC
+        self._gpu = gpu
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()
@@ -80,7 +83,7 @@ class ArenaSource:
         if offered is not None and arena is None:
             return None
         try:
-            if arena is None or arena.is_worn or not _attach(stream, spec, arena):
+            if arena is None or arena.is_worn or not self._attach(stream, spec, arena):
                 arena = self._attach_new(stream, spec)
         except PeerLostError:
             with self._lock:
@@ -107,23 +110,29 @@ class ArenaSource:
 
     def _attach_new(self, stream: SenderStream, spec: TransferSpec) -> Arena | None:
         try:
-            arena = self.make_arena()
+            arena = self._make_arena()
         except OSError as error:
             directory = self._config.arena_directory
             log.warning("no shared memory", connector=self.name, directory=directory, error=str(error))
             return None
         try:
-            return arena if _attach(stream, spec, arena) else None
+            return arena if self._attach(stream, spec, arena) else None
         finally:
             arena.unlink()  # it has served its purpose, or never will
 
-    def make_arena(self) -> Arena:
-        """For one receiver. Raises: OSError."""
+    def _make_arena(self) -> Arena:
+        if self._gpu is not None:
+            with self._lock:
+                return DeviceArena(self._gpu, self._config)
         return Arena(
             directory=self._config.arena_directory,
             num_bytes=self._config.arena_bytes,
             slot_bytes=self._config.frame_bytes,
         )
+
+    def _attach(self, stream: SenderStream, spec: TransferSpec, arena: Arena) -> bool:
+        place = {"arena_bytes": arena.num_bytes, "arena_is_on_device": self._gpu is not None}
+        return stream.hello(spec, arena_id=arena.arena_id, **place) == arena.nonce
 
     def close(self) -> None:
         with self._lock:
@@ -131,8 +140,3 @@ class ArenaSource:
             self._offered.clear()
         for arena in arenas:
             arena.retire()
-
-
-def _attach(stream: SenderStream, spec: TransferSpec, arena: Arena) -> bool:
-    nonce = stream.hello(spec, arena_id=arena.arena_id, arena_bytes=arena.num_bytes, is_on_device=arena.is_on_device)
-    return nonce == arena.nonce

@@ -39,7 +39,7 @@ class Link:
 
     def connect(self, spec):
         sender = self.connector.connect(self.address, spec)
-        if sender.is_on_device:
+        if sender.connector == "cuda_ipc":
             put = sender.put
             sender.put = lambda region, payload: put(region, fake_bytes(self.gpu, payload))
         return sender

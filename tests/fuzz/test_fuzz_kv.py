@@ -79,12 +79,9 @@ def begun(peers, spec, *connectors):
     """(the inbox that expects the transfer, its sink, the stream of a sender)"""
     inbox, sink = peers.new_inbox(), peers.sink()
     inbox.open(spec, sink)
-    stream = ReceiverStream(
-        inbox=inbox,
-        arenas={"shared_memory": ArenaReader("/nonexistent")},
-        connectors=frozenset(connectors),
-        cancel=lambda: None,
-    )
+    readers = {"grpc": None, "shared_memory": ArenaReader("/nonexistent")}
+    readers = {name: readers[name] for name in connectors}
+    stream = ReceiverStream(inbox=inbox, readers=readers, cancel=lambda: None)
     return inbox, sink, stream
 
 

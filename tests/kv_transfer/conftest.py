@@ -37,7 +37,8 @@ class RecordingSink:
     def write(self, region, payload):
         self.is_writing.set()
         assert self.gate.wait(60)
-        data, at = bytes(payload), 0
+        data = bytes(payload) if isinstance(payload, memoryview) else payload.tensor.numpy().tobytes()
+        at = 0
         for layer in region.layers:
             for token in region.tokens:
                 self.cells[region.plane, layer, token] = data[at : at + CELL_BYTES]

@@ -173,7 +173,7 @@ def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_repl
     transfer()
     transfer()
     assert len(offered) == 1
-    let_a_minute_pass(receiver._arenas["shared_memory"])
+    let_a_minute_pass(receiver._readers["shared_memory"])
     transfer()
     assert len(offered) == 2
     transfer()
@@ -239,20 +239,19 @@ class Breaking(ReceiverStream):
     _looks = 0
 
     @property
-    def _attached(self):
+    def _arena(self):
         self._looks += 1
-        return self.found if self._looks == 1 else None
+        return self.mapping if self._looks == 1 else None
 
-    @_attached.setter
-    def _attached(self, found):
-        self.found, self._looks = found, 0
+    @_arena.setter
+    def _arena(self, mapping):
+        self.mapping, self._looks = mapping, 0
 
 
 def test_a_slot_that_is_taken_while_the_stream_breaks_off_is_no_error(new_arena, tmp_path, peers, inbox):
     arena, reader, spec = new_arena(), ArenaReader(str(tmp_path)), peers.spec()
     inbox.open(spec, peers.sink())
-    arenas = {"shared_memory": reader}
-    stream = Breaking(inbox=inbox, arenas=arenas, connectors=frozenset(arenas), cancel=lambda: None)
+    stream = Breaking(inbox=inbox, readers={"shared_memory": reader}, cancel=lambda: None)
     hello = peers.hello(spec, arena_id=arena.arena_id, arena_bytes=arena.num_bytes)
     welcome = decode_receiver_message(stream.handle(hello))
     assert welcome.nonce == arena.nonce

@@ -32,7 +32,7 @@ class Receiver:
         self.can_attach = True
         self.is_lost = False
 
-    def hello(self, _spec, *, arena_id, arena_bytes, is_on_device):
+    def hello(self, _spec, *, arena_id, arena_bytes, arena_is_on_device):
         if self.is_lost:
             raise PeerLostError("gone", node=self.address)
         found = self.reader.attach(arena_id, arena_bytes) if self.can_attach else None

@@ -5,21 +5,26 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.engine.kv_cache.tensor_planes import FACTOR_STEP
+from outrider.engine.kv_cache.tensor_planes import FACTOR_STEP, DeviceBytes
 from outrider.errors import ConfigError, NotSupportedError
 from outrider.kv_transfer.arena import HEAD_BYTES, IDLE_SECONDS, arena_path
 from outrider.kv_transfer.base import CommitState, FrameHeader
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
-from outrider.kv_transfer.cuda_ipc import LAZY_ENABLE_PEER_ACCESS, SharedGpu, open_shared_gpu
-from outrider.kv_transfer.device_arena import DeviceArena, DeviceArenaReader
+from outrider.kv_transfer.cuda_ipc import (
+    LAZY_ENABLE_PEER_ACCESS,
+    DeviceArena,
+    DeviceArenaReader,
+    SharedGpu,
+    open_shared_gpu,
+)
 from outrider.kv_transfer.inbox import Disposition
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from tests.kv_transfer.conftest import Peers
@@ -58,14 +63,16 @@ class Pair:
         self.receiver.inbox.open(spec, sink)
         sender = self.connector.connect(f"127.0.0.1:{self.port}", spec)
         for header, payload in self.peers.frames(spec):
-            sender.put(header.region, fake_bytes(self.connector.gpu, payload) if sender.is_on_device else payload)
+            sender.put(
+                header.region, fake_bytes(self.connector.gpu, payload) if sender.connector == "cuda_ipc" else payload
+            )
         assert sender.commit().state is CommitState.COMMITTED
         assert sink.cells == self.peers.expected_cells(spec)
         assert self.peers.completed[spec.transfer_id].connector == sender.connector
         return sender.connector
 
     def reader(self):
-        return self.receiver._arenas["cuda_ipc"]
+        return self.receiver._readers["cuda_ipc"]
 
 
 @pytest.fixture
@@ -134,15 +141,15 @@ def test_a_gpu_that_reads_other_bytes_than_were_written_is_not_used(pair, monkey
     assert "other bytes" in logs[0]["error"]
 
 
-def new_arena(gpu, directory, spare=None):
-    spare = [] if spare is None else spare
-    return DeviceArena(gpu, spare, directory=str(directory), num_bytes=1 << 20, slot_bytes=1 << 18)
+def new_arena(gpu, directory):
+    return DeviceArena(gpu, KvTransferConfig(arena_directory=str(directory), **SIZES))
 
 
 def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
     arena = new_arena(gpu, tmp_path)
-    assert arena_path(str(tmp_path), arena.arena_id).stat().st_size == HEAD_BYTES
-    assert arena.num_bytes == HEAD_BYTES + 4 * (1 << 18)
+    path = arena_path(str(tmp_path), arena.arena_id)
+    assert (path.stat().st_size, path.stat().st_mode & 0o777) == (HEAD_BYTES, 0o600)
+    assert arena.num_bytes == HEAD_BYTES + 16 * (1 << 16)
     reader = DeviceArenaReader(gpu, str(tmp_path))
     assert reader.attach(arena.arena_id, arena.num_bytes - 1) is None
     mapping = reader.attach(arena.arena_id, arena.num_bytes)
@@ -150,7 +157,7 @@ def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
     payload = bytes(range(256)) * 8
     offset = arena.take("owner")
     arena.write(offset, fake_bytes(gpu, payload))
-    assert bytes(mapping.copy(offset, len(payload))) == payload
+    assert mapping.copy(offset, len(payload)).tensor.numpy().tobytes() == payload
     for lie in (0, HEAD_BYTES - 1, arena.num_bytes - len(payload) + 1):
         assert mapping.copy(lie, len(payload)) is None
     arena_path(str(tmp_path), b"s" * 16).write_bytes(b"short")
@@ -159,18 +166,17 @@ def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
 
 def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver, tmp_path):
     """It is never freed: the driver forbids that while another process may have it mapped."""
-    spare: list = []
-    first = new_arena(gpu, tmp_path, spare)
+    first = new_arena(gpu, tmp_path)
     first.release(first.take("done"))
     del first
-    second = new_arena(gpu, tmp_path, spare)
+    second = new_arena(gpu, tmp_path)
     assert driver.num_allocated == 1
     second.take("lost")
     second.quarantine("lost")
     del second
     gc.collect()
-    assert not spare
-    third = new_arena(gpu, tmp_path, spare)
+    assert not gpu.spare
+    third = new_arena(gpu, tmp_path)
     assert driver.num_allocated == 2
     third.unlink()
 
@@ -180,8 +186,8 @@ def test_what_was_altered_in_a_slot_is_not_written(peers, inbox, gpu, tmp_path):
     spec, sink = peers.spec(), peers.sink()
     inbox.open(spec, sink)
     arena = new_arena(gpu, tmp_path)
-    arenas = {"cuda_ipc": DeviceArenaReader(gpu, str(tmp_path))}
-    stream = ReceiverStream(inbox=inbox, arenas=arenas, connectors=frozenset(arenas), cancel=lambda: None)
+    readers = {"cuda_ipc": DeviceArenaReader(gpu, str(tmp_path))}
+    stream = ReceiverStream(inbox=inbox, readers=readers, cancel=lambda: None)
     offer = {"arena_id": arena.arena_id, "arena_bytes": arena.num_bytes, "arena_is_on_device": True}
     assert decode_receiver_message(stream.handle(peers.hello(spec, **offer))).nonce == arena.nonce
     (header, payload), *_ = peers.frames(spec)
@@ -197,27 +203,26 @@ def test_what_was_altered_in_a_slot_is_not_written(peers, inbox, gpu, tmp_path):
 
 def test_the_checksum_is_a_sum_in_any_order_and_changes_with_each_byte(gpu):
     payload = torch.randint(0, 256, (1003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    checksum = gpu.copies.checksum(payload)
+    checksum = DeviceBytes(payload, gpu.copies).checksum()
     words = [int.from_bytes(bytes(payload[at : at + 8].tolist()).ljust(8, b"\0"), "little") for at in range(0, 1003, 8)]
     assert checksum == sum(word * (at * FACTOR_STEP | 1) for at, word in enumerate(words)) % 2**64
     for at in range(0, 1003, 59):
         other = payload.clone()
         other[at] += 1
-        assert gpu.copies.checksum(other) != checksum
+        assert DeviceBytes(other, gpu.copies).checksum() != checksum
     exchanged = torch.cat([payload[8:16], payload[:8], payload[16:]])
-    assert gpu.copies.checksum(exchanged) != checksum
-    assert gpu.copies.checksum(payload[:0]) == 0
+    assert DeviceBytes(exchanged, gpu.copies).checksum() != checksum
+    assert DeviceBytes(payload[:0], gpu.copies).checksum() == 0
 
 
 @pytest.mark.parametrize(("connector", "is_wanted"), [("auto", False), ("grpc", False), ("cuda_ipc", True)])
 def test_caches_that_are_not_on_one_gpu_share_none_of_its_memory(connector, is_wanted):
-    cache = SimpleNamespace(copies=None)
     config = KvTransferConfig(connector=connector)
     if is_wanted:
-        with pytest.raises(ConfigError, match=r"kv_transfer.connector is cuda_ipc, but the KV cache is not on one GPU"):
-            open_shared_gpu(cache, config)
+        with pytest.raises(ConfigError, match=r"kv_transfer.connector is cuda_ipc, but the KV cache is on no GPU"):
+            open_shared_gpu(None, config)
     else:
-        assert open_shared_gpu(cache, config) is None
+        assert open_shared_gpu(None, config) is None
 
 
 @pytest.fixture
@@ -236,23 +241,23 @@ def bindings(monkeypatch):
 
 def test_a_cache_on_a_gpu_opens_the_driver_that_torch_brings(gpu, driver, bindings):
     bindings(driver)
-    opened = open_shared_gpu(SimpleNamespace(copies=gpu.copies), KvTransferConfig())
+    opened = open_shared_gpu(gpu.copies, KvTransferConfig())
     assert isinstance(opened, SharedGpu)
 
 
 def test_without_the_drivers_bindings_there_is_one_warning_and_another_connector(gpu, bindings):
     bindings(None)
     with capture_logs() as logs:
-        assert open_shared_gpu(SimpleNamespace(copies=gpu.copies), KvTransferConfig()) is None
+        assert open_shared_gpu(gpu.copies, KvTransferConfig()) is None
     assert [line["event"] for line in logs] == ["no CUDA IPC"]
     with pytest.raises(ConfigError, match=r"cuda_ipc, but .*: choose auto"):
-        open_shared_gpu(SimpleNamespace(copies=gpu.copies), KvTransferConfig(connector="cuda_ipc"))
+        open_shared_gpu(gpu.copies, KvTransferConfig(connector="cuda_ipc"))
 
 
 def test_the_fake_driver_has_what_the_real_one_has():
     real = pytest.importorskip("cuda.bindings.driver", reason="comes with torch for CUDA")
     functions = [name for name in vars(FakeCudaDriver) if name.startswith("cu")]
-    assert len(functions) == 8
+    assert len(functions) == 10
     assert all(callable(getattr(real, name)) for name in functions)
     handle = real.CUipcMemHandle()
     handle.reserved = bytes(range(64))

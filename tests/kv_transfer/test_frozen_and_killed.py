@@ -18,7 +18,7 @@ from outrider.kv_transfer.base import DrainState, Region
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.peer_process import spec_of
-from tests.support.fake_cuda_driver import fake_shared_gpu
+from tests.support.fake_cuda_driver import fake_bytes, fake_shared_gpu
 from tests.support.waiting import wait_for
 
 PROGRAM = Path(__file__).with_name("peer_process.py")
@@ -111,7 +111,7 @@ def receiving(child):
 
 
 def put_until_it_blocks(sender, gpu):
-    payload = gpu.copies.upload(bytes(64 * 1024)) if sender.is_on_device else bytes(64 * 1024)
+    payload = fake_bytes(gpu, bytes(64 * 1024)) if gpu else bytes(64 * 1024)
     for start in range(0, 4096 * 16, 1024):
         sender.put(Region("k", range(1), range(start, start + 1024), range(1)), payload)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from outrider.engine.kv_cache import tensor_planes
-from outrider.engine.kv_cache.tensor_planes import CopyStream
+from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
 from outrider.kv_transfer.cuda_ipc import SharedGpu
 from tests.support.fake_gpu import fake_streams
 
@@ -93,6 +93,14 @@ class FakeCudaDriver:
         self.num_mapped -= 1
         return (CUresult.CUDA_SUCCESS,)
 
+    def cuMemcpyHtoD(self, destination, source, num_bytes):
+        ctypes.memmove(destination, source, num_bytes)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoH(self, destination, source, num_bytes):
+        destination[:num_bytes] = ctypes.string_at(source, num_bytes)
+        return (CUresult.CUDA_SUCCESS,)
+
     def cuMemcpyDtoDAsync(self, destination, source, num_bytes, stream):
         assert stream == HOST_STREAM
         if "cuMemcpyDtoDAsync" in self.fails:
@@ -128,4 +136,4 @@ def put_caches_on(gpu, monkeypatch):
 
 def fake_bytes(gpu, payload):
     """What a cache on the GPU would give."""
-    return gpu.copies.upload(bytes(payload))
+    return DeviceBytes(torch.frombuffer(bytearray(payload), dtype=torch.uint8), gpu.copies)

@@ -46,7 +46,6 @@ class InMemorySender:
     """A `Sender` that writes in the caller's thread."""
 
     connector = InMemoryConnector.name
-    is_on_device = False
     keep_alive_seconds = 2.5
 
     def __init__(self, spec: TransferSpec, inbox: TransferInbox, *, max_frame_bytes: int) -> None:

@@ -10,14 +10,13 @@ import numpy as np
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.base import Bytes, CachePlane, PlaneMaker, Slots
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
 from outrider.engine.memory import KVRoom
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.tensor_planes import CopyStream, TensorMemory
+    from outrider.engine.kv_cache.tensor_planes import DeviceBytes, TensorMemory
 
 LENGTH_STEP = 1024
 """Tokens: a window that memory bounds is a multiple, and so the same after a restart with a little more or less."""
@@ -59,6 +58,7 @@ class PagedKVCache:
             from outrider.engine.kv_cache.tensor_planes import TensorMemory  # imports torch
 
             kernels = self._tensors = TensorMemory(device)
+        self.copies: Any = None if self._tensors is None else self._tensors.copies  # a CopyStream, of a GPU
         self._planes: dict[str, CachePlane] = {
             plane.name: kernels.make_plane(plane, num_blocks=self.scratch_blocks.stop, block_size=block_size)
             for plane in planes
@@ -150,11 +150,6 @@ class PagedKVCache:
             for plane in self._planes.values():
                 plane.move_slots(pairs)
 
-    @property
-    def copies(self) -> CopyStream | None:
-        """Copies frames on the GPU that has the cache; None on a CPU."""
-        return None if self._tensors is None else self._tensors.copies
-
     def fence(self) -> Any:
         """Marks the work that is queued by now, for `read` and `write`; None on a CPU, which has done it."""
         return None if self._tensors is None else self._tensors.fence()
@@ -172,14 +167,11 @@ class PagedKVCache:
         heads = self._checked(plane, layers, slots, heads)
         return self._planes[plane].read(layers, slots, heads, after)
 
-    def take(
-        self, plane: str, layers: range, slots: Slots, after: Any = None, *, heads: range | None = None
-    ) -> DeviceBytes:
-        """What `read` gives, without leaving the GPU that has the cache. Raises InternalError outside the cache."""
+    def take(self, plane: str, layers: range, slots: Slots, after: Any, *, heads: range | None = None) -> DeviceBytes:
+        """What `read` gives, without leaving the GPU that has the cache."""
         heads = self._checked(plane, layers, slots, heads)
         on_gpu: Any = self._planes[plane]
-        taken: DeviceBytes = on_gpu.take(layers, slots, heads, after)
-        return taken
+        return self.copies.take(on_gpu.rows(layers, heads), slots, after)
 
     def write(
         self,
@@ -198,7 +190,9 @@ class PagedKVCache:
         """
         heads = self._checked(plane, layers, slots, heads)
         expected = len(layers) * slots.size * len(heads) * find_plane(self.planes, plane).bytes_per_head
-        rows = payload if isinstance(payload, DeviceBytes) else np.frombuffer(payload, dtype=np.uint8)
+        rows: Any = payload
+        if isinstance(payload, (bytes, bytearray, memoryview)):
+            rows = np.frombuffer(payload, dtype=np.uint8)
         if len(rows) != expected:
             raise InternalError(f"{len(rows)} bytes for {expected} of plane {plane}, layers {layers}")
         if expected:

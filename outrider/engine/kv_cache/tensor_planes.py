@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,16 +13,15 @@ from torch import Tensor
 
 from outrider.engine.kv_cache.array_plane import ArrayPlane, Words
 from outrider.engine.kv_cache.base import Bytes, CachePlane, Slots
-from outrider.engine.kv_cache.device_bytes import DeviceBytes
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.transfer import empty_page_locked, upload
 
 Fence = torch.cuda.Event
 
-FACTOR_STEP = 0x1E3779B97F4A7C15
-"""Of `CopyStream.checksum`: factors of words at near places have few bits in common. Odd, below 2**63."""
-
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+FACTOR_STEP = 0x1E3779B97F4A7C15  # odd: near places of a `DeviceBytes.checksum` have unlike factors
 
 
 def tensor_of(values: Words | Tensor) -> Tensor:
@@ -63,8 +65,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._factors = torch.zeros(0, dtype=torch.int64, device=device)  # of `checksum`
+        self.stream = torch.cuda.Stream(device)
 
     def fence(self) -> Fence:
         """After all work that is queued by now. Who waits for it sleeps: that may be as long as a step."""
@@ -74,9 +75,8 @@ class CopyStream:
 
     def gather(self, rows: Tensor, slots: Slots, after: Fence) -> Tensor:
         """Some slots of [layers, slots, width], once `after` is reached: [layers, num_slots, width], page-locked."""
-        after.synchronize()
-        with torch.cuda.stream(self._stream):
-            taken = self._select(rows, slots)
+        taken = self.take(rows, slots, after).tensor.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2])
+        with torch.cuda.stream(self.stream):
             host = empty_page_locked(taken.shape, taken.dtype)
             host.copy_(taken, non_blocking=True)
             self.wait()
@@ -85,69 +85,63 @@ class CopyStream:
     def take(self, rows: Tensor, slots: Slots, after: Fence) -> DeviceBytes:
         """What `gather` gives, but on the device. The host waits for `after` only."""
         after.synchronize()
-        with torch.cuda.stream(self._stream):
-            return DeviceBytes(self._select(rows, slots).view(torch.uint8).reshape(-1), self)
-
-    def _select(self, rows: Tensor, slots: Slots) -> Tensor:
-        return rows.index_select(1, upload(slots, self.device))
+        with torch.cuda.stream(self.stream):
+            taken = rows.index_select(1, upload(slots, self.device))
+            return DeviceBytes(taken.view(torch.uint8).reshape(-1), self)
 
     def scatter(self, rows: Tensor, slots: Slots, payload: Bytes | DeviceBytes, after: Fence) -> None:
         """Writes some slots of [layers, slots, width] once `after` is reached. Later work must not use them.
 
         `payload` [layers * num_slots * width * itemsize] uint8 may be used again afterwards.
         """
-        source = payload.tensor if isinstance(payload, DeviceBytes) else _page_locked_copy(payload)
+        if isinstance(payload, DeviceBytes):
+            source = payload.tensor
+        else:
+            source = empty_page_locked(payload.shape, torch.uint8)
+            source.numpy()[:] = payload
         after.synchronize()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             indices = upload(slots, self.device)
             values = source.to(self.device, non_blocking=True)
             rows.index_copy_(1, indices, values.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2]))
             self.wait()
 
-    def upload(self, payload: bytes) -> DeviceBytes:
-        """A copy on the device."""
-        source = _page_locked_copy(np.frombuffer(payload, dtype=np.uint8))
-        with torch.cuda.stream(self._stream):
-            return DeviceBytes(source.to(self.device, non_blocking=True), self)
-
-    def download(self, payload: Tensor) -> bytes:
-        """A copy of [num_bytes] uint8 on the host."""
-        with torch.cuda.stream(self._stream):
-            return payload.cpu().numpy().tobytes()
-
     def empty(self, num_bytes: int) -> DeviceBytes:
-        """Memory for a copy that is queued on this stream (`handle`)."""
-        with torch.cuda.stream(self._stream):
+        """Memory that will be written on the stream."""
+        with torch.cuda.stream(self.stream):
             return DeviceBytes(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), self)
 
-    def checksum(self, payload: Tensor) -> int:
-        """Of [num_bytes] uint8: the sum of its words of 8 bytes, each times an odd number that depends on its place.
-
-        All modulo 2**64, so it is the same in whatever order a device adds. A change of one word changes it. It finds
-        bytes that were read too early or at a wrong place; like xxh3, it is no defence against forgery.
-        """
-        with torch.cuda.stream(self._stream):
-            words = torch.nn.functional.pad(payload, (0, -len(payload) % 8)).view(torch.int64)
-            if len(words) > len(self._factors):
-                self._factors = torch.arange(len(words), dtype=torch.int64, device=self.device) * FACTOR_STEP | 1
-            return int((words * self._factors[: len(words)]).sum()) % 2**64
-
-    @property
-    def handle(self) -> int:
-        """The stream (cudaStream_t), for copies that torch does not make."""
-        return self._stream.cuda_stream
-
     def wait(self) -> None:
-        """The host waits for what has been queued on the stream by now."""
+        """The host waits for what is queued on the stream by now."""
         done = torch.cuda.Event()
-        done.record(self._stream)
+        done.record(self.stream)
         done.synchronize()
 
 
-def _page_locked_copy(payload: Bytes) -> Tensor:
-    host = empty_page_locked(payload.shape, torch.uint8)
-    host.numpy()[:] = payload
-    return host
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Bytes of a frame that never leave a GPU: [num_bytes] uint8, made and used on one stream."""
+
+    tensor: Tensor
+    copies: CopyStream
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def checksum(self) -> int:
+        """The sum of all words of 8 bytes, each times an odd number that depends on its place. The host waits for it.
+
+        It is modulo 2**64, so in whatever order a device adds. It finds what was read too early, or at a wrong place;
+        like xxh3 it is no defence against forgery.
+        """
+        with torch.cuda.stream(self.copies.stream):
+            words = torch.nn.functional.pad(self.tensor, (0, -len(self) % 8)).view(torch.int64)
+            return int((words * _factors(len(words), self.copies.device)).sum()) % 2**64
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(num_words: int, device: torch.device) -> Tensor:
+    return torch.arange(num_words, dtype=torch.int64, device=device) * FACTOR_STEP | 1
 
 
 class HostTensorPlane(ArrayPlane):
@@ -186,11 +180,7 @@ class TensorPlane:
         array: Bytes = taken.view(torch.uint8).reshape(-1).numpy()
         return array
 
-    def take(self, layers: range, slots: Slots, heads: range, after: Fence | None) -> DeviceBytes:
-        """What `read` gives, on the device."""
-        return self._copies.take(self.rows(layers, heads), slots, after or self._copies.fence())
-
-    def write(self, layers: range, slots: Slots, heads: range, rows: Bytes | DeviceBytes, after: Fence | None) -> None:
+    def write(self, layers: range, slots: Slots, heads: range, rows: Bytes | DeviceBytes, after: Any) -> None:
         self._copies.scatter(self.rows(layers, heads), slots, rows, after or self._copies.fence())
 
     def _upload(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
