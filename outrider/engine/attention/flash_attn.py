@@ -57,9 +57,9 @@ class FlashAttention:
         self._device = torch.device(device)
         self._steps = steps
 
-    def plan(self, batch: InputBatch, *, num_ahead: int = 0) -> InputBatch:
+    def plan(self, batch: InputBatch) -> InputBatch:
         """As AttentionBackend.plan, of the other backend: layers of any batch may be left to it."""
-        return self._steps.plan(batch, num_ahead=num_ahead)
+        return self._steps.plan(batch)
 
     def prepare(self, batch: InputBatch) -> Any:
         """A plan of the backend that computes the batch."""

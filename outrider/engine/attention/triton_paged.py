@@ -48,11 +48,11 @@ class TritonAttention:
         self._num_kv_heads = num_kv_heads
         self._lists = WorkLists(self._tile, num_heads=num_heads, num_kv_heads=num_kv_heads, num_programs=num_programs)
 
-    def plan(self, batch: InputBatch, *, num_ahead: int = 0) -> InputBatch:
+    def plan(self, batch: InputBatch) -> InputBatch:
         """As AttentionBackend.plan."""
         if batch.arrays.attention_plan:
             return batch
-        return batch.with_plan(self._lists.plan(batch, num_ahead=num_ahead))
+        return batch.with_plan(self._lists.plan(batch))
 
     def prepare(self, batch: InputBatch) -> _Plan:
         batch = self.plan(batch)

@@ -70,17 +70,17 @@ class WorkLists:
         """Of any batch of `num_rows` rows."""
         return 2 * num_rows + ITEMS_PER_PROGRAM * self._num_abreast
 
-    def plan(self, batch: InputBatch, *, num_ahead: int = 0) -> array[int]:
+    def plan(self, batch: InputBatch) -> array[int]:
         """A padded batch's plan has room for the items of any batch of as many rows.
 
-        `num_ahead`: tokens by which sequences may have grown on the device when the plan is used.
+        It also serves a batch of the same rows at earlier positions.
         """
         starts = np.frombuffer(batch.arrays.query_start_loc, dtype=np.int32)
         positions = np.frombuffer(batch.arrays.positions, dtype=np.int64)
         seqs, places = _runs(-((starts[:-1] - starts[1:]) // self.rows_per_tile))  # of each tile
         first_rows = starts[seqs] + places * self.rows_per_tile
         num_rows = np.minimum(starts[seqs + 1] - first_rows, self.rows_per_tile)
-        num_keys = np.maximum.reduceat(positions, first_rows) + (1 + num_ahead)
+        num_keys = np.maximum.reduceat(positions, first_rows) + 1
         num_splits = self.split_of(num_keys - 1) + 1
 
         for items_per_program in (ITEMS_PER_PROGRAM, 1):

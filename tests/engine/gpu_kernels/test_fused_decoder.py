@@ -111,9 +111,8 @@ class Node:
         if features is not None:
             spec = replace(spec, features=features.plane(spec.dtype))
         self.cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_scratch_blocks=1)
-        self.runner = make_runner(
-            replace(model, spec=spec), self.cache, interpreted_attention(), graphs=graphs, features=features
-        )
+        attention = interpreted_attention(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
+        self.runner = make_runner(replace(model, spec=spec), self.cache, attention, graphs=graphs, features=features)
         self._free = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
 
     def table(self, num_tokens=40):
