@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from outrider.engine.device import has_gpu_driver
 from tests.support.matrices import cover_pairs
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Of several workers, each computes in one thread, but where a test says otherwise."""
     if hasattr(config, "workerinput"):
         os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-    if not Path("/dev/nvidiactl").exists():
+    if not has_gpu_driver():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels run on the CPU
 
 

@@ -154,11 +154,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages = arguments.stages.split(",")
     if unknown := [stage for stage in stages if stage not in STAGES]:
         parser.error(f"--stages {','.join(unknown)}: choose from {', '.join(STAGES)}")
-    own = [sys.executable, __file__, "--out", str(out), "--scratch", str(scratch), "--device", arguments.device]
+    # As a module: the folder of a script comes first in its path, and libraries would find our kernels.py there.
+    own = [sys.executable, "-m", "checks.gpu_day", "--out", str(out), "--scratch", str(scratch)]
+    own += ["--device", arguments.device, "--model", arguments.model]
     (out / "results.jsonl").unlink(missing_ok=True)  # of an earlier day
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running stage is ended
     ended = run_day(
-        {stage: [*own, "--model", arguments.model, "--stage", stage] for stage in stages},
+        {stage: [*own, "--stage", stage] for stage in stages},
         {stage: arguments.patience * STAGES[stage] for stage in stages},
         out=out,
         seconds=arguments.seconds,

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from decode_node.commands import (
     Command,
@@ -165,7 +166,7 @@ class DecodeLoop:
         for group, event in report.events():
             self._groups.report(group, event)
         fault_point("decode.before_emit")
-        self._emit_events(report.stats)
+        self._emit_events(report.stats())
 
     def _end_failed(self) -> None:
         """Ends requests that their constraints do not let go on."""
@@ -219,14 +220,13 @@ class DecodeLoop:
         age_before = self.progress.age_seconds()
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
         verifying = [item for item in planned if item.scheduled.reaches_end]
-        draft_rows = [item.draft_rows() for item in verifying]
-        self._verifier.prepare(draft_rows)
+        self._verifier.prepare([each.draft_rows() for each in verifying if each.sample.sampling.constraint is not None])
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
         logits, scored = take_scored_rows(plan, logits)
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
-        pending = self._verifier.queue(logits, draft_rows)
+        pending = self._verifier.queue(logits, [item.draft_rows() for item in verifying])
         if self._engine.runner.is_asynchronous:
             self._time.mark(Part.SAMPLING)
             self._process_commands_while_computing()
@@ -243,7 +243,8 @@ class DecodeLoop:
         )
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = time.monotonic() - started, self._time.take()
-        stats = step_stats(
+        stats = partial(
+            step_stats,
             plan,
             verifying,
             verdicts,
@@ -258,7 +259,7 @@ class DecodeLoop:
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
-                    stats.nanoseconds, kind=step_kind(plan), num_rows=stats.num_rows, num_sequences=len(plan.scheduled)
+                    nanoseconds, kind=step_kind(plan), num_rows=num_rows, num_sequences=len(plan.scheduled)
                 )
 
     def _gather(self) -> StepDrafts:
@@ -351,11 +352,9 @@ class DecodeLoop:
         for item, verdict in zip(verifying, verdicts, strict=True):
             self._apply(item.sample, verdict)
         self._drafts.announce(
-            [
-                (item.sample, verdict.token_ids)
-                for item, verdict in zip(verifying, verdicts, strict=True)
-                if verdict.finish_reason is None
-            ]
+            (item.sample, verdict.token_ids)
+            for item, verdict in zip(verifying, verdicts, strict=True)
+            if verdict.finish_reason is None
         )
         return verdicts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -133,7 +133,7 @@ class StepReport:
     verdicts: Sequence[Verdict]  # of each sample
     requested: AbstractSet[int]  # sequences that wanted a draft node's drafts
     hits: AbstractSet[int]  # of them, those that found one waiting
-    stats: StepStats
+    stats: Callable[[], StepStats]  # counted when they are told: a device has the next step by then
 
     def events(self) -> Iterator[tuple[SequenceGroup, SequenceGroupEvent]]:
         """In the order of the batch, each sample's tokens before its end."""

@@ -297,10 +297,11 @@ class DraftGatherer:
             seconds, num_rows=num_rows, num_sequences=num_sequences, num_prompt_rows=num_prompt_rows
         )
 
-    def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
+    def announce(self, committed: Iterable[tuple[Sample, tuple[int, ...]]]) -> None:
         """Tells draft nodes what was committed and how much is wanted next; judges drafts that were not verified."""
         if self._controller.num_speculative_tokens <= 0:
             return
+        committed = list(committed)
         for sample, token_ids in committed:
             sequence_id = sample.sequence.key
             if sequence_id in self._reproducible:

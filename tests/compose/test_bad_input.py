@@ -85,7 +85,7 @@ def test_a_node_alone_that_cannot_have_its_model_ends_with_1(project):
 
 
 def test_a_memory_limit_that_leaves_no_room_for_kv_is_named(project, models):
-    limits = {"mem_limit": "560m", "memswap_limit": "560m"}
+    limits = {"mem_limit": "530m", "memswap_limit": "530m"}
     environment = {"OUTRIDER_MODEL__MAX_MODEL_LEN": "8192"}  # else a shorter window would do
     tight = {"services": {"decode_node": {**limits, "environment": environment, "restart": "no"}}}
     alone = project(override={**tight, **with_models(models)})

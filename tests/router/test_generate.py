@@ -10,7 +10,6 @@ import pytest
 from outrider.session import SampleStart
 from outrider.v1 import router_pb2
 from tests.router.conftest import PATIENCE_SECONDS
-from tests.support.router_fakes import FakeDecodeNode, fake_model_info
 
 STOP, LENGTH = router_pb2.FINISH_REASON_STOP, router_pb2.FINISH_REASON_LENGTH
 
@@ -355,17 +354,6 @@ async def test_tokenize_and_detokenize(cluster):
     ids = [104, 258, 105, 0xF0]
     for fields, text in (({}, "hi�"), ({"skip_special_tokens": False}, "h<|end|>i�")):
         assert (await cluster.stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids, **fields))).text == text
-
-
-async def test_the_shortest_window_of_all_nodes_is_served(cluster):
-    """An answer may go on on any of them."""
-    cluster.nodes += [FakeDecodeNode(name="decode-1", model=fake_model_info(max_model_len=100))]
-    cluster.nodes += [FakeDecodeNode(name="decode-2", model=fake_model_info(max_model_len=300))]
-    await cluster.serve()
-    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 3)
-    assert (await cluster.stub.GetModel(router_pb2.GetModelRequest())).max_model_len == 100
-    with pytest.raises(grpc.aio.AioRpcError, match="window of 100"):
-        await cluster.generate(max_tokens=200)
 
 
 async def test_get_model(cluster):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
 import structlog
 
 from outrider.engine.numerics import native_numerics, torch_numerics
+from outrider.v1 import router_pb2
 from tests.support.router_fakes import FakeDecodeNode, fake_model_info
 
 EXACT = fake_model_info(numerics=str(native_numerics("amx")))
@@ -75,3 +77,14 @@ async def test_a_reservation_is_filled_by_nodes_of_one_kind_only(node_pair):
     assert free.requests == []
     retargets = [retarget for node in node_pair.decodes for retarget in node.retargeted]
     assert [retarget.transfer_id for retarget in retargets] == [b""]
+
+
+async def test_the_shortest_window_of_all_nodes_is_served(cluster):
+    """An answer may go on on any of them."""
+    cluster.nodes += [FakeDecodeNode(name="decode-1", model=fake_model_info(max_model_len=100))]
+    cluster.nodes += [FakeDecodeNode(name="decode-2", model=fake_model_info(max_model_len=300))]
+    await cluster.serve()
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 3)
+    assert (await cluster.stub.GetModel(router_pb2.GetModelRequest())).max_model_len == 100
+    with pytest.raises(grpc.aio.AioRpcError, match="window of 100"):
+        await cluster.generate(max_tokens=200)

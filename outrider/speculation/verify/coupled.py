@@ -46,7 +46,7 @@ def accept_drafts(drafts: Sequence[DraftRows], sampled: SampledRows) -> list[Ver
         if draft.parents:
             verified.append(_of_tree(draft, decided[start:end], sampled.logprobs[start:end]))
         else:
-            token_ids = accept(draft_token_ids, decided[start:end])
+            token_ids = accept(draft_token_ids, decided[start:end]) if draft_token_ids else decided[start:end]
             has_logprobs = draft.rows.state.logprobs is not None
             logprobs = tuple(sampled.logprobs[start : start + len(token_ids)]) if has_logprobs else ()
             verified.append(Verified(token_ids, logprobs))
