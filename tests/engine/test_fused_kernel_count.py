@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.attention.triton_paged import TritonAttention
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -42,8 +42,9 @@ LLAMA_8B = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
 }  # fmt: skip
+PROGRAMS_OF_AN_H100 = 264
 STEP_OF_FEW_ROWS = [SequenceRows([5], 600, range(38), num_logits=1) for _ in range(8)]
-CHUNK = [SequenceRows([0] * 512, 0, range(38), num_logits=1)]
+CHUNK = [SequenceRows([0] * 4096, 0, range(256), num_logits=1)]
 
 
 class Launches(TorchDispatchMode):
@@ -106,7 +107,9 @@ def runner_of(architecture, num_layers, *, is_deterministic=False, features=None
         fused = FusedDecoder(model, spec, options, is_deterministic=is_deterministic)
     loaded = RunnableModel(model=model, native=None, device=str(GPU), spec=spec, fused=fused)
     cache = PagedKVCache(spec.planes, num_blocks=64, block_size=16, device=str(GPU))
-    return make_runner(loaded, cache, make_attention_backend("triton", str(GPU), "bfloat16"), features=features)
+    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+    attention = TritonAttention(GPU, num_programs=PROGRAMS_OF_AN_H100, **heads)
+    return make_runner(loaded, cache, attention, features=features)
 
 
 def count(launches, runner, rows):

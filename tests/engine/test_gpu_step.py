@@ -84,6 +84,8 @@ def backend(request, monkeypatch):
         (triton_paged, "attend"),
         (triton_paged, "merge_splits"),
         (edits, "edit_rows"),
+        (filters, "raise_lanes"),
+        (filters, "list_tokens"),
         (filters, "filter_limits"),
         (race, "best_scores"),
         (race, "pick"),
@@ -111,6 +113,10 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {GPU}
     assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k)} == {torch.int32}
     return torch.empty_like(q)
+
+
+OWN_WAITS = ["host waits for default", "host waits for copies"]
+"""Of a copy: for its fence, then for its end."""
 
 
 class Kernel:
@@ -222,7 +228,7 @@ def test_no_request_compiles_a_sampling_kernel_or_waits_twice(node, reads):
     Kernel.compiled.clear()
     node.sampler.warm_up()
     warm = set(Kernel.compiled)
-    kernels = {"edit_rows", "filter_limits", "best_scores", "pick"}
+    kernels = {"edit_rows", "raise_lanes", "list_tokens", "filter_limits", "best_scores", "pick"}
     is_compiled = node.attention.name != "torch_sdpa"
     assert {name for name, *_ in warm} == (kernels if is_compiled else set())
     for number in (0, 1, 2, 5) if is_compiled else (0, 5):
@@ -373,8 +379,7 @@ def test_a_frame_of_the_hand_off_waits_for_its_own_fence_and_copy_only(gpu, monk
         frame = plane._copies.gather(plane.rows(range(1, 3), range(2)), slots, cache.fence())
         assert (frame.shape, frame.device.type) == ((2, 55, 2 * 16), "cpu")
         cache.write("v", range(1, 3), slots, bytes(2 * 55 * 2 * 16 * 2))
-    own = ["host waits for default", "host waits for copies"]  # its fence, then its copy
-    assert [line for line in log if line.startswith("host")] == own * 2
+    assert [line for line in log if line.startswith("host")] == OWN_WAITS * 2
 
 
 def test_a_frame_that_stays_on_the_gpu_never_comes_to_the_host(gpu, monkeypatch):
@@ -386,11 +391,11 @@ def test_a_frame_that_stays_on_the_gpu_never_comes_to_the_host(gpu, monkeypatch)
     with OneDevice():
         frame = cache.take("k", range(1, 3), slots, cache.fence(), heads=range(1, 2))
         assert (frame.tensor.shape, frame.tensor.dtype) == ((2 * 55 * 16 * 2,), torch.uint8)
-        assert not [line for line in log if line.startswith("host")]
+        assert [line for line in log if line.startswith("host")] == OWN_WAITS[:1]
         cache.write("v", range(1, 3), slots, frame, heads=range(1))
         with pytest.raises(InternalError, match="3520 bytes for 7040"):
             cache.write("v", range(1, 3), slots, frame)
-    assert [line for line in log if line.startswith("host")] == ["host waits for copies"]
+    assert [line for line in log if line.startswith("host")] == OWN_WAITS[:1] + OWN_WAITS
 
 
 def test_rows_of_a_draft_tree_do_not_wait_either(node):

@@ -10,7 +10,6 @@ from transformers import AutoConfig
 
 from outrider.constraints.grammar import NUMERICS
 from outrider.engine.attention import make_attention_backend
-from outrider.engine.attention.triton_paged import TritonAttention
 from outrider.engine.cpu_kernels.paths import FUSED, TORCH, KernelChoice
 from outrider.engine.gpu_kernels import why_not_fused
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -20,6 +19,7 @@ from outrider.model_hub import load
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels
 from outrider.model_hub.support import own_logits
+from tests.support.interpreted_triton import interpreted_attention
 from tests.support.tiny_model import make_tiny_model
 
 fused_decoder = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.fused_decoder")
@@ -104,7 +104,10 @@ def test_numerics_of_a_deterministic_node_name_what_rounds_otherwise(checkpoint,
     monkeypatch.setattr(load, "check_deterministic", lambda *_arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(load, "attention_of", lambda *_arguments: "triton")
-    monkeypatch.setattr("outrider.model_hub.support.make_attention_backend", lambda *_: TritonAttention("cpu"))
+    monkeypatch.setattr(
+        "outrider.model_hub.support.make_attention_backend",
+        lambda *names, **heads: interpreted_attention(**heads) if heads else make_attention_backend(*names),
+    )
     monkeypatch.setattr(load, "SPLIT_CONTEXT", 24)  # the interpreter is slow
     torch.set_num_threads(1)
     config = ModelConfig(id=str(checkpoint), deterministic=True)
