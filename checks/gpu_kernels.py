@@ -79,7 +79,7 @@ def cases() -> Iterator[Case]:
         )
     flags = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_PATHS": False}
     large = sizes | {"HEADS_PER_KV": 2, "HEADS_PER_TILE": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
-    yield Case("attend, heads of 256", attention.attend, types, large | flags, most_shared=64 << 10, most_spilled=64)
+    yield Case("attend, heads of 256", attention.attend, types, large | flags, most_shared=64 << 10, most_spilled=128)
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
     merged |= {"SPLITS_PER_SIZE": TILE.splits_per_size}
     yield Case(

@@ -60,7 +60,6 @@ class ModuleSteps:
         self._graphs: StepGraphs | None = None
         if graphs is not None and attention.can_be_captured:
             device = torch.device(kv_cache.device)
-            self.padded_rows = graphs.row_counts
             self._graphs = StepGraphs(
                 graphs,
                 device=device,
@@ -88,6 +87,7 @@ class ModuleSteps:
         """As ModelRunner.capture_graphs."""
         if self._graphs is not None:
             self._graphs.capture_all(self._compute)
+            self.padded_rows = self._graphs.row_counts
 
     @torch.inference_mode()
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:

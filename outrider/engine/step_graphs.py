@@ -12,8 +12,9 @@ is in the buffer of logits.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -28,7 +29,8 @@ from outrider.engine.transfer import page_locked
 Replay = Callable[[], None]
 """Queues captured work again, over what lies at the same addresses; nobody waits."""
 GraphCapture = Callable[[Callable[[], object]], Replay]
-"""Runs a function, and captures what it queues. What it allocates may be taken by other captured work."""
+"""Runs a function, and captures what it queues. What it allocates may be taken by other captured work. Raises a
+RuntimeError if that cannot be captured; then everything is as before."""
 
 
 class StepGraphs:
@@ -62,7 +64,24 @@ class StepGraphs:
         `forward`: logits of the `logits_rows` of a batch whose tensors are on `device`; all that differs within a
         bucket it reads there. It is not kept: graphs that held their runner would be a reference cycle, and device
         memory would wait for a collection.
+
+        If a capture fails, as of a model that reads from the device what to do next, nothing is captured: a warning
+        says why, and `run` finds no graph.
         """
+        try:
+            self._capture_all(forward)
+        except RuntimeError as error:  # torch's
+            self._graphs.clear()
+            self._buffer, self._logits = self._buffer.new_empty(0), None
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"steps run without CUDA graphs, which is slower: {reason}", RuntimeWarning, stacklevel=2)
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows to which steps are padded, rising: of what has been captured."""
+        return self._shapes.row_counts if self._graphs else ()
+
+    def _capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
         nothing = build_input_batch([SequenceRows([0], 0, (self._scratch_block,), 1)], self._block_size)
         for bucket in self._shapes.buckets:
             padded = self._padded(nothing, bucket)
@@ -105,18 +124,32 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
     with torch.cuda.device(device):
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
+    failed: list[torch.cuda.CUDAGraph] = []  # kept, since torch's allocators go on asking them which stream is theirs
 
     def capture(run: Callable[[], object]) -> Replay:
-        """After a first run on the same stream, which compiles kernels and takes workspaces."""
+        """After a first run on the same stream, which compiles kernels and takes workspaces.
+
+        What waits for the device fails in that run, before a capture has begun.
+        """
         with torch.cuda.device(device), _no_garbage_collection():
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), _waits_are_errors():
                 run()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads go on meanwhile: they copy frames and take page-locked memory.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                run()
+            try:
+                # The outer context leaves the stream also where torch's own does not, because the capture has failed.
+                # Other threads go on meanwhile: they copy frames and take page-locked memory.
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                ):
+                    run()
+            except RuntimeError:
+                failed.append(graph)
+                with suppress(RuntimeError):  # it has ended if the capture itself did not fail
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+                raise
 
         def replay() -> None:
             with torch.cuda.device(device):
@@ -125,6 +158,17 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
         return replay
 
     return capture
+
+
+@contextmanager
+def _waits_are_errors() -> Iterator[None]:
+    """Of torch's operations, in all threads."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextmanager

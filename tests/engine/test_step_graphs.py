@@ -194,6 +194,7 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
             expected = [1000 * token + start + depth for token, depth in zip(tokens, depths, strict=True)]
             assert logits.squeeze(1).tolist() == [*expected[-num_logits:], 6003]
     assert len(addresses) == 1
+    assert graphs.row_counts == (1, 2, 4, 8)
     assert len({tuple(each) for each in seen}) == 2  # of four rows, with and without trees
     assert {tuple(each) for each in seen} <= captured
     assert graphs.run(build_input_batch([SequenceRows([1, 2], 0, (1,), 0)], BLOCK_SIZE)).shape == (0, 1)
@@ -237,7 +238,7 @@ class Stream(str):
 
 def test_steps_are_captured_on_their_own_device_in_one_stream_without_garbage_collection(monkeypatch):
     """Another device than the current one, which is the first."""
-    places, events, numbers = ["cuda:0"], [], itertools.count(1)
+    places, events, modes, numbers = ["cuda:0"], [], [], itertools.count(1)
 
     @contextlib.contextmanager
     def within(place):
@@ -250,10 +251,12 @@ def test_steps_are_captured_on_their_own_device_in_one_stream_without_garbage_co
 
     calls = {
         "device": within,
-        "stream": within,
+        "stream": lambda stream: contextlib.nullcontext() if stream == "current" else within(stream),
         "Stream": lambda: Stream(f"stream {next(numbers)} of {places[-1]}"),
-        "current_stream": Stream,
+        "current_stream": lambda: Stream("current"),
         "graph_pool_handle": lambda: f"pool of {places[-1]}",
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": modes.append,
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: note("replay")),
         "graph": lambda _graph, *, pool, stream, capture_error_mode: within(f"capture by {stream} in {pool}"),
     }
@@ -269,4 +272,41 @@ def test_steps_are_captured_on_their_own_device_in_one_stream_without_garbage_co
             ("cuda:0", "cuda:1", "capture by stream 1 of cuda:1 in pool of cuda:1", False),
             ("cuda:0", "cuda:1", "replay"),
         ]
+        assert modes == ["error", 0]
+        modes.clear()
     assert gc.isenabled()
+
+    released = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: released.append(where), raising=False)
+
+    def fail(when):
+        if places[-1].startswith(when):
+            raise RuntimeError(f"{when} fails")
+
+    for when, expected in (("stream", []), ("capture", [(1, "pool of cuda:1")])):
+        with pytest.raises(RuntimeError, match=when):
+            capture(lambda when=when: fail(when))
+        places[:] = ["cuda:0"]
+        assert (released, modes, gc.isenabled()) == (expected, ["error", 0], True)
+        modes.clear()
+
+
+def test_what_cannot_be_captured_runs_without_graphs_and_says_so_once():
+    asked = []
+
+    def capture(run):
+        asked.append(run)
+        if len(asked) == 3:
+            raise RuntimeError("called a synchronizing CUDA operation\nand more")
+        return capture_on_a_cpu(run)
+
+    graphs = StepGraphs(GraphShapes(8), device=CPU, scratch_block=SCRATCH, block_size=BLOCK_SIZE, capture=capture)
+    with pytest.warns(RuntimeWarning, match=r"without CUDA graphs.*: called a synchronizing CUDA operation$") as told:
+        graphs.capture_all(lambda batch: batch.on(CPU).positions.float().unsqueeze(1))
+    assert len(told) == 1
+    assert len(asked) == 3
+    assert graphs.run(batch_of(([1], 0))) is None
+    assert graphs.row_counts == ()
+    assert not graphs._graphs
+    assert graphs._logits is None
