@@ -63,7 +63,8 @@ class Node:
     def __init__(self, config: ModelConfig, *, num_seqs: int, context: int) -> None:
         self.loaded = load_model(config)
         self.spec, self.device = self.loaded.spec, self.loaded.device
-        attention = make_attention_backend(attention_of(config, self.device), self.device, self.spec.dtype)
+        heads = {"num_heads": self.spec.num_heads, "num_kv_heads": self.spec.num_kv_heads}
+        attention = make_attention_backend(attention_of(config, self.device), self.device, self.spec.dtype, **heads)
         self.block_size = KVCacheConfig().block_size
         self.context = context
         blocks = -(-(context + max(VERIFIED_ROWS)) // self.block_size)

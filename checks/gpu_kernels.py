@@ -19,10 +19,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from outrider.engine.attention.work_list import Tile
 from outrider.engine.gpu_kernels import attention, cache, edits, filters, layers, race, rollout
 
 CAPABILITIES = (80, 90, 100)
-TILE = attention.Tile()
+TILE = Tile()
 
 
 @dataclass(frozen=True)
@@ -56,31 +57,39 @@ def cases() -> Iterator[Case]:
     """Every kernel, with the sizes of an 8B model of the Llama family."""
     types = dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16")
     types |= dict.fromkeys(("split_values", "split_largest", "split_totals"), "*fp32")
-    types |= dict.fromkeys(("query_start_loc", "block_tables", "table_starts"), "*i32")
+    types |= dict.fromkeys(("block_tables", "plan"), "*i32")
     types |= dict.fromkeys(("positions", "path_starts", "path_slots"), "*i64")
-    types |= dict.fromkeys(("num_seqs", "max_splits", "window"), "i32")
+    types |= dict.fromkeys(("first_merged", "window"), "i32")
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
     sizes = {"HEADS_PER_KV": 4, "HEADS_PER_TILE": 4, "NUM_KV_HEADS": 8, "HEAD": 128, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
     sizes |= {"LINES": TILE.lines, "KEYS": TILE.keys, "SPLIT_KEYS": TILE.split_keys}
+    sizes |= {"SPLITS_PER_SIZE": TILE.splits_per_size}
     for has_paths in (False, True):
-        for is_split in (False, True):
-            flags = {"HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_PATHS": has_paths, "IS_SPLIT": is_split}
-            yield Case(
-                f"attend{', trees' * has_paths}{', split' * is_split}",
-                attention.attend,
-                types,
-                sizes | flags,
-                most_shared=48 << 10,
-                most_spilled=256 if has_paths else 0,
-                num_warps=TILE.num_warps,
-                num_stages=TILE.num_stages,
-            )
-    flags = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_PATHS": False, "IS_SPLIT": False}
+        flags = {"HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_PATHS": has_paths}
+        yield Case(
+            f"attend{', trees' * has_paths}",
+            attention.attend,
+            types,
+            sizes | flags,
+            most_shared=48 << 10,
+            most_spilled=256 if has_paths else 0,
+            num_warps=TILE.num_warps,
+            num_stages=TILE.num_stages,
+        )
+    flags = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_PATHS": False}
     large = sizes | {"HEADS_PER_KV": 2, "HEADS_PER_TILE": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
     yield Case("attend, heads of 256", attention.attend, types, large | flags, most_shared=64 << 10, most_spilled=64)
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
+    merged |= {"SPLITS_PER_SIZE": TILE.splits_per_size}
     yield Case(
-        "merge_splits", attention.merge_splits, types, merged, most_shared=1 << 10, most_spilled=0, most_registers=64
+        "merge_splits",
+        attention.merge_splits,
+        types,
+        merged,
+        most_shared=1 << 10,
+        most_spilled=0,
+        most_registers=96,
+        num_warps=1,
     )
 
     types = {"values": "*fp32", "table": "*i64", "limits": "*i64", "best": "*i64", "token_ids": "*i64"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
     from outrider.engine.arrays import Array
     from outrider.engine.feature_spec import FeatureSpec
+
+
+class Capturable(NamedTuple):
+    """A forward as `StepGraphs` captures it: what differs between batches of one shape, it reads on the device."""
+
+    forward: Callable[[InputBatch], Tensor]  # of a padded and planned batch → its logits, as of ModelRunner.forward
+    plan: Callable[[InputBatch], InputBatch]  # as of AttentionBackend
 
 
 class ModelRunner(Protocol):
@@ -43,8 +50,8 @@ class ModelRunner(Protocol):
         """
 
     @property
-    def capturable(self) -> Callable[[InputBatch], Tensor] | None:
-        """`forward` of a padded batch, as a CUDA graph may capture it; None where none may."""
+    def capturable(self) -> Capturable | None:
+        """What else CUDA graphs may capture; None where they may capture nothing."""
 
     def capture_graphs(self) -> None:
         """Captures the steps that are padded, after the first forwards and before any block is handed out."""

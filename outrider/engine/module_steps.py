@@ -20,6 +20,7 @@ from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import Capturable
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
@@ -67,6 +68,7 @@ class ModuleSteps:
                 scratch_block=kv_cache.scratch_blocks[0],
                 block_size=kv_cache.block_size,
                 capture=cuda_graphs(device),
+                plan=attention.plan,
             )
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
@@ -79,9 +81,9 @@ class ModuleSteps:
         return logits.numpy() if self._is_native else logits
 
     @property
-    def capturable(self) -> Callable[[InputBatch], Tensor] | None:
+    def capturable(self) -> Capturable | None:
         """As ModelRunner.capturable."""
-        return None if self._graphs is None else self._compute
+        return None if self._graphs is None else Capturable(self._compute, self._attention.plan)
 
     def capture_graphs(self) -> None:
         """As ModelRunner.capture_graphs."""
@@ -92,6 +94,7 @@ class ModuleSteps:
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """As `forward`, by the model's own modules."""
         device = self._kv_cache.device
+        batch = self._attention.plan(batch)
         step = PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         on_device = batch.on(device)
         arguments: dict[str, Any] = {

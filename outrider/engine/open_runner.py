@@ -37,7 +37,10 @@ def open_runner(
 
     Raises what make_attention_backend and PagedKVCache.sized_for do.
     """
-    backend = None if model.model is None else make_attention_backend(attention, model.device, model.spec.dtype)
+    backend = None
+    if model.model is not None:
+        heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+        backend = make_attention_backend(attention, model.device, model.spec.dtype, **heads)
     reserved_bytes = rehearse(
         model,
         backend,

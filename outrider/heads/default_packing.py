@@ -55,6 +55,7 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
         max_model_len=max_model_len,
         dtype="bfloat16",
         num_layers=1,
+        num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         width=shape.hidden_size,

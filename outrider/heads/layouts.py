@@ -61,7 +61,8 @@ class Layout:
         """As `HeadFiles.spec`, of a head with layers of this shape."""
         # The target's longest text: a head's own figure is what it was trained on; its angles go on as the target's do.
         shape = self.shape
-        own = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+        names = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
+        own = {name: getattr(shape, name) for name in names}
         return files.spec(form, **{**own, "width": shape.hidden_size, **fields})
 
 

@@ -34,12 +34,17 @@ class ModuleHeadSteps:
         if kernels is not None:
             self._attention = NativeAttention(kernels)
         else:
-            self._attention = make_attention_backend("auto", device, model.spec.dtype)
+            heads = {"num_heads": max(model.spec.num_heads, 1), "num_kv_heads": max(model.spec.num_kv_heads, 1)}
+            self._attention = make_attention_backend("auto", device, model.spec.dtype, **heads)
 
     @property
     def can_be_captured(self) -> bool:
         """Whether `compute` reads nothing on the host that differs between batches of one shape."""
         return self._kv_cache is not None and self._attention.can_be_captured and self._model.spec.num_parallel == 1
+
+    def plan(self, batch: InputBatch) -> InputBatch:
+        """As AttentionBackend.plan."""
+        return self._attention.plan(batch)
 
     @property
     def target_ids(self) -> Array | None:
@@ -71,8 +76,9 @@ class ModuleHeadSteps:
         self, batch: InputBatch, features: Tensor, depths: Tensor, attended: InputBatch
     ) -> tuple[Tensor, Tensor]:
         """As `forward`, of depths that are on the device. May be captured, see `can_be_captured`."""
-        fed = batch.on(self._device)
-        step = None if self._kv_cache is None else PagedStep(attended, self._kv_cache, self._attention, None)
+        planned = attended if self._kv_cache is None else self._attention.plan(attended)
+        fed = (planned if attended is batch else batch).on(self._device)
+        step = None if self._kv_cache is None else PagedStep(planned, self._kv_cache, self._attention, None)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             assert step is not None, "a head without layers asks for attention"

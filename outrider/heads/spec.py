@@ -15,6 +15,7 @@ class HeadSpec:
     name: str  # of its folder
     fingerprint: str  # SHA-256 in hexadecimal of its configuration and weights
     num_layers: int = 0  # that keep keys and values; 0: the head keeps none
+    num_heads: int = 0  # of queries
     num_kv_heads: int = 0
     head_dim: int = 0
     width: int  # of its own hidden state, which takes the place of a feature that is not there yet

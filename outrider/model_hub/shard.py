@@ -51,7 +51,8 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
 
     join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
     model = load_model(start.config, progress=progress)
-    attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype)
+    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+    attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **heads)
     reserved = rehearse(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     assert model.model is not None
     bound_collectives(model.model, timeout_seconds=start.timeout_seconds)

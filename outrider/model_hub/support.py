@@ -195,7 +195,8 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     num_blocks = -(-num_tokens // _COMPARED_BLOCK)
     cache = model.make_cache(3 * num_blocks, _COMPARED_BLOCK)
     in_one_pass, in_chunks, of_others = (range(first * num_blocks, (first + 1) * num_blocks) for first in range(3))
-    runner = make_runner(model, cache, make_attention_backend(attention, cache.device, spec.dtype))
+    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+    runner = make_runner(model, cache, make_attention_backend(attention, cache.device, spec.dtype, **heads))
 
     def logits(first: SequenceRows, *company: SequenceRows) -> Tensor:
         """Of the first sequence: [num_logits, vocab_size] float32."""

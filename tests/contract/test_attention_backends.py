@@ -77,15 +77,15 @@ def backend(request):
     return request.param
 
 
-def make_backend(name, device, dtype):
+def make_backend(name, device, dtype, **heads):
     if name == "native":  # comes with the kernels that a model was loaded with
         return NativeAttention(start_kernels(KERNELS, ModelConfig(num_threads=2)))
     if name == "interpreted":
-        return interpreted_attention()
+        return interpreted_attention(**heads)
     if name in ("stand-in", "flash_attn"):
         package = stand_in_flash_attn if name == "stand-in" else importlib.import_module("flash_attn")
         return flash_attention_over(package, device)
-    return make_attention_backend(name, device, str(dtype).removeprefix("torch."))
+    return make_attention_backend(name, device, str(dtype).removeprefix("torch."), **heads)
 
 
 def flash_attention_over(package, device, *, least_rows=0):
@@ -104,7 +104,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     Of each sequence: known rows, tokens before them, and parents of the drafts behind them, if there are some.
     """
     name, device, dtype = backend
-    attention = make_backend(name, device, dtype)
+    attention = make_backend(name, device, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):

@@ -149,7 +149,7 @@ def node(backend, sampler, gpu, monkeypatch):
         max_model_len=2048, dtype="bfloat16",
     )  # fmt: skip
     loaded = SimpleNamespace(model=model.eval(), device=str(GPU), spec=spec, native=None, cpu_kernels=None)
-    attention = make_attention_backend(backend, str(GPU), spec.dtype)
+    attention = make_attention_backend(backend, str(GPU), spec.dtype, num_heads=4, num_kv_heads=2)
     assert attention.name == backend
     cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=str(GPU))
     return SimpleNamespace(

@@ -157,13 +157,14 @@ def capture_on_a_cpu(run):
     return run
 
 
-def graphs_of(forward, *, shapes=TREES):
+def graphs_of(forward, shapes=TREES, plan=lambda batch: batch):
     graphs = StepGraphs(
         shapes,
         device=CPU,
         scratch_block=SCRATCH,
         block_size=BLOCK_SIZE,
         capture=capture_on_a_cpu,
+        plan=plan,
     )
     graphs.capture_all(forward)
     return graphs
@@ -207,16 +208,21 @@ def test_a_model_with_our_attention_can_be_captured(model):
 
     loaded = load_model(ModelConfig(id=str(model.directory), kernels="torch"))
     runners, features = [], []
+    heads = {"num_heads": loaded.spec.num_heads, "num_kv_heads": loaded.spec.num_kv_heads}
     reduction = FeatureReduction(taps=(2, 1), hidden_size=64, projection=torch.eye(128)[::2])
     for _ in range(2):
         planes = loaded.with_features(reduction).spec.planes
         cache = PagedKVCache(planes, num_blocks=SCRATCH, block_size=BLOCK_SIZE, num_scratch_blocks=1)
-        runners.append(make_runner(loaded, cache, interpreted_attention(), features=reduction))
+        runners.append(make_runner(loaded, cache, interpreted_attention(**heads), features=reduction))
         features.append(cache.layers(reduction.plane_name)[0][:SCRATCH])
     captured = runners[1]
-    captured._graphs = graphs_of(captured._compute, shapes=GraphShapes(4, has_trees=True))
-    for tokens, start, *parents in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7)):
-        batch = [batch_of((tokens, start, *parents), ([6], 3 * (start > 0))) for _ in runners]
+    captured._graphs = graphs_of(captured._compute, GraphShapes(8, has_trees=True), captured._attention.plan)
+    for tokens, start, *parents in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7), ([3] * 6, 8)):
+        rows = [
+            SequenceRows(tokens, start, range(4), min(len(tokens), 3), *parents),  # the last one as prompt chunks have
+            SequenceRows([6], 3 * (start > 0), range(4, 8), 1),
+        ]
+        batch = [build_input_batch(rows, BLOCK_SIZE) for _ in runners]
         logits = [runner.forward(each).clone() for runner, each in zip(runners, batch, strict=True)]
         torch.testing.assert_close(*logits)
         torch.testing.assert_close(*features)

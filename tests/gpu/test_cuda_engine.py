@@ -24,7 +24,8 @@ PROMPT = [(i * 7) % 250 + 20 for i in range(40)]
 
 def sampled_tokens(path, device, *, num_tokens=20):
     model = load_model(ModelConfig(id=str(path), device=device, dtype="float32"))
-    attention = make_attention_backend("auto", model.device, model.spec.dtype)
+    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+    attention = make_attention_backend("auto", model.device, model.spec.dtype, **heads)
     cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
     runner = make_runner(model, cache, attention)
     sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=model.device)
@@ -55,7 +56,8 @@ def test_deterministic_mode_says_exact_after_rows_in_company_have_been_compared(
 def test_steps_as_graphs_have_the_same_logits(tiny_model):
     """Verification, decoding and draft trees, in batches that share a bucket."""
     model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="float32"))
-    attention = make_attention_backend("triton", model.device, model.spec.dtype)
+    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+    attention = make_attention_backend("triton", model.device, model.spec.dtype, **heads)
     shapes = GraphShapes(16, has_trees=True)
     assert rehearse(model, attention, num_rows=64, block_size=16, graphs=shapes) > 0
     runners = []

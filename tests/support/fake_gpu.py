@@ -7,6 +7,7 @@ whatever makes the host wait for the device.
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -38,6 +39,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "contiguous", _contiguous)
     fake_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(multi_processor_count=4))
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 

@@ -18,7 +18,8 @@ def multiply_in_one_order(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
-def interpreted_attention(**options):
+def interpreted_attention(*, num_programs=3, **options):
+    """Of a GPU that runs few programs at a time, so that they go through lists."""
     from outrider.engine.attention.triton_paged import TritonAttention
 
-    return TritonAttention("cpu", **options)
+    return TritonAttention("cpu", num_programs=num_programs, **options)

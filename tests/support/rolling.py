@@ -50,7 +50,11 @@ def by_kernels(sampler: Sampler) -> Sampler:
 def model_forward(model: LoadedModel, *, num_blocks: int = 64) -> ModelForward:
     """Of a model that torch computes, as on a GPU."""
     cache = PagedKVCache(model.spec.planes, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_scratch_blocks=1)
-    runner = make_runner(model, cache, interpreted_attention())
+    runner = make_runner(
+        model,
+        cache,
+        interpreted_attention(num_heads=model.spec.num_heads, num_kv_heads=model.spec.num_kv_heads),
+    )
     runner._graphs = SimpleNamespace(run=lambda _batch: None)  # none holds a batch
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"", enable_prefix_cache=True)
     sampler, spec = by_kernels(model.open_sampler()), model.spec
@@ -69,7 +73,7 @@ def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 102
             head, num_cached_tokens=num_cached_tokens, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool)
         )
     by_kernels(forward.sampler)
-    forward.steps._attention = interpreted_attention()
+    forward.steps._attention = interpreted_attention(num_heads=2, num_kv_heads=1)
     forward.steps._as_logits_are = lambda values: values  # tensors
     return forward
 

@@ -33,6 +33,7 @@ class ToyHead(HeadModel):
                 name="tiny",
                 fingerprint="f",
                 num_layers=num_layers,
+                num_heads=2,
                 num_kv_heads=1,
                 head_dim=16,
                 width=WIDTH,

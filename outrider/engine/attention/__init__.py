@@ -14,7 +14,9 @@ __all__ = ["AttentionBackend", "AttentionOptions", "make_attention_backend"]
 FLASH_ATTN_DTYPES = ("float16", "bfloat16")
 
 
-def make_attention_backend(name: str = "auto", device: str = "cpu", dtype: str = "float32") -> AttentionBackend:
+def make_attention_backend(
+    name: str = "auto", device: str = "cpu", dtype: str = "float32", *, num_heads: int = 1, num_kv_heads: int = 1
+) -> AttentionBackend:
     """A new backend. Raises ConfigError if impossible.
 
     Args:
@@ -22,6 +24,8 @@ def make_attention_backend(name: str = "auto", device: str = "cpu", dtype: str =
             triton and torch_sdpa that can compute.
         device: of the model.
         dtype: of queries, keys and values.
+        num_heads: of queries. Only triton needs to know.
+        num_kv_heads: same.
     """
     reasons = {"flash_attn": _why_no_flash_attn(device, dtype), "triton": why_no_triton(device), "torch_sdpa": ""}
     if name == "auto":
@@ -36,11 +40,12 @@ def make_attention_backend(name: str = "auto", device: str = "cpu", dtype: str =
         return TorchSdpaAttention(device)
     from outrider.engine.attention.triton_paged import TritonAttention
 
+    triton = TritonAttention(device, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if name == "triton":
-        return TritonAttention(device)
+        return triton
     from outrider.engine.attention.flash_attn import FlashAttention
 
-    return FlashAttention(device, TritonAttention(device))
+    return FlashAttention(device, triton)
 
 
 def _why_no_flash_attn(device: str, dtype: str) -> str:

@@ -46,9 +46,12 @@ class FlashAttention:
         self._steps = steps
         self.can_be_captured = steps.can_be_captured
 
+    def plan(self, batch: InputBatch) -> InputBatch:
+        return self._steps.plan(batch) if self._is_step(batch) else batch
+
     def prepare(self, batch: InputBatch) -> Any:
         """A plan of the backend that computes the batch."""
-        if batch.has_trees or batch.num_rows < LEAST_ROWS * batch.num_seqs:
+        if self._is_step(batch):
             return self._steps.prepare(batch)
         arrays = batch.arrays
         slots = [batch.context_slots(sequence, length) for sequence, length in enumerate(arrays.seq_lens)]
@@ -60,6 +63,10 @@ class FlashAttention:
             max_num_rows=max(end - start for start, end in pairwise(arrays.query_start_loc)),
             max_seq_len=max(arrays.seq_lens),
         )
+
+    @staticmethod
+    def _is_step(batch: InputBatch) -> bool:
+        return batch.is_padded or batch.has_trees or batch.num_rows < LEAST_ROWS * batch.num_seqs
 
     def attend(
         self,

@@ -39,6 +39,9 @@ class NativeAttention:
         self.kernels = kernels
         self._workspace = Workspace(kernels.library)
 
+    def plan(self, batch: InputBatch) -> InputBatch:
+        return batch
+
     def prepare(self, batch: InputBatch) -> tuple[Structure, InputBatch]:
         """In the form that the kernel reads, with the batch, which owns the memory."""
         return batch_struct(batch), batch

@@ -91,6 +91,9 @@ class TorchSdpaAttention:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
 
+    def plan(self, batch: InputBatch) -> InputBatch:
+        return batch
+
     def prepare(self, batch: InputBatch) -> _Plan:
         """Runs are made when the first layer asks, since only it knows its window."""
         return _Plan(batch, self._device)

@@ -6,30 +6,56 @@ import torch
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.gpu_kernels.attention import Tile, attend, merge_splits
+from outrider.engine.attention.work_list import HEADER_INTS, ITEM_INTS, Tile, WorkLists
+from outrider.engine.gpu_kernels.attention import attend, merge_splits
 from outrider.engine.input_batch import BatchFields, InputBatch
 
-_MOST_SPLIT_ROWS = 256
-"""With more rows there are tiles enough to fill a GPU, and splits would only cost memory."""
-MOST_BLOCK_BYTES = 16 << 10
-"""Of the keys of a block, which are in shared memory twice, as are their values: 64 KiB, less than any GPU has."""
+PROGRAMS_PER_PROCESSOR = 2
+"""Of the kernel on a multiprocessor: as many as its registers hold."""
+MAX_MERGING_PROGRAMS = 64
+"""Of each head."""
+MAX_BLOCK_BYTES = 16 << 10
+"""Of the keys of a block. Its values take as much, and with three stages 64 KiB of both are in shared memory."""
 
 
 _Plan = tuple[InputBatch, BatchFields[Tensor]]
-"""One forward's batch, and its fields on the device."""
+"""One forward's planned batch, and its fields on the device."""
 
 
 class TritonAttention:
-    """One launch for all rows of all sequences, and one that merges splits where rows are few."""
+    """One launch for all rows of all sequences, and one that merges the tiles that were cut."""
 
     name = "triton"
     can_be_captured = True
 
-    def __init__(self, device: torch.device | str = "cuda", tile: Tile | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        tile: Tile | None = None,
+        num_programs: int | None = None,
+    ) -> None:
+        """`num_programs`: of the kernel. None: what the GPU runs at a time."""
         self._device = torch.device(device)
+        if num_programs is None:
+            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+            num_programs = PROGRAMS_PER_PROCESSOR * processors
+        self._num_programs = num_programs
         self._tile = tile or Tile()
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
+        self._lists = WorkLists(self._tile, num_heads=num_heads, num_kv_heads=num_kv_heads, num_programs=num_programs)
+
+    def plan(self, batch: InputBatch, *, num_ahead: int = 0) -> InputBatch:
+        """As AttentionBackend.plan."""
+        if batch.arrays.attention_plan:
+            return batch
+        return batch.with_plan(self._lists.plan(batch, num_ahead=num_ahead))
 
     def prepare(self, batch: InputBatch) -> _Plan:
+        batch = self.plan(batch)
         return batch, batch.on(self._device)
 
     def attend(
@@ -42,40 +68,40 @@ class TritonAttention:
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
         tile, (batch, fields) = self._tile, plan
-        num_rows, num_seqs = batch.num_rows, batch.num_seqs
         _, num_heads, head_dim = query.shape
         num_kv_heads = key_cache.shape[2]
+        assert (num_heads, num_kv_heads) == (self._num_heads, self._num_kv_heads), "made for a model of other heads"
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
-        keys_per_block = min(tile.keys, max(16, MOST_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
-        max_splits = -(-max(batch.arrays.seq_lens) // tile.split_keys)
-        is_split = not batch.is_padded and max_splits > 1 and num_rows <= _MOST_SPLIT_ROWS
+        keys_per_block = min(tile.keys, max(16, MAX_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
+        num_items, num_merged = batch.arrays.attention_plan[:2]
+        num_partials = num_merged and self._lists.max_partials
+        if batch.is_padded:  # then numbers are those of any batch of its shape
+            num_items, num_merged = self._lists.max_items(batch.num_rows), batch.num_rows
+            num_partials = self._lists.max_partials
         query = query.contiguous()
         output = torch.empty_like(query)
-        partials = (num_rows, num_heads, max_splits) if is_split else (0, 0, 0)
-        values = torch.empty((*partials, padded_dim), dtype=torch.float32, device=query.device)
-        largest, totals = torch.empty((2, *partials), dtype=torch.float32, device=query.device).unbind(0)
+        # Three tensors, not parts of one: a kernel is compiled for each alignment of its arguments that it meets.
+        values = torch.empty((num_partials, num_heads, padded_dim), dtype=torch.float32, device=query.device)
+        largest = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)
+        totals = torch.empty_like(largest)
         heads_per_kv = num_heads // num_kv_heads
-        heads_per_tile = min(heads_per_kv, tile.lines)
-        num_tiles = num_rows // (tile.lines // heads_per_tile) + num_seqs
-        head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)
-        grid = (num_tiles, head_groups, max_splits if is_split else 1)
         window = options.sliding_window or 0
+        splits = {"SPLIT_KEYS": tile.split_keys, "SPLITS_PER_SIZE": tile.splits_per_size, "HAS_WINDOW": window > 0}
         with torch.cuda.device_of(query):  # where triton launches
-            attend[grid](
-                query, key_cache, value_cache, output, values, largest, totals,
-                fields.query_start_loc, fields.positions, fields.block_tables, fields.table_starts,
-                fields.path_starts, fields.path_slots, num_seqs, max_splits,
+            attend[(min(num_items * self._lists.head_groups, self._num_programs),)](
+                query, key_cache, value_cache, output, values, largest, totals, fields.positions, fields.block_tables,
+                fields.path_starts, fields.path_slots, fields.attention_plan,
                 options.scaling, options.softcap or 0.0, window,
-                HEADS_PER_KV=heads_per_kv, HEADS_PER_TILE=heads_per_tile, NUM_KV_HEADS=num_kv_heads,
+                HEADS_PER_KV=heads_per_kv, HEADS_PER_TILE=min(heads_per_kv, tile.lines), NUM_KV_HEADS=num_kv_heads,
                 HEAD=head_dim, HEAD_DIM=padded_dim, BLOCK_SIZE=batch.block_size, LINES=tile.lines,
-                KEYS=keys_per_block, SPLIT_KEYS=tile.split_keys,
-                HAS_WINDOW=window > 0, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=batch.has_trees,
-                IS_SPLIT=is_split, num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
+                KEYS=keys_per_block, **splits, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=batch.has_trees,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
             )  # fmt: skip
-            if is_split:
-                merge_splits[num_rows, num_heads](
-                    values, largest, totals, output, fields.positions, max_splits, window,
-                    NUM_HEADS=num_heads, HEAD=head_dim, HEAD_DIM=padded_dim, SPLIT_KEYS=tile.split_keys,
-                    HAS_WINDOW=window > 0, enable_fp_fusion=False,
+            if num_merged:
+                merge_splits[min(num_merged, MAX_MERGING_PROGRAMS), num_heads](
+                    values, largest, totals, output, fields.positions, fields.attention_plan,
+                    HEADER_INTS + ITEM_INTS * num_items, window,
+                    NUM_HEADS=num_heads, HEAD=head_dim, HEAD_DIM=padded_dim, **splits,
+                    num_warps=1, enable_fp_fusion=False,
                 )  # fmt: skip
         return output

@@ -1,33 +1,44 @@
 """Paged attention of ragged rows: each row against the keys of its own path, read where they lie.
 
 A tile is LINES lines of one sequence and one KV head; a line is a row with one of the query heads that share the KV
-head. Where more share it than a tile has lines, they are in several tiles. Keys are taken in blocks of KEYS and splits
-of SPLIT_KEYS positions, both counted from position 0, so a row meets the same blocks in the same order whatever else is
-in its tile or its batch. What a row does not see adds 0 to it. Splits are merged in order, by one program (`IS_SPLIT`
-false) or by `merge_splits`, with the same operations. So `Tile` says how a row is rounded, and nothing else does.
+head. Where more share it than a tile has lines, they are in several tiles. Keys are taken in blocks of KEYS and in
+splits, both at fixed positions, so a row meets the same blocks in the same order whatever else is in its tile or its
+batch. What a row does not see adds 0 to it. Splits are merged in order, by the program of a whole tile or by
+`merge_splits`, with the same operations. So `Tile` says how a row is rounded, and nothing else does.
+
+The first SPLITS_PER_SIZE splits have SPLIT_KEYS positions, the next ones twice as many, and so on.
 
 Source of the online softmax: Dao et al. 2022 (arXiv 2205.14135); of splits over keys: flash-decoding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
+from outrider.engine.attention import work_list
+
 LOG2_E = tl.constexpr(1.4426950408889634)
+HEADER_INTS = tl.constexpr(work_list.HEADER_INTS)
+ITEM_INTS = tl.constexpr(work_list.ITEM_INTS)
+MERGE_INTS = tl.constexpr(work_list.MERGE_INTS)
+MERGED_AT_ONCE = tl.constexpr(8)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Sizes that the bits of a row depend on."""
+@triton.jit
+def _split_of(position, SPLIT_KEYS: tl.constexpr, SPLITS_PER_SIZE: tl.constexpr):
+    """The number of the split of a position, as `WorkLists.split_of`."""
+    FIRST_SIZE: tl.constexpr = SPLIT_KEYS * SPLITS_PER_SIZE
+    scaled = (position // FIRST_SIZE + 1).to(tl.float32)
+    size = (scaled.to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
+    return size * SPLITS_PER_SIZE + (position - FIRST_SIZE * ((1 << size) - 1)) // (SPLIT_KEYS << size)
 
-    lines: int = 32  # rows × query heads of a KV head; a multiple of 16
-    keys: int = 64  # positions in a block
-    split_keys: int = 512  # positions in a split; a multiple of `keys`
-    num_warps: int = 4
-    num_stages: int = 2
+
+@triton.jit
+def _split_start(split, SPLIT_KEYS: tl.constexpr, SPLITS_PER_SIZE: tl.constexpr):
+    """The first position of a split; the end of the one before."""
+    size = split // SPLITS_PER_SIZE
+    return SPLIT_KEYS * (SPLITS_PER_SIZE * ((1 << size) - 1) + ((split % SPLITS_PER_SIZE) << size))
 
 
 @triton.jit
@@ -94,24 +105,20 @@ def _load(key_cache, value_cache, slots, is_key, dims, is_dim, kv_head, NUM_KV_H
     return keys, values
 
 
-# Not specialised: these change from step to step, and each class of values would be a recompilation.
-@triton.jit(do_not_specialize=["num_seqs", "max_splits"])
+@triton.jit
 def attend(
     query,  # [num_rows, num_heads, head_dim]
     key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
     value_cache,  # same
     output,  # [num_rows, num_heads, head_dim]
-    split_values,  # [num_rows, num_heads, max_splits, HEAD_DIM] float32; with IS_SPLIT
-    split_largest,  # [num_rows, num_heads, max_splits] float32
+    split_values,  # [partials, num_heads, HEAD_DIM] float32
+    split_largest,  # [partials, num_heads] float32
     split_totals,  # same
-    query_start_loc,  # [num_seqs + 1] int32
     positions,  # [num_rows] int64
     block_tables,  # int32, of all sequences end to end
-    table_starts,  # [num_seqs + 1] int32
     path_starts,  # [num_rows + 1] int64, into path_slots; with HAS_PATHS
     path_slots,  # [sum of depths] int64: slots of the last keys of rows in trees
-    num_seqs,
-    max_splits,
+    plan,  # [ints] int32, see work_list.py
     scale,
     softcap,
     window,  # 0: none
@@ -124,163 +131,160 @@ def attend(
     LINES: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
+    SPLITS_PER_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_PATHS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
 ):
-    """Grid: tiles (at most num_rows // rows_per_tile + num_seqs), KV heads times their groups of heads, splits or 1."""
+    """Grid: any number of programs, which share the plan's items, each with every KV head and group of its heads."""
     ROWS: tl.constexpr = LINES // HEADS_PER_TILE
     GROUPS: tl.constexpr = (HEADS_PER_KV + HEADS_PER_TILE - 1) // HEADS_PER_TILE
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1) // GROUPS
-    first_head = tl.program_id(1) % GROUPS * HEADS_PER_TILE  # among those that share the KV head
-
-    # The sequence: the last whose first tile is not after this one. Tiles are padded by one for each sequence.
-    low = 0
-    high = num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        first_tile = tl.load(query_start_loc + middle) // ROWS + middle
-        if first_tile <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    seq = low - 1
-    first_row = tl.load(query_start_loc + seq)
-    end_row = tl.load(query_start_loc + seq + 1)
-    block_table = block_tables + tl.load(table_starts + seq)
-    first_row += (tile - (first_row // ROWS + seq)) * ROWS
-    if first_row >= end_row:
-        return
-
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
     lines = tl.arange(0, LINES)
-    rows = first_row + lines // HEADS_PER_TILE
-    own_heads = first_head + lines % HEADS_PER_TILE
-    heads = kv_head * HEADS_PER_KV + own_heads
-    is_line = (lines < ROWS * HEADS_PER_TILE) & (rows < end_row) & (own_heads < HEADS_PER_KV)
     dims = tl.arange(0, HEAD_DIM)
     is_dim = dims < HEAD
-    row_positions = tl.load(positions + rows, mask=is_line, other=-1).to(tl.int32)
-    places = rows[:, None].to(tl.int64) * (NUM_KV_HEADS * HEADS_PER_KV * HEAD) + heads[:, None] * HEAD + dims[None, :]
-    is_place = is_line[:, None] & is_dim[None, :]
-    queries = tl.load(query + places, mask=is_place, other=0.0)
 
-    num_keys = tl.max(row_positions, axis=0) + 1
-    first_key = 0
-    if HAS_WINDOW:
-        lowest = tl.min(tl.where(is_line, row_positions, 0x7FFFFFFF), axis=0)
-        first_key = tl.maximum(lowest - window + 1, 0)
-    num_common = num_keys  # keys that all rows read by the block table
-    if HAS_PATHS:
-        depths = tl.load(path_starts + rows + 1, mask=is_line, other=0) - tl.load(
-            path_starts + rows, mask=is_line, other=0
-        )
-        num_common = tl.min(tl.where(is_line & (depths > 0), row_positions + 1 - depths.to(tl.int32), num_keys), axis=0)
+    for unit in range(tl.program_id(0), tl.load(plan) * (NUM_KV_HEADS * GROUPS), tl.num_programs(0)):
+        kv_head = unit % (NUM_KV_HEADS * GROUPS) // GROUPS
+        first_head = unit % GROUPS * HEADS_PER_TILE  # among those that share the KV head
+        item = plan + HEADER_INTS + unit // (NUM_KV_HEADS * GROUPS) * ITEM_INTS
+        first_row = tl.load(item)
+        end_row = first_row + tl.load(item + 1)
+        block_table = block_tables + tl.load(item + 2)
+        first_split = tl.load(item + 3)
+        end_split = tl.load(item + 4)
+        first_partial = tl.load(item + 5)
+        num_partials = tl.load(item + 6)  # of each row
+        is_whole = first_partial < 0
 
-    largest = tl.full([LINES], float("-inf"), tl.float32)
-    total = tl.zeros([LINES], tl.float32)
-    values = tl.zeros([LINES, HEAD_DIM], tl.float32)
-    first_split = first_key // SPLIT_KEYS
-    end_split = (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS
-    if IS_SPLIT:
-        split_id = tl.program_id(2)
-        if (split_id < first_split) | (split_id >= end_split):
-            return
-        first_split = split_id
-        end_split = split_id + 1
+        rows = first_row + lines // HEADS_PER_TILE
+        own_heads = first_head + lines % HEADS_PER_TILE
+        heads = kv_head * HEADS_PER_KV + own_heads
+        is_line = (lines < ROWS * HEADS_PER_TILE) & (rows < end_row) & (own_heads < HEADS_PER_KV)
+        row_positions = tl.load(positions + rows, mask=is_line, other=-1).to(tl.int32)
+        # Small numbers, of int32: they stay in registers over all keys.
+        places = (rows * (NUM_HEADS * HEAD) + heads * HEAD)[:, None] + dims[None, :]
+        is_place = is_line[:, None] & is_dim[None, :]
+        queries = tl.load(query + places, mask=is_place, other=0.0)
 
-    for split in range(first_split, end_split):
-        part_largest = tl.full([LINES], float("-inf"), tl.float32)
-        part_total = tl.zeros([LINES], tl.float32)
-        part_values = tl.zeros([LINES, HEAD_DIM], tl.float32)
-        first_block = tl.maximum(split * SPLIT_KEYS, first_key // KEYS * KEYS)
-        end_block = tl.minimum((split + 1) * SPLIT_KEYS, num_keys)
-        end_common = end_block
+        num_keys = tl.max(row_positions, axis=0) + 1
+        first_key = 0
+        if HAS_WINDOW:
+            lowest = tl.min(tl.where(is_line, row_positions, 0x7FFFFFFF), axis=0)
+            first_key = tl.maximum(lowest - window + 1, 0)
+            first_split = tl.maximum(first_split, _split_of(first_key, SPLIT_KEYS, SPLITS_PER_SIZE))
+        num_common = num_keys  # keys that all rows read by the block table
         if HAS_PATHS:
-            end_common = tl.minimum(end_block, num_common // KEYS * KEYS)
-        for start in range(first_block, end_common, KEYS):
-            key_positions = start + tl.arange(0, KEYS)
-            is_key = key_positions < num_keys
-            is_seen = _seen(key_positions, row_positions, window, HAS_WINDOW) & is_line[:, None]
-            slots = _slots(block_table, key_positions, is_key, BLOCK_SIZE)
-            keys, value_block = _load(
-                key_cache, value_cache, slots, is_key, dims, is_dim, kv_head, NUM_KV_HEADS, HEAD
-            )  # fmt: skip
-            scores = _scores(queries, keys, scale, softcap, HAS_SOFTCAP)
-            part_largest, part_total, part_values = _add_block(
-                part_largest, part_total, part_values, scores, is_seen, value_block
+            depths = tl.load(path_starts + rows + 1, mask=is_line, other=0) - tl.load(
+                path_starts + rows, mask=is_line, other=0
             )
-        if HAS_PATHS:
-            # Here rows have keys of their own: one row's lines at a time, in the same shapes, so with the same bits.
-            for start in range(tl.maximum(first_block, end_common), end_block, KEYS):
+            num_common = tl.min(
+                tl.where(is_line & (depths > 0), row_positions + 1 - depths.to(tl.int32), num_keys), axis=0
+            )
+        all_splits = _split_of(num_keys - 1, SPLIT_KEYS, SPLITS_PER_SIZE) + 1
+        end_split = tl.where(is_whole, all_splits, tl.minimum(end_split, all_splits))
+        partials = first_partial + (rows - first_row) * num_partials
+
+        largest = tl.full([LINES], float("-inf"), tl.float32)
+        total = tl.zeros([LINES], tl.float32)
+        values = tl.zeros([LINES, HEAD_DIM], tl.float32)
+        for split in range(first_split, end_split):
+            part_largest = tl.full([LINES], float("-inf"), tl.float32)
+            part_total = tl.zeros([LINES], tl.float32)
+            part_values = tl.zeros([LINES, HEAD_DIM], tl.float32)
+            first_block = tl.maximum(_split_start(split, SPLIT_KEYS, SPLITS_PER_SIZE), first_key // KEYS * KEYS)
+            end_block = tl.minimum(_split_start(split + 1, SPLIT_KEYS, SPLITS_PER_SIZE), num_keys)
+            end_common = end_block
+            if HAS_PATHS:
+                end_common = tl.minimum(end_block, num_common // KEYS * KEYS)
+            for start in range(first_block, end_common, KEYS):
                 key_positions = start + tl.arange(0, KEYS)
+                is_key = key_positions < num_keys
                 is_seen = _seen(key_positions, row_positions, window, HAS_WINDOW) & is_line[:, None]
-                for row in range(first_row, tl.minimum(first_row + ROWS, end_row)):
-                    position = tl.load(positions + row).to(tl.int32)
-                    first_slot = tl.load(path_starts + row)
-                    first_own = position + 1 - (tl.load(path_starts + row + 1) - first_slot).to(tl.int32)
-                    is_key = key_positions <= position
-                    is_own = is_key & (key_positions >= first_own)
-                    own = tl.load(path_slots + first_slot + (key_positions - first_own), mask=is_own, other=0)
-                    shared = _slots(block_table, key_positions, is_key & ~is_own, BLOCK_SIZE)
-                    keys, value_block = _load(
-                        key_cache, value_cache, tl.where(is_own, own, shared), is_key, dims, is_dim, kv_head,
-                        NUM_KV_HEADS, HEAD,
-                    )  # fmt: skip
-                    scores = _scores(queries, keys, scale, softcap, HAS_SOFTCAP)
-                    part_largest, part_total, part_values = _add_block(
-                        part_largest, part_total, part_values, scores, is_seen & (rows == row)[:, None], value_block
-                    )
-        if IS_SPLIT:
-            at = (rows.to(tl.int64) * (NUM_KV_HEADS * HEADS_PER_KV) + heads) * max_splits + split
-            tl.store(split_largest + at, part_largest, mask=is_line)
-            tl.store(split_totals + at, part_total, mask=is_line)
-            tl.store(split_values + at[:, None] * HEAD_DIM + dims[None, :], part_values, mask=is_line[:, None])
-        else:
+                slots = _slots(block_table, key_positions, is_key, BLOCK_SIZE)
+                keys, value_block = _load(
+                    key_cache, value_cache, slots, is_key, dims, is_dim, kv_head, NUM_KV_HEADS, HEAD
+                )  # fmt: skip
+                scores = _scores(queries, keys, scale, softcap, HAS_SOFTCAP)
+                part_largest, part_total, part_values = _add_block(
+                    part_largest, part_total, part_values, scores, is_seen, value_block
+                )
+            if HAS_PATHS:
+                # Rows have keys of their own here: one row's lines at a time, in the same shapes, with the same bits.
+                for start in range(tl.maximum(first_block, end_common), end_block, KEYS):
+                    key_positions = start + tl.arange(0, KEYS)
+                    is_seen = _seen(key_positions, row_positions, window, HAS_WINDOW) & is_line[:, None]
+                    for row in tl.range(first_row, end_row, num_stages=1):
+                        position = tl.load(positions + row).to(tl.int32)
+                        first_slot = tl.load(path_starts + row)
+                        first_own = position + 1 - (tl.load(path_starts + row + 1) - first_slot).to(tl.int32)
+                        is_key = key_positions <= position
+                        is_own = is_key & (key_positions >= first_own)
+                        own = tl.load(path_slots + first_slot + (key_positions - first_own), mask=is_own, other=0)
+                        shared = _slots(block_table, key_positions, is_key & ~is_own, BLOCK_SIZE)
+                        keys, value_block = _load(
+                            key_cache, value_cache, tl.where(is_own, own, shared), is_key, dims, is_dim, kv_head,
+                            NUM_KV_HEADS, HEAD,
+                        )  # fmt: skip
+                        scores = _scores(queries, keys, scale, softcap, HAS_SOFTCAP)
+                        part_largest, part_total, part_values = _add_block(
+                            part_largest, part_total, part_values, scores, is_seen & (rows == row)[:, None], value_block
+                        )
+            at = (partials + split).to(tl.int64) * NUM_HEADS + heads
+            is_partial = is_line & (first_partial >= 0)
+            tl.store(split_largest + at, part_largest, mask=is_partial)
+            tl.store(split_totals + at, part_total, mask=is_partial)
+            tl.store(split_values + at[:, None] * HEAD_DIM + dims[None, :], part_values, mask=is_partial[:, None])
             largest, total, values = _merge(largest, total, values, part_largest, part_total, part_values)
-    if not IS_SPLIT:
-        result = values / tl.where(is_line, total, 1.0)[:, None]
-        tl.store(output + places, result.to(output.dtype.element_ty), mask=is_place)
+        result = values / tl.where(is_line & is_whole, total, 1.0)[:, None]
+        tl.store(output + places, result.to(output.dtype.element_ty), mask=is_place & is_whole)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(do_not_specialize=["first_merged"])
 def merge_splits(
-    split_values,  # [num_rows, num_heads, max_splits, HEAD_DIM] float32
-    split_largest,  # [num_rows, num_heads, max_splits] float32
+    split_values,  # [partials, num_heads, HEAD_DIM] float32
+    split_largest,  # [partials, num_heads] float32
     split_totals,  # same
     output,  # [num_rows, num_heads, head_dim]
     positions,  # [num_rows] int64
-    max_splits,
+    plan,  # [ints] int32, see work_list.py
+    first_merged,  # where in the plan the merged rows begin
     window,
     NUM_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
+    SPLITS_PER_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Grid: rows, heads."""
-    row = tl.program_id(0)
+    """Grid: any number of programs, which share the merged rows; heads."""
     head = tl.program_id(1)
     dims = tl.arange(0, HEAD_DIM)
-    position = tl.load(positions + row).to(tl.int32)
-    first_split = 0
-    if HAS_WINDOW:
-        first_split = tl.maximum(position - window + 1, 0) // SPLIT_KEYS
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    values = tl.zeros([1, HEAD_DIM], tl.float32)
-    first = (row.to(tl.int64) * NUM_HEADS + head) * max_splits
-    for split in range(first_split, position // SPLIT_KEYS + 1):
-        at = first + split
-        largest, total, values = _merge(
-            largest,
-            total,
-            values,
-            tl.load(split_largest + at + tl.zeros([1], tl.int32)),
-            tl.load(split_totals + at + tl.zeros([1], tl.int32)),
-            tl.load(split_values + at * HEAD_DIM + dims)[None, :],
-        )
-    result = values / total[:, None]
-    at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD + dims
-    tl.store(output + at[None, :], result.to(output.dtype.element_ty), mask=(dims < HEAD)[None, :])
+    for index in range(tl.program_id(0), tl.load(plan + 1), tl.num_programs(0)):
+        row = tl.load(plan + first_merged + index * MERGE_INTS)
+        first_partial = tl.load(plan + first_merged + index * MERGE_INTS + 1)
+        position = tl.load(positions + row).to(tl.int32)
+        first_split = 0
+        if HAS_WINDOW:
+            first_split = _split_of(tl.maximum(position - window + 1, 0), SPLIT_KEYS, SPLITS_PER_SIZE)
+        end_split = _split_of(position, SPLIT_KEYS, SPLITS_PER_SIZE) + 1
+        largest = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        values = tl.zeros([1, HEAD_DIM], tl.float32)
+        for start in range(first_split, end_split, MERGED_AT_ONCE):
+            # Unrolled, so that the loads of several splits are under way together.
+            for offset in tl.static_range(MERGED_AT_ONCE):
+                split = start + offset + tl.zeros([1], tl.int32)
+                is_split = split < end_split
+                at = (first_partial + split).to(tl.int64) * NUM_HEADS + head
+                largest, total, values = _merge(
+                    largest,
+                    total,
+                    values,
+                    tl.load(split_largest + at, mask=is_split, other=float("-inf")),
+                    tl.load(split_totals + at, mask=is_split, other=0.0),
+                    tl.load(split_values + at[:, None] * HEAD_DIM + dims[None, :], mask=is_split[:, None], other=0.0),
+                )
+        result = values / total[:, None]
+        at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD + dims
+        tl.store(output + at[None, :], result.to(output.dtype.element_ty), mask=(dims < HEAD)[None, :])

@@ -111,6 +111,7 @@ class MTP(HeadModel):
         self.spec = files.spec(
             self.form,
             num_layers=1,
+            num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             width=width,

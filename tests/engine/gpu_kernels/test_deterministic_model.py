@@ -71,7 +71,7 @@ def runner(small_tiles):
     assert DeterministicLinear in kinds
     cache = PagedKVCache(spec.planes, num_blocks=12, block_size=BLOCK_SIZE)
     loaded = SimpleNamespace(model=model, device="cpu", spec=spec, native=None, cpu_kernels=None)
-    return make_runner(loaded, cache, interpreted_attention()), plain
+    return make_runner(loaded, cache, interpreted_attention(num_heads=2, num_kv_heads=1)), plain
 
 
 @torch.inference_mode()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.engine.attention import work_list
 from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.work_list import Tile
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 
-attention_kernels = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.gpu_kernels.attention")
+pytest.importorskip("triton")
 TritonAttention = pytest.importorskip("outrider.engine.attention.triton_paged").TritonAttention
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
-TILE = attention_kernels.Tile(lines=16, keys=16, split_keys=32)
+TILE = Tile(lines=16, keys=16, split_keys=16, splits_per_size=2)  # 16, 16, 32, 32, …
 BLOCKS = (7, 3, 11, 2, 9)
 PLAIN = AttentionOptions(0.25)
 
@@ -43,11 +45,12 @@ def memory(request):
     return tuple(torch.randn(each, generator=generator).to(device, dtype) for each in shapes)
 
 
-def attend(memory, *sequences, options=PLAIN, tile=None):
+def attend(memory, *sequences, options=PLAIN, tile=TILE, num_programs=3):
     """[num_rows, num_heads, head_dim] of all rows."""
     queries, keys, values = memory
     batch = build_input_batch(sequences, BLOCK_SIZE)
-    attention = TritonAttention(queries.device, tile or TILE)
+    heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
+    attention = TritonAttention(queries.device, **heads, tile=tile, num_programs=num_programs)
     return attention.attend(attention.prepare(batch), queries[list(batch.arrays.positions)], keys, values, options)
 
 
@@ -66,12 +69,28 @@ def test_a_row_has_the_same_bits_alone_and_in_company(memory, position, options)
     assert torch.equal(attend(memory, *crowd, options=options)[1], alone)
 
 
-def test_splits_merged_by_one_program_or_by_another_give_the_same_bits(memory, monkeypatch):
-    few = attend(memory, rows(66, 71))
-    from outrider.engine.attention import triton_paged
+@pytest.mark.parametrize("options", [PLAIN, AttentionOptions(0.25, sliding_window=37, softcap=1.5)])
+@pytest.mark.parametrize("parents", [(), (-1, -1, 0, 0)], ids=["chain", "tree"])
+def test_however_a_tile_is_cut_its_rows_have_the_same_bits(memory, options, parents, monkeypatch):
+    crowd = [rows(66, 71, parents=parents), rows(0, 9, (24,)), rows(60, 61, (20, 21, 22, 23))]
+    monkeypatch.setattr(work_list, "ITEMS_PER_PROGRAM", 1)
+    plans = set()
+    whole = attend(memory, crowd[0], options=options, num_programs=1)
+    for num_programs in (2, 4, 5, 100):
+        for company in ([], crowd[1:]):
+            found = attend(memory, crowd[0], *company, options=options, num_programs=num_programs)
+            assert torch.equal(found[: len(whole)], whole)
+            plans.add(planned(crowd[0], *company, num_programs=num_programs).tobytes())
+    assert len(plans) >= 5
+    monkeypatch.setattr(work_list, "MAX_PARTIALS", 0)
+    assert not planned(crowd[0], num_programs=100)[1]
+    assert torch.equal(attend(memory, crowd[0], options=options, num_programs=100), whole)
 
-    monkeypatch.setattr(triton_paged, "_MOST_SPLIT_ROWS", 0)
-    assert torch.equal(attend(memory, rows(66, 71)), few)
+
+def planned(*sequences, num_programs):
+    heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
+    lists = work_list.WorkLists(TILE, **heads, num_programs=num_programs)
+    return lists.plan(build_input_batch(sequences, BLOCK_SIZE))
 
 
 def test_a_token_has_the_same_bits_in_a_tree_and_in_a_chain(memory):
@@ -92,6 +111,6 @@ def test_a_token_has_the_same_bits_in_a_tree_and_in_a_chain(memory):
 
 def test_the_order_of_keys_would_be_noticed(memory):
     """Negative control: other blocks of keys round otherwise."""
-    other = attention_kernels.Tile(lines=16, keys=32, split_keys=32)
+    other = Tile(lines=16, keys=32, split_keys=32)
     difference = attend(memory, rows(66, 71)) - attend(memory, rows(66, 71), tile=other)
     assert 0.0 < float(difference.abs().max()) < (1e-5 if difference.dtype.itemsize == 4 else 2e-2)

@@ -1,0 +1,141 @@
+"""What the programs of our attention kernel do in one forward: a list made on the host. Torch-free.
+
+A tile is some rows of one sequence. The kernel's programs are as many as a GPU runs at a time, and go through the list
+with equal strides: an item is a tile with all of its keys, or with some of their splits, whose partial sums
+`merge_splits` adds up. So programs are busy with few long sequences as with many short ones, and none is empty. Splits
+begin at fixed positions and are added in order, so how a tile is cut changes no bits.
+
+Source of the fixed grid and of its plan on the host: FlashInfer (Ye et al. 2025, arXiv 2501.01005).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.input_batch import InputBatch
+
+HEADER_INTS = 8
+"""Of a plan, before its items: the numbers of items and of merged rows."""
+ITEM_INTS = 8
+"""Of an item, the last one unused: first row, number of rows, where the block table starts, first split, end split,
+first partial or -1, and partials of each row."""
+MERGE_INTS = 2
+"""Of a row whose tile was cut: its number, and its first partial."""
+MAX_PARTIALS = 1 << 17
+"""Partial sums of a forward, each of a row, a query head and a split: 68 MB with heads of 128 numbers, however long the
+sequences are. Tiles that come after are not cut."""
+ITEMS_PER_PROGRAM = 4
+"""So many of equal length leave programs idle for at most about a fifth of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Sizes of our attention kernel. The bits of a row depend on them, and on nothing else."""
+
+    lines: int = 32  # rows × query heads of a KV head; a multiple of 16
+    keys: int = 64  # positions in a block
+    split_keys: int = 256  # positions in each of the first splits; a multiple of `keys`
+    splits_per_size: int = 32  # then splits of twice the size follow: a long sequence does not have many more
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+_Numbers = npt.NDArray[Any]
+_OF_TILES, _FIRST_SPLIT, _END_SPLIT = [0, 1, 2, 5, 6], 3, 4
+"""Of an item: what all items of its tile have, and its own."""
+_NUM_SIZES = 20
+"""Of splits: more than positions of 31 bits need."""
+
+
+class WorkLists:
+    """Makes plans for one model: [ints] int32, a header, items and merged rows. They fit every layer."""
+
+    def __init__(self, tile: Tile, *, num_heads: int, num_kv_heads: int, num_programs: int) -> None:
+        """`num_programs`: of the kernel, which the GPU runs at a time."""
+        heads_per_kv = num_heads // num_kv_heads
+        heads_per_tile = min(heads_per_kv, tile.lines)
+        self.rows_per_tile = tile.lines // heads_per_tile
+        self.head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)  # each has a program for every item
+        self.max_partials = MAX_PARTIALS // num_heads  # of a row and a split, with all heads
+        sizes = tile.split_keys << np.arange(_NUM_SIZES).repeat(tile.splits_per_size)
+        self._split_starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._num_abreast = -(-num_programs // self.head_groups)  # items that are worked on at a time
+
+    def max_items(self, num_rows: int) -> int:
+        """Of any batch of `num_rows` rows."""
+        return 2 * num_rows + ITEMS_PER_PROGRAM * self._num_abreast
+
+    def plan(self, batch: InputBatch, *, num_ahead: int = 0) -> array[int]:
+        """A padded batch's plan has room for the items of any batch of as many rows.
+
+        `num_ahead`: tokens by which sequences may have grown on the device when the plan is used.
+        """
+        starts = np.frombuffer(batch.arrays.query_start_loc, dtype=np.int32)
+        positions = np.frombuffer(batch.arrays.positions, dtype=np.int64)
+        seqs, places = _runs(-((starts[:-1] - starts[1:]) // self.rows_per_tile))  # of each tile
+        first_rows = starts[seqs] + places * self.rows_per_tile
+        num_rows = np.minimum(starts[seqs + 1] - first_rows, self.rows_per_tile)
+        num_keys = np.maximum.reduceat(positions, first_rows) + (1 + num_ahead)
+        num_splits = self.split_of(num_keys - 1) + 1
+
+        for items_per_program in (ITEMS_PER_PROGRAM, 1):
+            wanted_keys = num_keys.sum() / (items_per_program * self._num_abreast)
+            num_pieces = np.minimum(np.rint(num_keys / wanted_keys).astype(np.int64), num_splits)
+            num_partials = np.where(num_pieces > 1, num_rows * num_splits, 0)
+            end_partials = np.cumsum(num_partials)
+            if end_partials[-1] <= self.max_partials:
+                break
+        is_cut = (num_pieces > 1) & (end_partials <= self.max_partials)
+        first_partials = np.where(is_cut, end_partials - num_partials, -1)
+
+        num_pieces = np.where(is_cut, num_pieces, 1)
+        tiles, places = _runs(num_pieces)  # of each item
+        first_splits = self.split_of(num_keys[tiles] * places // num_pieces[tiles])
+        end_splits = np.empty_like(first_splits)
+        end_splits[:-1] = first_splits[1:]
+        end_splits[np.cumsum(num_pieces) - 1] = num_splits
+        lengths = np.minimum(self._split_starts[end_splits], num_keys[tiles]) - self._split_starts[first_splits]
+        order = self._in_turns(np.argsort(-lengths, kind="stable"))
+        items = np.zeros((self.max_items(batch.num_rows) if batch.is_padded else len(order), ITEM_INTS), dtype=np.int32)
+        table_starts = np.frombuffer(batch.arrays.table_starts, dtype=np.int32)[seqs]
+        of_tiles = np.stack((first_rows, num_rows, table_starts, first_partials, num_splits), axis=1)
+        items[: len(order), _OF_TILES] = of_tiles[tiles[order]]
+        items[: len(order), _FIRST_SPLIT], items[: len(order), _END_SPLIT] = first_splits[order], end_splits[order]
+
+        cut = np.flatnonzero(is_cut)
+        tiles, places = _runs(num_rows[cut])  # of each merged row
+        tiles = cut[tiles]
+        merged = np.zeros((batch.num_rows if batch.is_padded else len(tiles), MERGE_INTS), dtype=np.int32)
+        merged[: len(tiles), 0] = first_rows[tiles] + places
+        merged[: len(tiles), 1] = first_partials[tiles] + places * num_splits[tiles]
+
+        plan = array("i", bytes(4 * HEADER_INTS))
+        plan[0], plan[1] = len(order), len(tiles)
+        plan.frombytes(items.tobytes())
+        plan.frombytes(merged.tobytes())
+        return plan
+
+    def split_of(self, positions: _Numbers) -> _Numbers:
+        """The number of the split of each position."""
+        return np.searchsorted(self._split_starts, positions, side="right") - 1
+
+    def _in_turns(self, order: _Numbers) -> _Numbers:
+        """`order`, from the longest item to the shortest, so that the programs' shares are about equal.
+
+        Programs go through the list with equal strides, so every second stretch of it is turned round.
+        """
+        turns = np.full((-(-len(order) // self._num_abreast), self._num_abreast), -1)
+        turns.flat[: len(order)] = order
+        turns[1::2] = turns[1::2, ::-1]
+        return turns[turns >= 0]
+
+
+def _runs(lengths: _Numbers) -> tuple[_Numbers, _Numbers]:
+    """Of the elements of runs, laid end to end: the run of each, and its place there."""
+    runs = np.repeat(np.arange(len(lengths)), lengths)
+    return runs, np.arange(len(runs)) - (np.cumsum(lengths) - lengths)[runs]
