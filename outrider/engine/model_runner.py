@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
@@ -14,17 +14,9 @@ from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from outrider.engine.arrays import Array
     from outrider.engine.feature_spec import FeatureSpec
-
-
-class Capturable(NamedTuple):
-    """A forward as `StepGraphs` captures it: what differs between batches of one shape, it reads on the device."""
-
-    forward: Callable[[InputBatch], Tensor]  # of a padded and planned batch → its logits, as of ModelRunner.forward
-    plan: Callable[[InputBatch], InputBatch]  # as of AttentionBackend
+    from outrider.engine.step_graphs import Capturable
 
 
 class ModelRunner(Protocol):

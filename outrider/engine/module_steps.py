@@ -20,10 +20,9 @@ from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import Capturable
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
-from outrider.engine.step_graphs import StepGraphs, cuda_graphs
+from outrider.engine.step_graphs import Capturable, StepGraphs, cuda_graphs
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array

@@ -15,6 +15,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,13 @@ Replay = Callable[[], None]
 """Queues captured work again, over what lies at the same addresses; nobody waits."""
 GraphCapture = Callable[[Callable[[], object]], Replay]
 """Runs a function, and captures what it queues. What it allocates may be taken by other captured work."""
+
+
+class Capturable(NamedTuple):
+    """A forward as `StepGraphs` captures it: what differs between batches of one shape, it reads on the device."""
+
+    forward: Callable[[InputBatch], Tensor]  # of a padded and planned batch → its logits, as of ModelRunner.forward
+    plan: Callable[[InputBatch], InputBatch]  # as of AttentionBackend
 
 
 class StepGraphs:
