@@ -14,10 +14,9 @@ from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from outrider.engine.arrays import Array
     from outrider.engine.feature_spec import FeatureSpec
+    from outrider.engine.step_graphs import Capturable
 
 
 class ModelRunner(Protocol):
@@ -43,8 +42,8 @@ class ModelRunner(Protocol):
         """
 
     @property
-    def capturable(self) -> Callable[[InputBatch], Tensor] | None:
-        """`forward` of a padded batch, as a CUDA graph may capture it; None where none may."""
+    def capturable(self) -> Capturable | None:
+        """What else CUDA graphs may capture; None where they may capture nothing."""
 
     def capture_graphs(self) -> None:
         """Captures the steps that are padded, after the first forwards and before any block is handed out."""

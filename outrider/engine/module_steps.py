@@ -21,7 +21,7 @@ from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.step_clock import ForwardPhases
-from outrider.engine.step_graphs import StepGraphs, cuda_graphs
+from outrider.engine.step_graphs import Capturable, StepGraphs, cuda_graphs
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
@@ -79,9 +79,9 @@ class ModuleSteps:
         return logits.numpy() if self._is_native else logits
 
     @property
-    def capturable(self) -> Callable[[InputBatch], Tensor] | None:
+    def capturable(self) -> Capturable | None:
         """As ModelRunner.capturable."""
-        return None if self._graphs is None else self._compute
+        return None if self._graphs is None else Capturable(self._compute, self._attention.plan)
 
     def capture_graphs(self) -> None:
         """As ModelRunner.capture_graphs."""

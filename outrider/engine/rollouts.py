@@ -66,7 +66,7 @@ class Rollouts:
         *,
         max_model_len: int,
         num_races: int,
-        plan: Callable[[InputBatch], InputBatch] = lambda batch: batch,
+        plan: Callable[[InputBatch], InputBatch],
         width: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,13 @@ Replay = Callable[[], None]
 GraphCapture = Callable[[Callable[[], object]], Replay]
 """Runs a function, and captures what it queues. What it allocates may be taken by other captured work. Raises a
 RuntimeError if that cannot be captured; then everything is as before."""
+
+
+class Capturable(NamedTuple):
+    """A forward as `StepGraphs` captures it: what differs between batches of one shape, it reads on the device."""
+
+    forward: Callable[[InputBatch], Tensor]  # of a padded and planned batch → its logits, as of ModelRunner.forward
+    plan: Callable[[InputBatch], InputBatch]  # as of AttentionBackend
 
 
 class StepGraphs:

@@ -42,6 +42,10 @@ class ModuleHeadSteps:
         """Whether `compute` reads nothing on the host that differs between batches of one shape."""
         return self._kv_cache is not None and self._attention.can_be_captured and self._model.spec.num_parallel == 1
 
+    def plan(self, batch: InputBatch) -> InputBatch:
+        """As AttentionBackend.plan."""
+        return self._attention.plan(batch)
+
     @property
     def target_ids(self) -> Array | None:
         """[draft_vocab_size]: the target's id of each logit; None: they are the same."""

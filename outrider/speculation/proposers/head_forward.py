@@ -131,6 +131,7 @@ class HeadForward(DraftForward):
             self.kv_cache,
             max_model_len=self.max_model_len,
             num_races=1 + NUM_RUNNERS_UP,
+            plan=steps.plan,
             width=self.model.spec.width,
             dtype=steps.dtype,
         )

@@ -81,12 +81,19 @@ class ModelForward(DraftForward):
         return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
 
     def rolling_out(self, capture: GraphCapture) -> ModelForward:
-        compute = self.runner.capturable
-        if compute is None:
+        capturable = self.runner.capturable
+        if capturable is None:
             return self
+        compute = capturable.forward
         from outrider.engine.rollouts import Rollouts  # imports torch and triton
 
-        rollouts = Rollouts(self.sampler, self.kv_cache, max_model_len=self.max_model_len, num_races=1 + NUM_RUNNERS_UP)
+        rollouts = Rollouts(
+            self.sampler,
+            self.kv_cache,
+            max_model_len=self.max_model_len,
+            num_races=1 + NUM_RUNNERS_UP,
+            plan=capturable.plan,
+        )
         rollouts.capture_all(
             lambda batch, features, _depths: (features.new_empty((batch.num_logits, 0)), compute(batch)), capture
         )

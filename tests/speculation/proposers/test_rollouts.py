@@ -145,7 +145,7 @@ def test_sequences_want_unlike_numbers_and_some_cannot_be_rolled_out(pair, graph
         (drafts, num_calls), (rolled, num_rolled_calls) = (drafts_of(each, *asked()) for each in pair)
         assert [each.tree.token_ids for each in rolled] == [each.tree.token_ids for each in drafts]
         assert_alike(*pair)
-        assert num_rolled_calls < num_calls
+        assert num_rolled_calls <= num_calls
         texts = {
             key: [*text, *draft.tree.token_ids[:2], 3] for (key, text), draft in zip(texts.items(), drafts, strict=True)
         }
