@@ -80,6 +80,8 @@ def backend(request, monkeypatch):
         (triton_paged, "merge_splits"),
         (cache, "store_rows"),
         (edits, "edit_rows"),
+        (filters, "raise_lanes"),
+        (filters, "list_tokens"),
         (filters, "filter_limits"),
         (race, "best_scores"),
         (race, "pick"),
@@ -219,7 +221,7 @@ def test_no_request_compiles_a_sampling_kernel_or_waits_twice(node, reads):
     Kernel.compiled.clear()
     node.sampler.warm_up()
     warm = set(Kernel.compiled)
-    kernels = {"edit_rows", "filter_limits", "best_scores", "pick"}
+    kernels = {"edit_rows", "raise_lanes", "list_tokens", "filter_limits", "best_scores", "pick"}
     is_compiled = node.attention.name != "torch_sdpa"
     assert {name for name, *_ in warm} == (kernels if is_compiled else set())
     for number in (0, 1, 2, 5) if is_compiled else (0, 5):
