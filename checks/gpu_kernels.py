@@ -19,8 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.attention.work_list import Tile
 from outrider.engine.gpu_kernels import attention, cache, edits, filters, layers, race
+from outrider.engine.gpu_kernels.work_list import Tile
 
 CAPABILITIES = (80, 90, 100)
 TILE = Tile()
