@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.attention.work_list import Tile
 from outrider.engine.gpu_kernels import attention, decoder, edits, filters, layers, race, rollout
+from outrider.engine.gpu_kernels.work_list import Tile
 
 CAPABILITIES = (80, 90, 100)
 TILE = Tile()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 from torch import Tensor, nn
 
-from outrider.engine.attention.work_list import Tile
 from outrider.engine.gpu_kernels.decoder import Norm, rms_norm
 from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear
+from outrider.engine.gpu_kernels.work_list import Tile
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
 

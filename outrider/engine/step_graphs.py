@@ -156,7 +156,7 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
             except RuntimeError:
                 failed.append(graph)
                 with suppress(RuntimeError):  # it has ended if the capture itself did not fail
-                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # noqa: SLF001 there is no other way
                 raise
 
         def replay() -> None:

@@ -8,8 +8,8 @@ from array import array
 import numpy as np
 import pytest
 
-from outrider.engine.attention import work_list
-from outrider.engine.attention.work_list import HEADER_INTS, ITEM_INTS, MERGE_INTS, Tile, WorkLists
+from outrider.engine.gpu_kernels import work_list
+from outrider.engine.gpu_kernels.work_list import HEADER_INTS, ITEM_INTS, MERGE_INTS, Tile, WorkLists
 from outrider.engine.graph_shapes import GraphShapes, pad
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 

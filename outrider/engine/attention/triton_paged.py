@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.attention.work_list import HEADER_INTS, ITEM_INTS, Tile, WorkLists
 from outrider.engine.gpu_kernels.attention import attend, merge_splits
+from outrider.engine.gpu_kernels.work_list import HEADER_INTS, ITEM_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 PROGRAMS_PER_PROCESSOR = 2

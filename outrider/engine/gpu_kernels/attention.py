@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.engine.attention import work_list
+from outrider.engine.gpu_kernels import work_list
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 HEADER_INTS = tl.constexpr(work_list.HEADER_INTS)

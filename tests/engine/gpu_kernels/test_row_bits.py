@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine.attention import work_list
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.attention.work_list import Tile
+from outrider.engine.gpu_kernels import work_list
+from outrider.engine.gpu_kernels.work_list import Tile
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 
 pytest.importorskip("triton")
