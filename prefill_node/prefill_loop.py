@@ -7,8 +7,7 @@ and sends the KV meanwhile, and commits when all of it has been sent. The decode
 token: there are logits only where a request asks for logprobs of its prompt, of a few rows in a step,
 and after the chunk's KV has been offered.
 
-A GPU only queues a forward. It gets one chunk ahead of the one that it computes, so that it is never idle. A chunk
-counts as computed, for everyone who asks, when the GPU has reached its end.
+A GPU only queues a forward, and gets one chunk ahead. A chunk counts as computed when it has reached its end.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
 
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import PromptEngine
@@ -46,22 +44,13 @@ from prefill_node.jobs import (
 from prefill_node.push import KvPush, LayerGroups
 from prefill_node.push_places import PushPlaces
 from prefill_node.statistics import PromptTokens, StepStats
-from prefill_node.task import PrefillTask, chunk_rows
+from prefill_node.task import Chunk, PrefillTask, chunk_rows
 from prefill_node.timed_parts import TimedPart, add_part
 from prefill_node.turn import PrefillTurn
 
 MAX_PUSHES = 64  # 32 to a single decode node; each has three threads, and may outlast its job's computation
 STOP_SECONDS = 2.0
 log = get_logger("prefill_node")
-
-
-class Chunk(NamedTuple):
-    """A forward pass that has been launched."""
-
-    plan: StepPlan
-    launched_at: float  # monotonic seconds
-    seconds: float  # of the launch, without waits for turns
-    end: Any  # a fence of the cache, where a device has only been asked for it; None: all is computed
 
 
 class PrefillLoop:
@@ -136,7 +125,8 @@ class PrefillLoop:
         self._answer()  # jobs whose push has ended
         plan = self._plan()
         self._begin(self._tasks[each.key] for each in plan.admitted)  # pushes start, with what the prefix cache holds
-        runs_ahead = self._runs_ahead(plan)
+        needs_logits = any(item.scored_token_ids for item in plan.scheduled)  # the host waits for them
+        runs_ahead = self._engine.runner.is_asynchronous and bool(plan.scheduled) and not needs_logits
         was_computing = self._finish_chunks(num_ahead=runs_ahead)
         if plan.scheduled:
             self._launch(plan, runs_ahead=runs_ahead)  # one forward; pushes go on with its layers
@@ -152,11 +142,6 @@ class PrefillLoop:
         assert not plan.preempted, "a job has all its blocks from its admission on"
         self._time.mark(Part.SCHEDULE)
         return plan
-
-    def _runs_ahead(self, plan: StepPlan) -> bool:
-        """Whether the device is asked for more before it has computed this. The host waits for logits."""
-        has_logits = any(item.scored_token_ids for item in plan.scheduled)
-        return self._engine.runner.is_asynchronous and bool(plan.scheduled) and not has_logits
 
     def _tell(self, plan: StepPlan, seconds: float) -> None:
         """A computed chunk, to whoever counts or profiles."""

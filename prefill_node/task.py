@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled
+from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled, StepPlan
 from outrider.prefill import ComputedChunk, PrefillFigures, PushedKv
 from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
@@ -124,6 +125,15 @@ class PrefillTask:
             chunks=tuple(ComputedChunk(start - arrived_at, end - arrived_at, num) for start, end, num in self.chunks),
             pushed=tuple(PushedKv(start - arrived_at, end - arrived_at, num) for start, end, num in outcome.pushed),
         )
+
+
+class Chunk(NamedTuple):
+    """A forward pass that has been launched."""
+
+    plan: StepPlan
+    launched_at: float  # monotonic seconds
+    seconds: float  # of the launch, without waits for turns
+    end: Any  # a fence of the cache, where a device has only been asked for it; None: all is computed
 
 
 def chunk_rows(item: Scheduled) -> SequenceRows:
