@@ -165,7 +165,7 @@ def _send(connector_name: str, device: str, address: str, count: int, num_tokens
         cache.write("k", range(layer, layer + 1), slots, _pattern(layer, num_tokens).data)
     config = KvTransferConfig(connector=connector_name)
     connector = Connector(config, gpu=open_shared_gpu(cache.copies, config))
-    groups = LayerGroups.of(PLANES, num_tokens=num_tokens, frame_bytes=config.frame_bytes)
+    groups = LayerGroups.of(PLANES, frame_bytes=config.frame_bytes)
     for line in sys.stdin:
         outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()
         started_at = time.perf_counter()
@@ -181,7 +181,7 @@ def _send(connector_name: str, device: str, address: str, count: int, num_tokens
             )
             push.start()
             for layer in range(groups.num_layers):
-                layers = groups.ending_at(layer)
+                layers = groups.ending_at(layer, num_tokens=num_tokens)
                 if layers is not None:
                     push.offer(layers, 0, num_tokens)
             push.finish()

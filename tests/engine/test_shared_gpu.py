@@ -133,7 +133,7 @@ def start(monkeypatch, tmp_path):
 
     gpus = []
     monkeypatch.setattr(open_runner, "PagedKVCache", Cache)
-    monkeypatch.setattr(open_runner, "make_attention_backend", lambda *_: None)
+    monkeypatch.setattr(open_runner, "make_attention_backend", lambda *_arguments, **_heads: None)
     monkeypatch.setattr(
         open_runner,
         "make_runner",

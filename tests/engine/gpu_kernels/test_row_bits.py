@@ -93,6 +93,21 @@ def planned(*sequences, num_programs):
     return lists.plan(build_input_batch(sequences, BLOCK_SIZE))
 
 
+@pytest.mark.parametrize("position", [3, 40, 69])
+def test_a_plan_for_later_positions_gives_the_same_bits(memory, position):
+    """As the forwards of a rollout use it, whose positions rise on the device."""
+    queries, keys, values = memory
+    later, now = (build_input_batch([rows(each, each + 1)], BLOCK_SIZE) for each in (70, position))
+    attention = TritonAttention(
+        queries.device, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, tile=TILE, num_programs=100
+    )
+    plan = attention.plan(later).arrays.attention_plan
+    assert plan[1], "the tile is cut"
+    planned_before = attention.prepare(now.with_plan(plan))
+    found = attention.attend(planned_before, queries[[position]], keys, values, PLAIN)
+    assert torch.equal(found, attend(memory, rows(position, position + 1)))
+
+
 def test_a_token_has_the_same_bits_in_a_tree_and_in_a_chain(memory):
     """Its keys lie elsewhere, but in the same order."""
     queries, keys, values = memory
