@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,22 +25,19 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache import tensor_planes
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.memory import KVRoom
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.step_graphs import StepGraphs
-from outrider.errors import InternalError
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.support.fake_gpu import GPU, OneDevice, devices_of, fake_gpu, fake_streams
+from tests.support.fake_gpu import GPU, OneDevice, devices_of, fake_gpu
 from tests.support.verifying import verify_now
 
 VOCAB_SIZE = 5000
@@ -113,10 +110,6 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {GPU}
     assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k)} == {torch.int32}
     return torch.empty_like(q)
-
-
-OWN_WAITS = ["host waits for default", "host waits for copies"]
-"""Of a copy: for its fence, then for its end."""
 
 
 class Kernel:
@@ -361,41 +354,6 @@ def test_a_captured_step_copies_its_batch_and_allocates_nothing(gpu):
             batch = build_input_batch(rows, 16)
             assert graphs.run(batch).shape == (batch.num_logits, 1)
     assert operations.names <= {"aten.copy_.default", "aten.slice.Tensor", "aten.narrow.default"}
-
-
-def test_a_frame_of_the_hand_off_waits_for_its_own_fence_and_copy_only(gpu, monkeypatch):
-    def page_locked(shape, dtype):
-        with unset_fake_temporarily():  # numpy reads and writes it
-            return torch.empty(tuple(shape), dtype=dtype).pin_memory()
-
-    monkeypatch.setattr(tensor_planes, "empty_page_locked", page_locked)
-    log = fake_streams(monkeypatch)
-    planes = [PlaneSpec(name, 3, 2, 16, "bfloat16") for name in ("k", "v")]
-    cache = PagedKVCache(planes, num_blocks=6, block_size=16, device=str(GPU))
-    with unset_fake_temporarily():
-        slots = np.arange(5, 60)
-    with OneDevice(takes_frames=True):
-        plane = cache._planes["k"]
-        frame = plane._copies.gather(plane.rows(range(1, 3), range(2)), slots, cache.fence())
-        assert (frame.shape, frame.device.type) == ((2, 55, 2 * 16), "cpu")
-        cache.write("v", range(1, 3), slots, bytes(2 * 55 * 2 * 16 * 2))
-    assert [line for line in log if line.startswith("host")] == OWN_WAITS * 2
-
-
-def test_a_frame_that_stays_on_the_gpu_never_comes_to_the_host(gpu, monkeypatch):
-    log = fake_streams(monkeypatch)
-    planes = [PlaneSpec(name, 3, 2, 16, "bfloat16") for name in ("k", "v")]
-    cache = PagedKVCache(planes, num_blocks=6, block_size=16, device=str(GPU))
-    with unset_fake_temporarily():
-        slots = np.arange(5, 60)
-    with OneDevice():
-        frame = cache.take("k", range(1, 3), slots, cache.fence(), heads=range(1, 2))
-        assert (frame.tensor.shape, frame.tensor.dtype) == ((2 * 55 * 16 * 2,), torch.uint8)
-        assert [line for line in log if line.startswith("host")] == OWN_WAITS[:1]
-        cache.write("v", range(1, 3), slots, frame, heads=range(1))
-        with pytest.raises(InternalError, match="3520 bytes for 7040"):
-            cache.write("v", range(1, 3), slots, frame)
-    assert [line for line in log if line.startswith("host")] == OWN_WAITS[:1] + OWN_WAITS
 
 
 def test_rows_of_a_draft_tree_do_not_wait_either(node):
