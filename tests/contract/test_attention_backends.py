@@ -309,6 +309,8 @@ def test_the_stand_in_is_called_as_torch_s_own_is():
 @pytest.fixture
 def installed(monkeypatch):
     """flash-attn and triton, as far as the choice of a backend can tell."""
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in_flash_attn)
     if not HAS_TRITON:
         pytest.skip("needs triton")
