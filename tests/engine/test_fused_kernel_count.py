@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
-from outrider.engine.attention.triton_paged import TritonAttention
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -108,6 +107,8 @@ def runner_of(architecture, num_layers, *, is_deterministic=False, features=None
     loaded = RunnableModel(model=model, native=None, device=str(GPU), spec=spec, fused=fused)
     cache = PagedKVCache(spec.planes, num_blocks=64, block_size=16, device=str(GPU))
     heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+    from outrider.engine.attention.triton_paged import TritonAttention  # imports triton
+
     attention = TritonAttention(GPU, num_programs=PROGRAMS_OF_AN_H100, **heads)
     return make_runner(loaded, cache, attention, features=features)
 
