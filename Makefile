@@ -129,7 +129,7 @@ $(TRITON): $(INSTALLED)
 
 .PHONY: test-triton
 test-triton: $(READY) $(TRITON) ## What needs Triton, in its interpreter: GPU kernels on a CPU
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m triton tests/engine tests/contract $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m triton tests/engine tests/contract tests/speculation $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(READY) $(TRITON) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
