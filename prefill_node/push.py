@@ -29,8 +29,6 @@ from outrider.service.telemetry.logging import get_logger
 from prefill_node.jobs import PushOutcome
 from prefill_node.timed_parts import PushedParts, TimedPart
 
-MIN_GROUPS = 4
-"""Of the layers of a model, however few the tokens: most of their KV leaves before the last layer is computed."""
 log = get_logger("prefill_node")
 
 
@@ -234,7 +232,7 @@ class LayerGroups:
 
     def ending_at(self, layer: int, *, num_tokens: int) -> range | None:
         """The group that is complete with this layer, for a sequence's tokens of the chunk; None within one."""
-        size = max(1, min(self.tokens_per_frame // num_tokens, self.num_layers // MIN_GROUPS))
+        size = min(max(self.tokens_per_frame // num_tokens, 1), self.num_layers)
         is_last = layer == self.num_layers - 1
         if (layer + 1) % size and not is_last:
             return None

@@ -20,10 +20,10 @@ def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if device_type(device) != "cpu":
+        if config.kernels != AUTO:
+            return torch_instead(config, f"the device is {device_type(device)}")
         reason = why_no_triton(device)
-        if config.kernels == AUTO and not reason:
-            return KernelChoice(path=FUSED, library=None)
-        return torch_instead(config, reason or f"the device is {device_type(device)}")
+        return torch_instead(config, reason) if reason else KernelChoice(path=FUSED, library=None)
     if config.attention != AUTO:
         return torch_instead(config, f"model.attention is {config.attention}")
     return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))
