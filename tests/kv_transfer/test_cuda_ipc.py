@@ -9,10 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 
-from outrider.engine.kv_cache.tensor_planes import FACTOR_STEP, DeviceBytes
 from outrider.errors import ConfigError, NotSupportedError
 from outrider.kv_transfer.arena import HEAD_BYTES, IDLE_SECONDS, arena_path
 from outrider.kv_transfer.base import CommitState, FrameHeader
@@ -28,16 +26,19 @@ from outrider.kv_transfer.cuda_ipc import (
 from outrider.kv_transfer.inbox import Disposition
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from tests.kv_transfer.conftest import Peers
-from tests.support.fake_cuda_driver import FakeCudaDriver, fake_bytes, fake_shared_gpu
 from tests.support.kv_messages import decode_receiver_message, encode_slot_frame
 from tests.support.waiting import wait_for
+
+torch = pytest.importorskip("torch")
+tensor_planes = pytest.importorskip("outrider.engine.kv_cache.tensor_planes")
+fake_cuda_driver = pytest.importorskip("tests.support.fake_cuda_driver")
 
 SIZES = {"arena_bytes": 1 << 20, "frame_bytes": 1 << 16, "device_frame_bytes": 1 << 16}
 
 
 @pytest.fixture
 def gpu_and_driver(monkeypatch, tmp_path):
-    return fake_shared_gpu(monkeypatch, tmp_path)
+    return fake_cuda_driver.fake_shared_gpu(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ class Pair:
         sender = self.connector.connect(f"127.0.0.1:{self.port}", spec)
         for header, payload in self.peers.frames(spec):
             sender.put(
-                header.region, fake_bytes(self.connector.gpu, payload) if sender.connector == "cuda_ipc" else payload
+                header.region,
+                fake_cuda_driver.fake_bytes(self.connector.gpu, payload) if sender.connector == "cuda_ipc" else payload,
             )
         assert sender.commit().state is CommitState.COMMITTED
         assert sink.cells == self.peers.expected_cells(spec)
@@ -156,7 +158,7 @@ def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
     assert mapping.nonce == arena.nonce
     payload = bytes(range(256)) * 8
     offset = arena.take("owner")
-    arena.write(offset, fake_bytes(gpu, payload))
+    arena.write(offset, fake_cuda_driver.fake_bytes(gpu, payload))
     assert mapping.copy(offset, len(payload)).tensor.numpy().tobytes() == payload
     for lie in (0, HEAD_BYTES - 1, arena.num_bytes - len(payload) + 1):
         assert mapping.copy(lie, len(payload)) is None
@@ -191,7 +193,7 @@ def test_what_was_altered_in_a_slot_is_not_written(peers, inbox, gpu, tmp_path):
     offer = {"arena_id": arena.arena_id, "arena_bytes": arena.num_bytes, "arena_is_on_device": True}
     assert decode_receiver_message(stream.handle(peers.hello(spec, **offer))).nonce == arena.nonce
     (header, payload), *_ = peers.frames(spec)
-    taken = fake_bytes(gpu, payload)
+    taken = fake_cuda_driver.fake_bytes(gpu, payload)
     header = FrameHeader.of(spec, header.region, taken)
     offset = arena.take(spec)
     message = encode_slot_frame(1, header, offset)
@@ -203,16 +205,16 @@ def test_what_was_altered_in_a_slot_is_not_written(peers, inbox, gpu, tmp_path):
 
 def test_the_checksum_is_a_sum_in_any_order_and_changes_with_each_byte(gpu):
     payload = torch.randint(0, 256, (1003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    checksum = DeviceBytes(payload, gpu.copies).checksum()
+    checksum = tensor_planes.DeviceBytes(payload, gpu.copies).checksum()
     words = [int.from_bytes(bytes(payload[at : at + 8].tolist()).ljust(8, b"\0"), "little") for at in range(0, 1003, 8)]
-    assert checksum == sum(word * (at * FACTOR_STEP | 1) for at, word in enumerate(words)) % 2**64
+    assert checksum == sum(word * (at * tensor_planes.FACTOR_STEP | 1) for at, word in enumerate(words)) % 2**64
     for at in range(0, 1003, 59):
         other = payload.clone()
         other[at] += 1
-        assert DeviceBytes(other, gpu.copies).checksum() != checksum
+        assert tensor_planes.DeviceBytes(other, gpu.copies).checksum() != checksum
     exchanged = torch.cat([payload[8:16], payload[:8], payload[16:]])
-    assert DeviceBytes(exchanged, gpu.copies).checksum() != checksum
-    assert DeviceBytes(payload[:0], gpu.copies).checksum() == 0
+    assert tensor_planes.DeviceBytes(exchanged, gpu.copies).checksum() != checksum
+    assert tensor_planes.DeviceBytes(payload[:0], gpu.copies).checksum() == 0
 
 
 @pytest.mark.parametrize(("connector", "is_wanted"), [("auto", False), ("grpc", False), ("cuda_ipc", True)])
@@ -256,7 +258,7 @@ def test_without_the_drivers_bindings_there_is_one_warning_and_another_connector
 
 def test_the_fake_driver_has_what_the_real_one_has():
     real = pytest.importorskip("cuda.bindings.driver", reason="comes with torch for CUDA")
-    functions = [name for name in vars(FakeCudaDriver) if name.startswith("cu")]
+    functions = [name for name in vars(fake_cuda_driver.FakeCudaDriver) if name.startswith("cu")]
     assert len(functions) == 10
     assert all(callable(getattr(real, name)) for name in functions)
     handle = real.CUipcMemHandle()

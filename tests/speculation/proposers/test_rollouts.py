@@ -26,7 +26,13 @@ HOT = {"temperature": 0.9}
 FILTERED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
 PENALISED = {"temperature": 0.9, "presence_penalty": 0.7}
 EARLY = {"temperature": 0.9, "min_tokens": 3}
-KINDS = ["model", "head", "head of few ids"]
+KINDS = ["model", pytest.param("head", marks=pytest.mark.full), "head of few ids"]
+"""Heads differ in their ids alone, so one of them is enough for a short run."""
+LONG_FOR_A_MODEL = pytest.mark.parametrize(
+    "pair",
+    [*(pytest.param(kind, marks=pytest.mark.full) for kind in ("model", "head")), "head of few ids"],
+    indirect=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +117,9 @@ def rounds(pair, graphs, params, *asked):
         text = [*text, *path[:num_agreeing], 3]
 
 
-@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize(
+    "params", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.full), pytest.param(HOT, id="hot")]
+)
 def test_tokens_siblings_confidences_and_caches_are_the_same_for_every_number(pair, graphs, params):
     rounds(pair, graphs, params, (5, 2), (1, 0), (4, 4), (2, 0), (8, 3))
 
@@ -121,6 +129,7 @@ def test_filters_are_applied_on_the_device(pair, graphs):
     rounds(pair, graphs, FILTERED, (3, 2), (2, 1))
 
 
+@LONG_FOR_A_MODEL
 def test_sequences_want_unlike_numbers_and_some_cannot_be_rolled_out(pair, graphs):
     """Those with penalties, with stop tokens still banned, and drafts that are drawn: a call for each token."""
     texts = {key: [key, *PROMPT] for key in range(8)}
@@ -190,6 +199,7 @@ def test_where_the_window_ends_or_blocks_run_out_it_goes_on_token_by_token(pair,
     assert graphs.num_replays == 0
 
 
+@LONG_FOR_A_MODEL
 def test_a_sequence_may_go_between_calls_and_look_ahead_goes_on_from_a_rollout(pair, graphs):
     fields = {"max_alternatives": 2}
     for each in pair:
