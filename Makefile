@@ -113,7 +113,7 @@ $(TESTABLE): pyproject.toml constraints.txt requirements-node.lock
 test-units: $(TESTABLE)
 	$(BIN)/python -W error::SyntaxWarning -m compileall -q -f outrider router prefill_node decode_node draft_node
 	$(BIN)/python -c 'import $(SERVICES)'
-	$(BIN)/python -m pytest -n 4 $(addprefix tests/,client config constraints kv_transfer rpc service wire) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 $(addprefix tests/,client config constraints rpc service wire) $(PYTEST_ARGS)
 
 OTHER_PYTHONS = $(filter-out python$(call VERSION_OF,.venv/bin/python),python3.13 python3.12 python3.11)
 .PHONY: test-python

@@ -163,7 +163,7 @@ def windows(nodes):
     return {name: node.model.spec.max_model_len for name, node in nodes.items()}
 
 
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", range(2))
 @pytest.mark.parametrize("total_bytes", [80 * GB, H100_BYTES])
 def test_a_prefill_and_a_decode_node_of_an_8b_model_fit_with_default_settings(start, total_bytes, attempt):
     nodes = start(total_bytes, shares_of())
@@ -171,7 +171,7 @@ def test_a_prefill_and_a_decode_node_of_an_8b_model_fit_with_default_settings(st
     assert nodes["decode-0"].gpu.least_free > 0.05 * total_bytes
 
 
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", range(2))
 def test_a_draft_model_fits_beside_them(start, attempt):
     """It drafts for sequences that are shorter than its window."""
     shares = shares_of(draft="draft_model:small")

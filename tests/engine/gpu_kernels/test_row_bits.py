@@ -24,7 +24,7 @@ HAS_CUDA = torch.cuda.is_available()
 NO_GPU = pytest.mark.skipif(HAS_CUDA, reason="runs on the GPU")
 KINDS = [  # triton's interpreter has no products of bfloat16
     pytest.param(("cpu", torch.float32), marks=NO_GPU, id="interpreted-float32"),
-    pytest.param(("cpu", torch.float16), marks=NO_GPU, id="interpreted-float16"),
+    pytest.param(("cpu", torch.float16), marks=[NO_GPU, pytest.mark.full], id="interpreted-float16"),
     pytest.param(("cuda", torch.float32), marks=pytest.mark.gpu, id="cuda-float32"),
     pytest.param(("cuda", torch.bfloat16), marks=pytest.mark.gpu, id="cuda-bfloat16"),
 ]

@@ -117,6 +117,7 @@ def rounds(pair, graphs, params, *asked):
         text = [*text, *path[:num_agreeing], 3]
 
 
+@LONG_FOR_A_MODEL
 @pytest.mark.parametrize(
     "params", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.full), pytest.param(HOT, id="hot")]
 )
