@@ -163,6 +163,7 @@ def test_sequences_want_unlike_numbers_and_some_cannot_be_rolled_out(pair, graph
     assert graphs.num_replays >= 2
 
 
+@LONG_FOR_A_MODEL
 def test_a_draft_ends_where_it_would_token_by_token(pair, graphs):
     """At a stop token, where it is not sure enough, and at the end of the text."""
     (whole, _), _ = (drafts_of(each, request_of(PROMPT, 6)) for each in pair)
