@@ -8,8 +8,8 @@ The second time that the prefill node is about to commit, it stops; without a nu
 the first time, with `*` every time. A fault happens in the thread that reaches its point.
 With OUTRIDER_FAULTS_ONCE=PATH each fault happens once in all processes and restarts that
 share the path: the file PATH.POINT says that it has, and holds the process's id. A test that
-writes this file first disarms the point, and arms it again when it removes the file; `hold`
-waits until the file is emptied.
+writes this file first disarms the point, and arms it again when it removes the file. `hold`
+waits until the file is emptied, which leaves the point disarmed, or removed, which leaves it armed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ACTIONS: Mapping[str, str] = {
     "kill": "SIGKILL to this process",
     "stop": "SIGSTOP to this process; it goes on with SIGCONT",
     "hang": "the thread blocks for good; the others go on",
-    "hold": "the thread waits until the file of OUTRIDER_FAULTS_ONCE is empty; the others go on",
+    "hold": "the thread waits until the file of OUTRIDER_FAULTS_ONCE is empty or gone; the others go on",
     "delay:MS": "the thread sleeps for so many milliseconds",
 }
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -115,10 +115,16 @@ class Fault:
         elif self.action == "hang":
             threading.Event().wait()
         elif self.action == "hold":
-            while Path(self.once_path).stat().st_size:
+            while self._is_held():
                 time.sleep(_HOLD_POLL_SECONDS)
         else:
             time.sleep(self.delay_seconds)
+
+    def _is_held(self) -> bool:
+        try:
+            return Path(self.once_path).stat().st_size > 0
+        except FileNotFoundError:
+            return False
 
 
 def parse_faults(environ: Mapping[str, str]) -> dict[str, Fault]:

@@ -86,12 +86,20 @@ class RunningCluster:
 
     @contextlib.contextmanager
     def held_steps(self):
-        """The next step of a decode node waits until the block is left: no answer ends within it."""
+        """Decode steps wait until the block is left, except those that `step_until` lets pass."""
         self.points.arm(STEP)
         try:
             yield
         finally:
             self.points.release(STEP)
+
+    def step_until(self, is_done, *, timeout_seconds=60.0):
+        """Lets held steps pass, one at a time, until `is_done()`."""
+        ends = time.monotonic() + timeout_seconds
+        while not is_done():
+            assert time.monotonic() < ends, f"held steps brought nothing about in {timeout_seconds} s"
+            self.points.let_pass(STEP)
+            time.sleep(0.005)
 
     def generate(self, prompt, **options):
         """(token ids, summary) of a whole stream of one sample."""

@@ -137,8 +137,10 @@ def test_a_thread_is_held_where_a_test_has_armed_the_point(tmp_path):
     file.touch()
     assert outcome("decode.step:*=hold", "decode.step", once=once) == (0, ["decode.step"])
     file.unlink()
-    process = start("decode.step:*=hold", "decode.granted", "decode.step", once=once)
+    process = start("decode.step:*=hold", "decode.step", "decode.step", once=once)
     try:
+        assert process.stderr.readline() == "fault decode.step: hold\n"
+        file.unlink()  # the first goes on; the point stays armed
         assert process.stderr.readline() == "fault decode.step: hold\n"
         assert file.read_text() == str(process.pid)
         with pytest.raises(subprocess.TimeoutExpired):

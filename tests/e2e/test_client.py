@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
+import functools
 
 import pytest
 
@@ -23,29 +23,25 @@ def holds_blocks(status):
 
 @pytest.fixture
 def seen(running):
-    """seen() waits until the decode node works, and holds it in its step: no answer ends before the test does.
+    """seen() waits until the decode node works, and is held in a step: no answer ends before the test does.
 
     It holds nothing at first and at the end.
     """
     running.wait_until_nothing_is_held()
-    with contextlib.ExitStack() as steps:
-
-        def seen():
-            steps.enter_context(running.held_steps())
-            running.wait_for(holds_blocks, what="a running sequence")
-
-        yield seen
+    with running.held_steps():
+        yield functools.partial(running.wait_for, holds_blocks, what="a running sequence")
     running.wait_until_nothing_is_held()
 
 
-async def leave_the_block(client, seen):
+async def leave_the_block(client, running, seen):
     async with client.generate(PROMPT, **ENDLESS) as stream:
-        async for _ in stream:
-            await asyncio.to_thread(seen)
-            break
+        first = asyncio.create_task(anext(aiter(stream)))
+        await asyncio.to_thread(running.step_until, first.done)
+        assert (await first).token_ids
+        await asyncio.to_thread(seen)
 
 
-async def cancel_the_task_that_reads(client, seen):
+async def cancel_the_task_that_reads(client, running, seen):
     async def read():
         async for _ in client.generate(PROMPT, **ENDLESS):
             pass
@@ -53,7 +49,7 @@ async def cancel_the_task_that_reads(client, seen):
     await cancel_the_task(read(), seen)
 
 
-async def cancel_a_complete(client, seen):
+async def cancel_a_complete(client, running, seen):
     await cancel_the_task(client.complete(PROMPT, **ENDLESS), seen)
 
 
@@ -68,7 +64,7 @@ async def cancel_the_task(work, seen):
 @pytest.mark.parametrize("leave", [leave_the_block, cancel_the_task_that_reads, cancel_a_complete])
 async def test_an_async_client_that_leaves_frees_its_blocks(running, seen, leave):
     async with AsyncClient(running.router_address) as client:
-        await leave(client, seen)
+        await leave(client, running, seen)
 
 
 def cancel_the_stream(client, stream):
