@@ -2,10 +2,9 @@
 
     python -m benchmarks.host_gap [--sequences 1,8,32,128] [--context 512] [--steps 200]
 
-The loop, scheduler, block tables, sampling states and batches are the node's own; the device computes nothing, and the
-tokens are always the same. While a GPU would wait, the engine thread commits, plans, and lays out and copies the next
-batch; all else it does while the GPU computes. Times are of the thread's processor, the median of all steps, without
-drafts. What a launch itself takes, and padding to a graph's bucket, are not in them.
+The loop, scheduler, block tables, sampling states, batches, and their padding and work lists for CUDA graphs are the
+node's own; the device computes nothing, and the tokens are always the same. Times are of the thread's processor, the
+median of all steps, without drafts. What the driver takes to launch a graph is not in them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from decode_node.admission import Admission
 from decode_node.commands import RouterCommand
@@ -25,11 +25,14 @@ from decode_node.decode_loop import DecodeLoop
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.sequence_group_manager import SequenceGroupManager
 from outrider.engine.engine import Engine
+from outrider.engine.gpu_kernels.work_list import Tile, WorkLists
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_graphs import StepGraphs
 from outrider.engine.step_profiler import StepProfiler
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, SampleStart
@@ -45,22 +48,6 @@ TARGET = (0.3, 5.0)
 """Milliseconds, and microseconds a sequence."""
 
 
-class Device:
-    """In place of a ModelRunner. Notes the thread's time at each launch."""
-
-    is_asynchronous = True
-
-    def __init__(self) -> None:
-        self.launched_at = 0
-        self._buffer = np.empty(1 << 22, dtype=np.uint8)
-
-    def forward(self, batch: InputBatch, *, on_layer_done: object = None) -> Any:
-        packed = batch.packed()
-        self._buffer[: len(packed)] = packed
-        self.launched_at = time.thread_time_ns()
-        return np.empty((batch.num_logits, 0), dtype=np.float32)
-
-
 class FixedSampler(Sampler):
     """Always the same token. Notes the thread's time when the tokens are there."""
 
@@ -74,13 +61,39 @@ class FixedSampler(Sampler):
         return Pending((), finish)
 
 
+class Device:
+    """In place of a ModelRunner that replays CUDA graphs. Notes the thread's time from tokens to the next launch."""
+
+    is_asynchronous = True
+
+    def __init__(self, num_blocks: int, sampler: FixedSampler) -> None:
+        self.gaps: list[int] = []  # nanoseconds
+        self._sampler = sampler
+        lists = WorkLists(Tile(), num_heads=32, num_kv_heads=8, num_programs=264)
+        self._graphs = StepGraphs(
+            GraphShapes(),
+            device=torch.device("cpu"),
+            scratch_block=num_blocks,
+            block_size=BLOCK_SIZE,
+            capture=lambda _run: lambda: None,
+            plan=lambda batch: batch.with_plan(lists.plan(batch)),
+        )
+        self._graphs.capture_all(lambda batch: torch.empty((batch.num_logits, 1)))
+        self.lay_out = self._graphs.padded
+
+    def forward(self, batch: InputBatch, *, on_layer_done: object = None) -> Any:
+        logits = self._graphs.run(batch)
+        self.gaps.append(time.thread_time_ns() - self._sampler.arrived_at)
+        return np.empty((batch.num_logits, 0), dtype=np.float32) if logits is None else logits
+
+
 def measure(num_sequences: int, *, context: int, num_steps: int) -> tuple[float, float]:
     """Microseconds of the gap, and of a whole step of the engine thread."""
     max_length = context + num_steps + WARM_UP_STEPS + 2 * num_sequences + 8
     num_blocks = num_sequences * (max_length // BLOCK_SIZE + 2)
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
-    device = Device()
     sampler = FixedSampler(vocab_size=VOCAB_SIZE, known_token_ids=np.ones(VOCAB_SIZE, dtype=bool))
+    device = Device(num_blocks, sampler)
     engine = Engine(
         pool=pool,
         scheduler=Scheduler(pool, max_running=num_sequences, max_rows_per_step=4096),
@@ -120,16 +133,13 @@ def measure(num_sequences: int, *, context: int, num_steps: int) -> tuple[float,
         each.num_uncomputed > 1 for each in engine.scheduler.running
     ):
         loop.iterate()
-    gaps, steps, before = [], [], 0
-    for step in range(num_steps + WARM_UP_STEPS):
-        arrived_at = sampler.arrived_at
+    steps = []
+    for _ in range(num_steps + WARM_UP_STEPS):
+        started = time.thread_time_ns()
         loop.iterate()
-        if step >= WARM_UP_STEPS:
-            gaps.append((device.launched_at - arrived_at) / 1000)
-            steps.append((device.launched_at - before) / 1000)
-        before = device.launched_at
+        steps.append(time.thread_time_ns() - started)
     assert engine.scheduler.num_running == num_sequences
-    return median(gaps), median(steps)
+    return median(device.gaps[-num_steps:]) / 1000, median(steps[-num_steps:]) / 1000
 
 
 def main() -> None:
@@ -138,6 +148,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, metavar="TOKENS", help="default 512")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default 200")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for each other would count as the host's time
     counts = [int(each) for each in arguments.sequences.split(",")]
     gaps = []
     print("sequences   gap µs   step µs")

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.kv_transfer.base import TransferStats
 from outrider.profile import EndProfile, StartProfile
-from outrider.session import SequenceGroupCommand, SequenceGroupEvent
+from outrider.session import CancelSequenceGroup, SequenceGroupCommand, SequenceGroupEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +58,10 @@ Command = RouterCommand | OwnCommand
 
 EventsBySession = Mapping[int, Sequence[SequenceGroupEvent]]
 """What the engine thread has to tell each router, in order."""
+
+
+def only_admits(command: Command) -> bool:
+    """Whether it ends no running sequence: it takes free blocks, or concerns groups that wait for their KV."""
+    if isinstance(command, RouterCommand):
+        return not isinstance(command.message, CancelSequenceGroup)
+    return isinstance(command, TransferCompleted | TransferFailed | DrainStarted)

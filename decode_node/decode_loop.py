@@ -12,7 +12,6 @@ tokens one step yields.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from decode_node.commands import (
     SessionEnded,
     TransferCompleted,
     TransferFailed,
+    only_admits,
 )
 from decode_node.drafting.client import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
@@ -34,6 +34,7 @@ from decode_node.groups import Sample
 from decode_node.inbox import Inbox
 from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.step import (
+    LaunchedStep,
     PlannedSequence,
     StepReport,
     StepStats,
@@ -42,6 +43,7 @@ from decode_node.step import (
     step_kind,
     step_stats,
 )
+from decode_node.step_ahead import launch_next, lay_out_next
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import Engine
 from outrider.engine.pending import read
@@ -89,6 +91,7 @@ class DecodeLoop:
         self._inbox = Inbox()
         self.has_room = self._inbox.has_room
         self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, to be handled after
+        self._launched: LaunchedStep | None = None  # the next step, if the device computes it already
         self._unreported: StepReport | None = None  # of the last step
         self._failed: list[Sample] = []  # by the last step: their requests end before the next
         self._stopping = threading.Event()
@@ -123,13 +126,16 @@ class DecodeLoop:
         """Commands and their answers, then a step if there is work, and what it has to tell.
 
         A grant does not wait for the step, nor for this node's turn: the prefill that it
-        allows runs beside it.
+        allows runs beside it. While the device computes the next step already, commands wait until `step` handles them.
         """
         self.progress.begin()
-        self._end_failed()
-        self._process_commands(wait=not self._engine.scheduler.has_work)
+        if self._launched is None:
+            self._end_failed()
+            self._process_commands(wait=not self._engine.scheduler.has_work)
+        else:
+            self.progress.expect(self._launched.plan.num_rows)
         try:
-            if self._engine.scheduler.has_work and self._take_turn():
+            if self._launched is not None or (self._engine.scheduler.has_work and self._take_turn()):
                 self.step()
         finally:
             self._cpu_turns.give()  # a step has done so already, if it came so far
@@ -152,8 +158,9 @@ class DecodeLoop:
         """
         self._report()
         self._delayed += self._inbox.take_some()
-        while self._delayed and _only_admits(self._delayed[0]):
+        while self._delayed and only_admits(self._delayed[0]):
             self._handle(self._delayed.popleft())
+        self._groups.tend_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
@@ -202,7 +209,51 @@ class DecodeLoop:
         Nothing happens where nothing could be planned (every block is held by transfers under way).
         """
         fault_point("decode.step")
-        started = time.monotonic()
+        step, self._launched = self._launched or self._launch(), None
+        if step is None:
+            return
+        plan = step.plan
+        verifying = [item for item in step.planned if item.scheduled.reaches_end]
+        logits, scored = take_scored_rows(plan, step.logits)
+        for item in plan.scheduled:
+            if not item.reaches_end and item.sequence.kv is not None:
+                item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
+        pending = self._verifier.queue(logits, [item.draft_rows() for item in verifying])
+        batch = None
+        if self._engine.runner.is_asynchronous:
+            self._time.mark(Part.SAMPLING)
+            self._process_commands_while_computing()
+            if not self._delayed and not self._drafts.may_draft(item.sample for item in verifying):
+                batch = lay_out_next(step, self._engine)
+                self._time.mark(Part.BATCH)
+        verified, *scores = read(pending, *scored)  # the one place that waits for the device
+        if batch is not None and self._may_go_on():
+            self._launched = launch_next(batch, step, verified, self._engine, self.progress.clock)
+        self._cpu_turns.give()  # the rest of the step needs one thread
+        self._groups.report_scores(scores)
+        self._time.mark(Part.SAMPLING)
+        verdicts = self._commit(verifying, verified)
+        self._drafts.observe_step(
+            seconds=self.progress.clock() - step.launched_at,
+            num_rows=plan.num_rows,
+            num_sequences=len(plan.scheduled),
+            num_prompt_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
+        )
+        self._time.mark(Part.COMMIT)
+        seconds, nanoseconds = self.progress.clock() - step.started, self._time.take()
+        stats = partial(step_stats, step, verifying, verdicts, seconds=seconds, nanoseconds=nanoseconds)
+        self._unreported = StepReport(
+            [item.sample for item in verifying], verdicts, step.drafts.requested, step.drafts.hits, stats
+        )
+        if self._profiler.is_capturing:
+            with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
+                self._profiler.step_ended(
+                    nanoseconds, kind=step_kind(plan), num_rows=plan.num_rows, num_sequences=len(plan.scheduled)
+                )
+
+    def _launch(self) -> LaunchedStep | None:
+        """Plans the next step and begins its forward pass. None: nothing could be planned."""
+        started = self.progress.clock()
         drafts = self._gather()  # what is here; waits within its budget
         plan, planned = self._plan(drafts)
         self._time.mark(Part.SCHEDULE)
@@ -214,53 +265,19 @@ class DecodeLoop:
             self._report()
             self._emit_events(None)
             self._wait_for_a_command()  # nothing fits until a transfer ends or is given up: a command will say so
-            return
-        num_rows = plan.num_rows
-        self.progress.expect(num_rows)
-        age_before = self.progress.age_seconds()
+            return None
+        self.progress.expect(plan.num_rows)
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
-        verifying = [item for item in planned if item.scheduled.reaches_end]
-        self._verifier.prepare([each.draft_rows() for each in verifying if each.sample.sampling.constraint is not None])
+        constrained = [each for each in planned if each.scheduled.reaches_end and each.sample.sampling.constraint]
+        self._verifier.prepare([each.draft_rows() for each in constrained])
+        launched_at = self.progress.clock()
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
-        logits, scored = take_scored_rows(plan, logits)
-        for item in plan.scheduled:
-            if not item.reaches_end and item.sequence.kv is not None:
-                item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
-        pending = self._verifier.queue(logits, [item.draft_rows() for item in verifying])
-        if self._engine.runner.is_asynchronous:
-            self._time.mark(Part.SAMPLING)
-            self._process_commands_while_computing()
-        verified, *scores = read(pending, *scored)  # the one place that waits for the device
-        self._cpu_turns.give()  # the rest of the step needs one thread
-        self._groups.report_scores(scores)
-        self._time.mark(Part.SAMPLING)
-        verdicts = self._commit(verifying, verified)
-        self._drafts.observe_step(
-            seconds=self.progress.age_seconds() - age_before,
-            num_rows=num_rows,
-            num_sequences=len(plan.scheduled),
-            num_prompt_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
-        )
-        self._time.mark(Part.COMMIT)
-        seconds, nanoseconds = time.monotonic() - started, self._time.take()
-        stats = partial(
-            step_stats,
-            plan,
-            verifying,
-            verdicts,
-            preempted=preempted,
-            num_rows=num_rows,
-            seconds=seconds,
-            nanoseconds=nanoseconds,
-        )
-        self._unreported = StepReport(
-            [item.sample for item in verifying], verdicts, drafts.requested, drafts.hits, stats
-        )
-        if self._profiler.is_capturing:
-            with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
-                self._profiler.step_ended(
-                    nanoseconds, kind=step_kind(plan), num_rows=num_rows, num_sequences=len(plan.scheduled)
-                )
+        return LaunchedStep(plan, planned, logits, started, launched_at, drafts, preempted)
+
+    def _may_go_on(self) -> bool:
+        """Whether the next step may begin before any command is handled."""
+        self._delayed += self._inbox.take_some()
+        return not self._stopping.is_set() and all(map(only_admits, self._delayed))
 
     def _gather(self) -> StepDrafts:
         # Processors that another node waits for are not to stand idle: drafts had the time until this turn.
@@ -363,19 +380,15 @@ class DecodeLoop:
         token_ids, kv = sequence.token_ids, sequence.kv
         assert kv is not None
         token_ids.extend(verdict.token_ids)
-        # Rejected slots are free again before anybody hears of the step. The newest
-        # token has no KV yet: it is the first row of the next step.
-        kv.truncate(len(token_ids) - 1)
+        # The newest token has no KV yet: it is the first row of the next step. Rejected slots are free again before
+        # anybody hears of the step. Where there were no drafts, the next step may have its blocks already.
+        if verdict.num_draft_tokens:
+            kv.truncate(len(token_ids) - 1)
+        else:
+            kv.advance(len(token_ids) - 1)
         self._engine.sampler.commit(sample.sampling, verdict.token_ids)
         if sample.sampling.failure:
             self._failed.append(sample)
         elif verdict.finish_reason is not None:
             kv.publish(token_ids)
             self._groups.finish(sample)
-
-
-def _only_admits(command: Command) -> bool:
-    """Whether it ends no running sequence: it takes free blocks, or concerns groups that wait for their KV."""
-    if isinstance(command, RouterCommand):
-        return not isinstance(command.message, CancelSequenceGroup)
-    return isinstance(command, TransferCompleted | TransferFailed | DrainStarted)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from decode_node.drafting.client import StepDrafts
 from decode_node.groups import Sample, SequenceGroup
+from outrider.engine.arrays import Array
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampleRows
 from outrider.engine.scheduler import Scheduled, StepPlan
@@ -20,6 +22,7 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.verify.base import DraftRows, Verified
 
 NO_DRAFT = DraftTree(0)
+NO_DRAFTS = StepDrafts()
 
 
 class PlannedSequence(NamedTuple):
@@ -65,6 +68,19 @@ class PlannedSequence(NamedTuple):
         for place, index in enumerate(outcome.path):
             if index != place:
                 yield kv.slot(first + index), kv.slot(first + place)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose forward pass has begun."""
+
+    plan: StepPlan
+    planned: Sequence[PlannedSequence]
+    logits: Array  # as of Engine.forward
+    started: float  # in seconds of a monotonic clock; when drafts were gathered for it
+    launched_at: float  # same; when the forward pass began
+    drafts: StepDrafts = NO_DRAFTS
+    preempted: Sequence[Sample] = ()
 
 
 class Verdict(NamedTuple):
@@ -191,12 +207,10 @@ def step_kind(plan: StepPlan) -> StepKind:
 
 
 def step_stats(
-    plan: StepPlan,
+    step: LaunchedStep,
     verifying: Sequence[PlannedSequence],
     verdicts: Sequence[Verdict],
     *,
-    preempted: Sequence[Sample],
-    num_rows: int,
     seconds: float,
     nanoseconds: Mapping[str, int],
 ) -> StepStats:
@@ -210,8 +224,8 @@ def step_stats(
     return StepStats(
         seconds=seconds,
         nanoseconds=nanoseconds,
-        num_rows=num_rows,
-        preempted_groups=[(each.group.session_id, each.group.opened.sequence_group_id) for each in preempted],
+        num_rows=step.plan.num_rows,
+        preempted_groups=[(each.group.session_id, each.group.opened.sequence_group_id) for each in step.preempted],
         num_generated_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
         num_drafts_by_method=num_by_method,
         num_draft_tokens_by_source=num_tokens,

@@ -218,6 +218,12 @@ class DraftGatherer:
         for local in self._local:
             local.close(sequence_id)
 
+    def may_draft(self, samples: Iterable[Sample]) -> bool:
+        """Whether a draft of one of them may come to hand."""
+        if self._controller.num_speculative_tokens <= 0 or not (self._client or self._local):
+            return False
+        return any(sample.may_draft for sample in samples)
+
     def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> StepDrafts:
         """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
         if self._controller.num_speculative_tokens <= 0:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
@@ -48,6 +49,18 @@ class PromptEngine:
         batch = build_input_batch(rows, self.pool.block_size)
         self.clock.mark(Part.BATCH)
         logits = self.runner.forward(batch, on_layer_done=on_layer_done)
+        self.clock.mark(Part.FORWARD)
+        return logits
+
+    def lay_out(self, rows: Sequence[SequenceRows]) -> InputBatch:
+        """The batch of a forward pass to come, of one row a sequence, whose token ids are not known yet."""
+        return self.runner.lay_out(build_input_batch(rows, self.pool.block_size))
+
+    def run(self, batch: InputBatch, token_ids: Sequence[int]) -> Array:
+        """As `forward`, of what `lay_out` has made, with a token id for each row."""
+        batch.arrays.token_ids[: len(token_ids)] = array("q", token_ids)
+        self.clock.mark(Part.BATCH)
+        logits = self.runner.forward(batch)[: len(token_ids)]
         self.clock.mark(Part.FORWARD)
         return logits
 

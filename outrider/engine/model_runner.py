@@ -41,6 +41,12 @@ class ModelRunner(Protocol):
         kernels compute the model or its layers, else a tensor on its device, which nobody may change.
         """
 
+    def lay_out(self, batch: InputBatch) -> InputBatch:
+        """What `forward` may be given in place of the batch: with all that the host does for it but the upload.
+
+        Token ids may still be set. Its logits may have more rows, after those of the batch.
+        """
+
     @property
     def capturable(self) -> Capturable | None:
         """What else CUDA graphs may capture; None where they may capture nothing."""

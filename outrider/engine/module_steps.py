@@ -78,6 +78,11 @@ class ModuleSteps:
         logits = self._compute(batch, on_layer_done)
         return logits.numpy() if self._is_native else logits
 
+    def lay_out(self, batch: InputBatch) -> InputBatch:
+        """As ModelRunner.lay_out."""
+        padded = None if self._graphs is None else self._graphs.padded(batch)
+        return self._attention.plan(batch) if padded is None else padded
+
     @property
     def capturable(self) -> Capturable | None:
         """As ModelRunner.capturable."""

@@ -104,15 +104,19 @@ class StepGraphs:
             logits = self._logits.narrow(0, 0, bucket.num_rows)
             self._graphs[bucket] = self._capture(partial(_write_logits, forward, padded, logits))
 
+    def padded(self, batch: InputBatch) -> InputBatch | None:
+        """The batch as `run` uploads it, but for token ids that may still be set. None: no graph is of its shape."""
+        bucket = self._shapes.bucket_of(batch)
+        return self._padded(batch, bucket) if bucket is not None and bucket in self._graphs else None
+
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
         """Logits [num_logits, vocab_size] float32, valid until the next run. None: no graph is of its shape."""
-        bucket = self._shapes.bucket_of(batch)
-        replay = None if bucket is None else self._graphs.get(bucket)
-        if bucket is None or replay is None or self._logits is None:
+        padded = batch if batch.is_padded else self.padded(batch)
+        if padded is None or self._logits is None:
             return None
-        self._upload(self._padded(batch, bucket).packed())
-        replay()
+        self._upload(padded.packed())
+        self._graphs[Bucket(padded.num_rows, padded.has_trees)]()
         return self._logits.narrow(0, 0, batch.num_logits)
 
     def _padded(self, batch: InputBatch, bucket: Bucket) -> InputBatch:

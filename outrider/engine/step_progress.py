@@ -33,7 +33,7 @@ class StepProgress:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._seconds_by_bucket: dict[int, float] = {}
         self._bucket = 0
         self._has_rows = False
@@ -43,7 +43,7 @@ class StepProgress:
     def begin(self) -> None:
         """A step begins. Until its rows are known it is expected to take as long as the last one."""
         self._has_rows = False
-        self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self._clock())
+        self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.clock())
 
     def expect(self, num_rows: int) -> None:
         """The current step has a forward pass of so many rows. It gets a new mark, with its new expectation."""
@@ -60,14 +60,14 @@ class StepProgress:
         try:
             yield
         finally:
-            self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self._clock() - age)
+            self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.clock() - age)
 
     def end(self) -> None:
         """Idle until the next step begins. The duration of a step with rows is averaged into its bucket."""
         at_hand = self.at_hand
         assert at_hand.started is not None, "begin comes first"
         if self._has_rows:
-            seconds = self._clock() - at_hand.started
+            seconds = self.clock() - at_hand.started
             known = self._seconds_by_bucket.get(self._bucket, seconds)
             newest = min(seconds, OUTLIER_FACTOR * known)
             self._seconds_by_bucket[self._bucket] = known + NEWEST_WEIGHT * (newest - known)
@@ -76,7 +76,7 @@ class StepProgress:
     def age_seconds(self, at_hand: StepAtHand | None = None) -> float:
         """Of a snapshot, by default the current one, without pauses. Report an age with its own snapshot."""
         started = (at_hand or self.at_hand).started
-        return 0.0 if started is None else max(0.0, self._clock() - started)
+        return 0.0 if started is None else max(0.0, self.clock() - started)
 
     def _expected_seconds(self) -> float:
         known = self._seconds_by_bucket

@@ -55,6 +55,8 @@ class HalfRightDrafts(TextDrafts):
 @pytest.mark.usefixtures("steps_take_a_set_time")
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost():
     nodes = [_soak(seed) for seed in range(8)]
+    for seed in (9, 11, 13):
+        nodes.append(_soak(seed, num_speculative_tokens=0))  # whose steps are laid out ahead
     assert sum(node.num_preempted for node in nodes) > 0
     assert sum(isinstance(event, KvFailed) for node in nodes for event in node.events) > 10
     assert sum(isinstance(event, SampleDone) for node in nodes for event in node.events) > 50
@@ -63,10 +65,14 @@ def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_
         assert sum(sum(each.num_accepted_by_source.values()) for each in stats) > 50
 
 
-def _soak(seed):
+def _soak(seed, *, num_speculative_tokens=4):
     choice = random.Random(seed)
     # Every other one computes as a device does, beside its host.
-    node = Node(num_blocks=choice.choice((24, 32, 40)), num_speculative_tokens=4, is_asynchronous=seed % 2 == 1)
+    node = Node(
+        num_blocks=choice.choice((24, 32, 40)),
+        num_speculative_tokens=num_speculative_tokens,
+        is_asynchronous=seed % 2 == 1,
+    )
     node.loop._drafts._client = HalfRightDrafts(node.model, choice)
     stems = [tuple(choice.randrange(64) for _ in range(24)) for _ in range(3)]
     opened = {}

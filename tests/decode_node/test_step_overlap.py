@@ -40,7 +40,10 @@ def in_one_step(node, do):
     waited for."""
     told = []
     device = node.engine.runner
-    device.on_launch = once(do)
+    if device.is_computing:
+        do()
+    else:
+        device.on_launch = once(do)
     device.on_wait = once(lambda: told.extend(node.events))
     node.iterate()
     device.on_launch = device.on_wait = lambda: None

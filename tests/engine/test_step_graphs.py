@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -199,6 +200,19 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
     assert {tuple(each) for each in seen} <= captured
     assert graphs.run(build_input_batch([SequenceRows([1, 2], 0, (1,), 0)], BLOCK_SIZE)).shape == (0, 1)
     assert graphs.run(build_input_batch([SequenceRows([1] * 9, 0, (1,), 1)], BLOCK_SIZE)) is None
+
+
+def test_a_batch_can_be_padded_before_its_tokens_are_known():
+    def forward(batch):
+        tensors = batch.on(CPU)
+        return (tensors.token_ids * 1000 + tensors.positions).float().unsqueeze(1)
+
+    graphs = graphs_of(forward, shapes=GraphShapes(8))
+    later = graphs.padded(build_input_batch([SequenceRows([0], 5 + seq, (seq,), 1) for seq in range(3)], BLOCK_SIZE))
+    graphs.run(batch_of(([9], 3)))  # meanwhile
+    later.arrays.token_ids[:3] = array("q", (4, 7, 2))
+    assert graphs.run(later)[:3, 0].tolist() == [4005, 7006, 2007]
+    assert graphs.padded(build_input_batch([SequenceRows([1] * 9, 0, (1,), 1)], BLOCK_SIZE)) is None
 
 
 @pytest.mark.triton

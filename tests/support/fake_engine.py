@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -133,7 +133,7 @@ class ScriptedSampling:
     stop_token_ids: tuple[int, ...]
     generated_token_ids: list[int]
     logprobs: LogprobsRequest | None = None
-    constraint: None = None
+    constraint: str | None = None
     failure: str = ""
 
 
@@ -174,7 +174,11 @@ class ScriptedSampler:
         stop_token_ids: Sequence[int] = (),
         logprobs: LogprobsRequest | None = None,
     ) -> ScriptedSampling:
-        return ScriptedSampling(params, sample, tuple(stop_token_ids), list(generated_token_ids), logprobs)
+        constraint = "a scripted one" if sample in self.fails_at else None
+        return ScriptedSampling(params, sample, tuple(stop_token_ids), list(generated_token_ids), logprobs, constraint)
+
+    def prepare_masks(self, rows: Sequence[Any]) -> None:
+        """There are none."""
 
     def commit(self, state: ScriptedSampling, token_ids: Sequence[int]) -> None:
         state.generated_token_ids.extend(token_ids)
@@ -246,6 +250,14 @@ class ScriptedEngine:
         logits = self.runner.forward(rows, **options)
         self.clock.mark(Part.FORWARD)
         return logits
+
+    def lay_out(self, rows: Sequence[ScriptedRows]) -> list[ScriptedRows]:
+        return [ScriptedRows((), row.start_position, tuple(row.block_ids), row.num_logits) for row in rows]
+
+    def run(self, batch: Sequence[ScriptedRows], token_ids: Sequence[int]) -> Sequence[Sequence[float]]:
+        return self.runner.forward(
+            [replace(row, token_ids=(token_id,)) for row, token_id in zip(batch, token_ids, strict=True)]
+        )
 
 
 def _path(parents: Sequence[int], draft: int) -> list[int]:

@@ -102,6 +102,10 @@ class NativeStep:
         self._write_logits(batch, logits)
         return logits
 
+    def lay_out(self, batch: InputBatch) -> InputBatch:
+        """As ModelRunner.lay_out: there is nothing to do ahead."""
+        return batch
+
     def capture_graphs(self) -> None:
         """There are none: see ModelRunner.capture_graphs."""
 

@@ -1,0 +1,64 @@
+"""The next step of plain decoding, laid out while a device computes the present one.
+
+From one such step to the next nothing changes but that each sequence has one token more. So the batch is laid out
+ahead, without token ids. It is launched as soon as they are known, if every sequence goes on; the host commits and
+tells of them while the device computes again. The batch is the one that would have been planned otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from decode_node.step import LaunchedStep, PlannedSequence
+from outrider.engine.engine import Engine
+from outrider.engine.input_batch import InputBatch, SequenceRows
+from outrider.engine.scheduler import StepPlan
+from outrider.speculation.verify.base import Verified
+
+UNKNOWN_TOKEN_ID = 0
+
+
+def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
+    """The batch that follows if each sequence of the step goes on with one token. It has blocks for it.
+
+    None: the scheduler may plan something else.
+    """
+    scheduler, planned = engine.scheduler, step.planned
+    is_whole = scheduler.num_running == len(planned) and not scheduler.num_waiting
+    if not is_whole or engine.pool.num_free_blocks < len(planned) or not all(map(_decodes_and_may_go_on, planned)):
+        return None
+    rows: list[SequenceRows] = []
+    for item in planned:
+        sequence = item.scheduled.sequence
+        kv, position = sequence.kv, len(sequence.token_ids)
+        if kv is None or not kv.has_reserved(position):  # a fork shares its last block
+            return None
+        kv.reserve(position + 1)
+        rows.append(SequenceRows((UNKNOWN_TOKEN_ID,), position, kv.block_table(), 1))
+    return engine.lay_out(rows)
+
+
+def launch_next(
+    batch: InputBatch,
+    step: LaunchedStep,
+    verified: Sequence[Verified],
+    engine: Engine,
+    clock: Callable[[], float],
+) -> LaunchedStep | None:
+    """Launches what `lay_out_next` has made, before the step is committed. None: a sequence ends with the step."""
+    token_ids = [outcome.token_ids[0] for outcome in verified]
+    for item, token_id in zip(step.planned, token_ids, strict=True):
+        if token_id in item.sample.stop_token_ids:
+            return None
+    launched_at = clock()
+    logits = engine.run(batch, token_ids)
+    return LaunchedStep(StepPlan(step.plan.scheduled), step.planned, logits, launched_at, launched_at)
+
+
+def _decodes_and_may_go_on(item: PlannedSequence) -> bool:
+    """Whether the step decides one token of it, and then another one may follow."""
+    scheduled, sample = item.scheduled, item.sample
+    has_one_row = scheduled.num_rows == 1 and scheduled.reaches_end and not scheduled.scored_token_ids
+    return (
+        has_one_row and not item.draft.token_ids and sample.sampling.constraint is None and sample.num_tokens_left > 1
+    )
