@@ -87,10 +87,60 @@ class Device:
         return np.empty((batch.num_logits, 0), dtype=np.float32) if logits is None else logits
 
 
+class RunningLoop:
+    """A decode node's loop without routers, drafters or transfers: it computes prompts itself, and tells nobody."""
+
+    def __init__(self, engine: Engine, *, context: int, max_tokens: int, max_sequences: int) -> None:
+        """`max_tokens`: of each answer, behind prompts of `context` tokens."""
+        self._engine = engine
+        self._context = context
+        self._max_tokens = max_tokens
+        drafts = DraftGatherer(client=None, controller=DraftController(num_speculative_tokens=0))
+        admission = Admission(
+            engine.pool,
+            max_running_sequences=max_sequences,
+            max_model_len=context + max_tokens,
+            vocab_size=engine.sampler.vocab_size,
+        )
+        groups = SequenceGroupManager(
+            engine=engine,
+            drafts=drafts,
+            ingest=SimpleNamespace(),  # type: ignore[arg-type]  # nothing is transferred
+            admission=admission,
+            max_local_prefill_tokens=context,
+            transfer_timeout_seconds=60.0,
+        )
+        self._loop = DecodeLoop(
+            engine=engine,
+            drafts=drafts,
+            groups=groups,
+            profiler=StepProfiler(engine.clock),
+            verifier=RequestVerifier(engine.sampler),
+            emit=lambda _events, _stats: None,
+        )
+        self.step = self._loop.iterate
+
+    def grow(self, num_sequences: int, **sampling: Any) -> None:
+        """Until so many sequences decode, whose prompts share no block."""
+        scheduler = self._engine.scheduler
+        for number in range(scheduler.num_running, num_sequences):
+            opened = OpenSequenceGroup(
+                sequence_group_id=number.to_bytes(16, "big"),
+                transfer_id=b"",
+                request_id="",
+                prompt_token_ids=(number + 1, *range(1, self._context)),
+                samples=(SampleStart(0),),
+                options=RequestOptions(sampling=SamplingParams(seed=number, max_tokens=self._max_tokens, **sampling)),
+            )
+            self._loop.submit(RouterCommand(1, opened, "host"))
+        while scheduler.num_running < num_sequences or any(each.num_uncomputed > 1 for each in scheduler.running):
+            self.step()
+
+
 def measure(num_sequences: int, *, context: int, num_steps: int) -> tuple[float, float]:
     """Microseconds of the gap, and of a whole step of the engine thread."""
-    max_length = context + num_steps + WARM_UP_STEPS + 2 * num_sequences + 8
-    num_blocks = num_sequences * (max_length // BLOCK_SIZE + 2)
+    max_tokens = num_steps + WARM_UP_STEPS + 2 * num_sequences + 8
+    num_blocks = num_sequences * ((context + max_tokens) // BLOCK_SIZE + 2)
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
     sampler = FixedSampler(vocab_size=VOCAB_SIZE, known_token_ids=np.ones(VOCAB_SIZE, dtype=bool))
     device = Device(num_blocks, sampler)
@@ -101,42 +151,12 @@ def measure(num_sequences: int, *, context: int, num_steps: int) -> tuple[float,
         runner=device,  # type: ignore[arg-type]
         sampler=sampler,
     )
-    drafts = DraftGatherer(client=None, controller=DraftController(num_speculative_tokens=0))
-    groups = SequenceGroupManager(
-        engine=engine,
-        drafts=drafts,
-        ingest=SimpleNamespace(),  # type: ignore[arg-type]  # prompts are computed here
-        admission=Admission(pool, max_running_sequences=num_sequences, max_model_len=max_length, vocab_size=VOCAB_SIZE),
-        max_local_prefill_tokens=context,
-        transfer_timeout_seconds=60.0,
-    )
-    loop = DecodeLoop(
-        engine=engine,
-        drafts=drafts,
-        groups=groups,
-        profiler=StepProfiler(engine.clock),
-        verifier=RequestVerifier(sampler),
-        emit=lambda _events, _stats: None,
-    )
-    for number in range(num_sequences):
-        sampling = SamplingParams(seed=number, max_tokens=max_length - context)
-        opened = OpenSequenceGroup(
-            sequence_group_id=number.to_bytes(16, "big"),
-            transfer_id=b"",
-            request_id="",
-            prompt_token_ids=(*range(1, context), number + 1),
-            samples=(SampleStart(0),),
-            options=RequestOptions(sampling=sampling),
-        )
-        loop.submit(RouterCommand(1, opened, "host"))
-    while engine.scheduler.num_running < num_sequences or any(
-        each.num_uncomputed > 1 for each in engine.scheduler.running
-    ):
-        loop.iterate()
+    loop = RunningLoop(engine, context=context, max_tokens=max_tokens, max_sequences=num_sequences)
+    loop.grow(num_sequences)
     steps = []
     for _ in range(num_steps + WARM_UP_STEPS):
         started = time.thread_time_ns()
-        loop.iterate()
+        loop.step()
         steps.append(time.thread_time_ns() - started)
     assert engine.scheduler.num_running == num_sequences
     return median(device.gaps[-num_steps:]) / 1000, median(steps[-num_steps:]) / 1000

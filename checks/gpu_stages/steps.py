@@ -1,6 +1,6 @@
 """Steps of the 8B shape against the floor of their bytes: as graphs and without, where the time goes, and prompts.
 
-A step is timed whole: batch, forward, race, and its tokens on the host.
+A step is timed whole: batch, forward, race, and its tokens on the host. Then the decode node's loop runs such steps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from checks.gpu_floor import Code, Machine, Sizes, floor_ms, predict
 from checks.gpu_stages.day import SHAPES, WINDOW, Day
 from checks.gpu_stages.engine import OpenEngine, open_engine, tables
 from checks.gpu_stages.env import bytes_per_second
+from checks.gpu_stages.loop import measure_loop
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.request import SamplingParams
@@ -68,6 +69,8 @@ def run(day: Day) -> None:
         if day.is_gpu:
             for case in (cases[0], cases[-1]):
                 steps.profile(case)
+        if graphs:
+            measure_loop(day, engine, batches, context=context, sizes=steps.sizes, bandwidth=bandwidth)
         del engine, steps
         _empty_cache(day)
     _prompts(day, path, loaded, _sizes(day, path))

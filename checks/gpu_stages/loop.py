@@ -1,0 +1,83 @@
+"""The decode node's own loop on a GPU, without sockets: a step with all that the host does between two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from benchmarks.host_gap import RunningLoop
+from checks.gpu_floor import Sizes, floor_ms
+from checks.gpu_stages.day import Day
+from checks.gpu_stages.engine import OpenEngine
+from outrider.engine.engine import Engine
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.scheduler import Scheduler
+
+NUM_WARM_UP_STEPS = 20
+NUM_STEPS = 60
+NUM_PROFILED_STEPS = 10
+MIN_BUSY = 0.9
+"""Of the time, in which the GPU computes."""
+
+
+def measure_loop(
+    day: Day, engine: OpenEngine, batches: Sequence[int], *, context: int, sizes: Sizes, bandwidth: float
+) -> None:
+    """Plain decoding of so many sequences, rising, at temperature 0.8."""
+    cache = engine.cache
+    pool = BlockPool(num_blocks=cache.num_blocks, block_size=cache.block_size, hash_seed=b"")
+    steps_of_each = NUM_WARM_UP_STEPS + NUM_STEPS + NUM_PROFILED_STEPS
+    most = batches[-1]
+    loop = RunningLoop(
+        Engine(
+            pool=pool,
+            scheduler=Scheduler(pool, max_running=most, max_rows_per_step=256),
+            kv_cache=cache,
+            runner=engine.runner,
+            sampler=engine.loaded.open_sampler(),
+        ),
+        context=context,
+        max_tokens=len(batches) * steps_of_each + 2 * most * -(-context // 256),  # steps with prompts, too
+        max_sequences=most,
+    )
+    for num_seqs in batches:
+        started = time.monotonic()
+        loop.grow(num_seqs, temperature=0.8)
+        prompts_seconds = time.monotonic() - started
+        times = []
+        for _ in range(NUM_WARM_UP_STEPS + NUM_STEPS):
+            started = time.perf_counter()
+            loop.step()
+            times.append(time.perf_counter() - started)
+        ms = 1e3 * median(times[NUM_WARM_UP_STEPS:])
+        floor = floor_ms(sizes, num_seqs, context, bandwidth)
+        busy = _busy(loop) if day.is_gpu else None
+        day.tell(
+            "loop",
+            seqs=num_seqs,
+            context=context,
+            ms=round(ms, 3),
+            mean_ms=round(1e3 * sum(times[NUM_WARM_UP_STEPS:]) / NUM_STEPS, 3),
+            floor_ms=round(floor, 3),
+            times_floor=round(ms / floor, 2),
+            tokens_per_second=round(1e3 * num_seqs / ms),
+            busy=busy,
+            prompts_seconds=round(prompts_seconds, 1),
+        )
+        if busy is not None:
+            day.expect(f"the GPU computes for {MIN_BUSY:.0%} of the time with {num_seqs} sequences", busy >= MIN_BUSY)
+
+
+def _busy(loop: RunningLoop) -> float:
+    """The share of the time in which the GPU computes."""
+    import torch
+
+    loop.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        started = time.perf_counter()
+        for _ in range(NUM_PROFILED_STEPS):
+            loop.step()
+        passed = time.perf_counter() - started
+    return round(sum(event.self_device_time_total for event in profile.key_averages()) * 1e-6 / passed, 3)
