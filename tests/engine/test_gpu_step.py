@@ -9,6 +9,7 @@ import gc
 import itertools
 import sys
 import weakref
+from array import array
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -361,6 +362,16 @@ def test_rows_of_a_draft_tree_do_not_wait_either(node):
         logits = node.runner.forward(build_input_batch([TREE, BATCH[1]], 16))
         node.cache.move_slots([(22, 21), (23, 22)])
     assert logits.shape == (5, VOCAB_SIZE)
+
+
+def test_what_is_laid_out_ahead_is_not_on_the_gpu_before_its_token_ids_are(node):
+    rows = [SequenceRows((0,), 20, range(8), 1), SequenceRows((0,), 7, range(8, 16), 1)]
+    with OneDevice(), Operations() as operations:
+        batch = node.runner.lay_out(build_input_batch(rows, 16))
+        assert not operations.names
+        batch.arrays.token_ids[:] = array("q", (5, 6))
+        logits = node.runner.forward(batch)
+    assert logits.shape == (2, VOCAB_SIZE)
 
 
 LONG_CHUNK = SequenceRows(range(300), 40, range(22), num_logits=0)
