@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.engine.attention.base import AttentionBackend
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from outrider.engine.arrays import Array
     from outrider.engine.feature_spec import FeatureSpec
     from outrider.engine.step_graphs import Capturable
+
+
+_LONG_CHUNK = 256
+"""Rows from which on attention may gather the keys of a prompt."""
 
 
 class ModelRunner(Protocol):
@@ -80,14 +84,22 @@ def make_runner(
 
 def warm_up(runner: ModelRunner, kv_cache: PagedKVCache, max_model_len: int) -> None:
     """Runs the shapes of prefill, verification and decoding once, so that no request pays for thread pools, memory
-    and compilation.
+    and compilation. On a GPU also at the end of the window, where attention takes most memory and splits its keys.
 
     Call it before any block is handed out: it writes to the first ones.
     """
     block_size = kv_cache.block_size
+
+    def run(num_rows: int, end: int, blocks: Sequence[int]) -> None:
+        rows = SequenceRows([0] * num_rows, end - num_rows, blocks, num_logits=1)
+        runner.forward(build_input_batch([rows], block_size))
+
     most = min(64, kv_cache.num_blocks * block_size, max_model_len)
     blocks = range(-(-most // block_size))
     for num_rows in (most, min(5, most), 1):
-        rows = SequenceRows([0] * num_rows, most - num_rows, blocks, num_logits=1)
-        runner.forward(build_input_batch([rows], block_size))
+        run(num_rows, most, blocks)
+    if runner.is_asynchronous:
+        window_blocks = [0] * -(-max_model_len // block_size)
+        for num_rows in (min(_LONG_CHUNK, max_model_len), 1):
+            run(num_rows, max_model_len, window_blocks)
     runner.capture_graphs()

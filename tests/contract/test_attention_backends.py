@@ -277,10 +277,13 @@ def test_flash_attention_has_prompts_and_leaves_steps_trees_and_what_it_cannot_c
         return query
 
     monkeypatch.setattr(flash_attn, "MIN_ROWS", 20)
+    monkeypatch.setattr(flash_attn, "MAX_GATHERED_KEYS", 60)
     attention = flash_attention_by(compute)
     chunks = [SequenceRows([0] * 30, 0, range(4), 1), SequenceRows([0] * 10, 0, range(4, 6), 1)]
     steps = {
         "two chunks": (chunks, PLAIN, 16),
+        "two chunks behind a prefix": ([SequenceRows([0] * 30, 16, range(6), 1)] * 2, PLAIN, 16),
+        "one chunk behind a prefix": ([SequenceRows([0] * 30, 70, [*range(6)] * 3, 1)], PLAIN, 16),
         "a chunk beside decoding": ([chunks[0], SequenceRows([0], 9, range(4, 6), 1)], PLAIN, 16),
         "a tree": ([SequenceRows([0] * 30, 0, range(4), 1, parents=(-1, -1))], PLAIN, 16),
         "odd heads": (chunks, PLAIN, 20),
@@ -294,7 +297,7 @@ def test_flash_attention_has_prompts_and_leaves_steps_trees_and_what_it_cannot_c
             attention.prepare(batch), torch.ones((batch.num_rows, 2, head_dim)), cache, cache, options
         )
         assert output.shape == (batch.num_rows, 2, head_dim)
-    assert calls == ([40, 40] if name == "flash_attn" else [40])
+    assert calls == ([40, 30, 40] if name == "flash_attn" else [40, 30])
 
 
 def test_the_stand_in_is_called_as_torch_s_own_is():

@@ -22,7 +22,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.runnable_model import RunnableModel
-from tests.support.fake_gpu import GPU, OneDevice, devices_of, fake_gpu
+from tests.support.fake_gpu import GPU, OneDevice, are_aligned, devices_of, fake_gpu
 
 pytestmark = pytest.mark.triton
 
@@ -73,6 +73,7 @@ class FakeKernel:
 
         def launch(*arguments, **constants):
             assert devices_of((arguments, constants)) == {"cuda"}
+            assert are_aligned(arguments)
             self._launches[self._name] += 1
 
         return launch
@@ -157,3 +158,20 @@ def test_features_are_one_concatenation_product_and_store(launches):
     plain = count(launches, runner_of("llama", 2), STEP_OF_FEW_ROWS)
     with_features = count(launches, runner_of("llama", 2, features=reduction), STEP_OF_FEW_ROWS)
     assert (with_features - plain) == {"cat": 1, "linear": 1, "index_copy_": 1}
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "hidden_size"), [(9, 3, 576), (14, 2, 896), (5, 1, 320)])
+@pytest.mark.parametrize("num_rows", [1, 3, 7])
+def test_no_number_of_rows_or_heads_leaves_an_argument_unaligned(
+    launches, num_heads, num_kv_heads, hidden_size, num_rows
+):
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 64}
+    runner = runner_of("llama", 1, hidden_size=hidden_size, is_deterministic=True, **sizes)
+    counted = count(launches, runner, STEP_OF_FEW_ROWS[:num_rows])
+    assert (counted["attend"], counted["merge_splits"]) == (1, 1)
+
+
+def test_an_unaligned_argument_would_be_noticed(launches):
+    values = torch.empty((2, 9), device=GPU)
+    assert are_aligned([values])
+    assert not are_aligned(values.unbind(0))

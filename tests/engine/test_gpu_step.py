@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine import module_steps, open_runner, transfer
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.attention.flash_attn import FlashAttention
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -38,7 +39,7 @@ from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.support.fake_gpu import GPU, OneDevice, devices_of, fake_gpu
+from tests.support.fake_gpu import GPU, OneDevice, are_aligned, devices_of, fake_gpu
 from tests.support.verifying import verify_now
 
 VOCAB_SIZE = 5000
@@ -127,6 +128,7 @@ class Kernel:
 
         def launch(*arguments, **constants):
             assert devices_of((arguments, constants)) == {"cuda"}
+            assert are_aligned(arguments)
             self.compiled.add((self.name, *sorted(constants.items())))
 
         return launch
@@ -267,6 +269,31 @@ def test_a_draft_model_waits_once_for_siblings_and_what_they_were_drawn_from(nod
         decided = forward.decide(paths, [(0, 23)])
     assert reads == [6 + 2 * 2 * 32]
     assert [len(each.token_ids) for each in decided] == [1, 3, 2, 0]
+
+
+CHUNK_AT_THE_END = SequenceRows(range(300), 1700, [*range(24)] * 6, num_logits=1)
+
+
+@pytest.mark.usefixtures("gpu_memory")
+def test_no_step_without_graphs_compiles_attention_or_takes_more_memory_than_were_tried(node, monkeypatch):
+    """Where a context is long, its keys are split, and FlashAttention's are laid side by side."""
+    gathered = []
+    if isinstance(node.attention, FlashAttention):
+        own_attend = FlashAttention.attend
+
+        def attend(attention, plan, *arguments):
+            gathered.append(getattr(plan, "max_seq_len", 0))
+            return own_attend(attention, plan, *arguments)
+
+        monkeypatch.setattr(FlashAttention, "attend", attend)
+    Kernel.compiled.clear()
+    open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16)
+    warm, most = set(Kernel.compiled), max(gathered, default=0)
+    assert {name for name, *_ in warm} == (set() if node.attention.name == "torch_sdpa" else {"attend", "merge_splits"})
+    for rows in (BATCH, [BATCH[1]] * 3, [CHUNK_AT_THE_END], [SequenceRows([5], 2000, [*range(24)] * 6, 1), *BATCH]):
+        node.runner.forward(build_input_batch(rows, 16))
+    assert warm == Kernel.compiled
+    assert most == max(gathered, default=0) == (node.loaded.spec.max_model_len if gathered else 0)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner, warm_up
 from outrider.engine.open_runner import rehearse
 from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import SamplingParams
@@ -85,10 +86,46 @@ def test_a_fused_decoder_has_the_logits_of_modules(tmp_path, architecture):
     path = make_tiny_model(tmp_path / "model", architecture=architecture)
     model = load_model(ModelConfig(id=str(path), device="cuda", dtype="bfloat16"))
     assert str(model.kernels) == "fused Triton kernels"
-    attention = make_attention_backend("triton", model.device, model.spec.dtype)
+    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+    attention = make_attention_backend("triton", model.device, model.spec.dtype, **heads)
     rows = [SequenceRows(PROMPT, 0, range(8), 40), SequenceRows(PROMPT[:7], 0, range(8, 16), 2)]
     found, expected = (
         make_runner(each, each.make_cache(16, 16), attention).forward(build_input_batch(rows, 16))
         for each in (model, replace(model, fused=None))
     )
     assert float((found - expected).abs().max() / expected.abs().max()) < 0.05
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [lambda values: values.sum().item(), lambda _values: torch.cuda.synchronize()],
+    ids=["before the capture", "within the capture"],
+)
+def test_what_cannot_be_captured_leaves_the_gpu_as_it_was(wait):
+    """Steps run without graphs, other work goes on, and another forward can be captured."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    batch = build_input_batch([SequenceRows([1, 2, 3], 4, range(3), 3)], 4)
+
+    def captured(forward):
+        graphs = StepGraphs(
+            GraphShapes(4), device=device, scratch_block=8, block_size=4, capture=cuda_graphs(device)
+        )  # fmt: skip
+        graphs.capture_all(forward)
+        return graphs
+
+    def positions(batch):
+        return batch.on(device).positions.float().unsqueeze(1).expand(-1, 8).contiguous()
+
+    def waits(batch):
+        logits = positions(batch)
+        wait(logits)
+        return logits
+
+    stream = torch.cuda.current_stream()
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs"):
+        failed = captured(waits)
+    assert failed.row_counts == ()
+    assert failed.run(batch) is None
+    assert torch.cuda.current_stream() == stream
+    assert torch.ones(1 << 20, device=device).sum().item() == 1 << 20
+    assert captured(positions).run(batch)[:, 0].tolist() == [4.0, 5.0, 6.0]

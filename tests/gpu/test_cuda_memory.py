@@ -34,7 +34,8 @@ def test_a_process_knows_its_own_part(tmp_path):
 
 def test_a_rehearsal_foresees_what_steps_and_graphs_take(tiny_model):
     model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="bfloat16"))
-    attention = make_attention_backend("triton", model.device, model.spec.dtype)
+    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+    attention = make_attention_backend("triton", model.device, model.spec.dtype, **heads)
     shapes = GraphShapes(256, has_trees=True)
     foreseen = rehearse(model, attention, num_rows=512, block_size=16, graphs=shapes)
     gc.collect()

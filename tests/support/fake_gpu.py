@@ -162,3 +162,12 @@ class OneDevice(TorchDispatchMode):
 
 def devices_of(tensors):
     return {each.device.type for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)}
+
+
+def are_aligned(tensors):
+    """Whether each begins at a multiple of 16 bytes, as memory from torch's allocator does.
+
+    A Triton kernel is compiled for each alignment of its arguments that it meets: seconds, within a step.
+    """
+    each_tensor = (each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor))
+    return all(each.storage_offset() * each.itemsize % 16 == 0 for each in each_tensor)

@@ -19,6 +19,9 @@ from outrider.engine.transfer import upload
 MIN_ROWS = 256
 """Of a sequence, on average. Copying a key takes about as long as attending to it with 80 rows, so with 256 or more
 the copy is the smaller part."""
+MAX_GATHERED_KEYS = 1 << 16
+"""Of several sequences, for one layer: 0.27 GB with 8 heads of 128. One sequence may have as many as its window, with
+which a node is warmed up; many that share a prefix would take a multiple of what the cache does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,11 @@ class FlashAttention:
     def prepare(self, batch: InputBatch) -> Any:
         """A plan of the backend that computes the batch."""
         of_steps = self._steps.prepare(batch)
+        arrays = batch.arrays
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
             return of_steps
-        arrays = batch.arrays
+        if sum(arrays.seq_lens) > max(MAX_GATHERED_KEYS, *arrays.seq_lens):
+            return of_steps
         slots = [batch.context_slots(sequence, length) for sequence, length in enumerate(arrays.seq_lens)]
         ends = np.fromiter(accumulate(arrays.seq_lens, initial=0), dtype=np.int32)
         return _Plan(

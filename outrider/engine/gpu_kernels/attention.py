@@ -183,7 +183,6 @@ def attend(
             )
         all_splits = _split_of(num_keys - 1, SPLIT_KEYS, SPLITS_PER_SIZE) + 1
         end_split = tl.where(is_whole, all_splits, tl.minimum(end_split, all_splits))
-        partials = first_partial + (rows - first_row) * num_partials
 
         largest = tl.full([LINES], float("-inf"), tl.float32)
         total = tl.zeros([LINES], tl.float32)
@@ -230,11 +229,11 @@ def attend(
                         part_largest, part_total, part_values = _add_block(
                             part_largest, part_total, part_values, scores, is_seen & (rows == row)[:, None], value_block
                         )
-            at = (partials + split).to(tl.int64) * NUM_HEADS + heads
-            is_partial = is_line & (first_partial >= 0)
-            tl.store(split_largest + at, part_largest, mask=is_partial)
-            tl.store(split_totals + at, part_total, mask=is_partial)
-            tl.store(split_values + at[:, None] * HEAD_DIM + dims[None, :], part_values, mask=is_partial[:, None])
+            if not is_whole:
+                at = (first_partial + (rows - first_row) * num_partials + split).to(tl.int64) * NUM_HEADS + heads
+                tl.store(split_largest + at, part_largest, mask=is_line)
+                tl.store(split_totals + at, part_total, mask=is_line)
+                tl.store(split_values + at[:, None] * HEAD_DIM + dims[None, :], part_values, mask=is_line[:, None])
             largest, total, values = _merge(largest, total, values, part_largest, part_total, part_values)
         result = values / tl.where(is_line & is_whole, total, 1.0)[:, None]
         tl.store(output + places, result.to(output.dtype.element_ty), mask=is_place & is_whole)

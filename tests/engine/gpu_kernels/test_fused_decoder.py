@@ -213,6 +213,24 @@ def test_captured_steps_are_the_same(monkeypatch):
     close(features_of(node, reduction, first[:2])[:5], states[1][0])
 
 
+def test_rows_that_pad_have_angles_however_small_the_window_is(monkeypatch):
+    """Their positions are as many as they are themselves: the kernel would read behind the table."""
+    monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: lambda run: run)
+    beyond = []
+
+    def checked(projected, *arguments, cosines, positions, **options):
+        beyond.append(int(positions.max()) - len(cosines))
+        return rotate_and_store(projected, *arguments, cosines=cosines, positions=positions, **options)
+
+    rotate_and_store = fused_decoder.rotate_and_store
+    monkeypatch.setattr(fused_decoder, "rotate_and_store", checked)
+    node = Node(make_model("qwen2")[1], graphs=GraphShapes(128))  # a window of 64
+    node.runner.capture_graphs()
+    node.forward(*(SequenceRows([1], 0, node.table(1), 1) for _ in range(33)))
+    assert beyond
+    assert max(beyond) < 0
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3"])
 def test_a_row_has_the_same_bits_alone_and_in_company(name, monkeypatch):
     tile = layers.ProductTile(rows=16, outputs=32, features=16, split_features=32)

@@ -55,6 +55,11 @@ def test_a_model_of_these_architectures_is_fused_and_checked(checkpoint):
     torch.testing.assert_close(logits_of(loaded), logits_of(replace(loaded, fused=None)), rtol=1e-4, atol=1e-4)
 
 
+def test_a_window_may_be_smaller_than_the_probe(tmp_path):
+    path = make_tiny_model(tmp_path / "small", architecture="llama", overrides={"max_position_embeddings": 24})
+    assert load.load_model(ModelConfig(id=str(path))).fused is not None
+
+
 def test_where_kernels_differ_from_transformers_its_modules_compute_and_the_reason_is_told(checkpoint, monkeypatch):
     monkeypatch.setattr(fused_decoder, "activate", lambda gate_up, _activation: gate_up.chunk(2, -1)[0].contiguous())
     loaded = load.load_model(ModelConfig(id=str(checkpoint)))
