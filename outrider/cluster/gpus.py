@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ from outrider.engine.memory import GPU_SHARE
 from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
-LIST_COMMAND, LIST_SECONDS = ("nvidia-smi", "-L"), 20.0  # the driver may have to begin
+DEVICE_FILES = Path("/dev")
 GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
 """By which nodes divide a GPU: each target has all weights, a draft model is small. A node goes where their sum is
 least, so that a draft model is beside a prefill node rather than a decode node."""
@@ -74,20 +72,12 @@ def allot(
 def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
     """The GPUs that processes with this environment see, as CUDA_VISIBLE_DEVICES names them: numbers, UUIDs, MIG parts.
 
-    None: nothing tells.
+    A container has the device files of its own GPUs only. None: there are none, as in a WSL, so nothing tells.
     """
     if VISIBLE in environ:
         names = [name.strip() for name in environ[VISIBLE].split(",")]
         return names[: next((place for place, name in enumerate(names) if name in ("", "-1")), None)]  # as CUDA does
-    try:
-        num_gpus = len(list(DRIVER_GPUS.iterdir()))
-    except OSError:  # as in a WSL
-        try:
-            listed = subprocess.run(LIST_COMMAND, capture_output=True, timeout=LIST_SECONDS, check=True).stdout  # noqa: S603 the driver's own program
-        except (OSError, subprocess.SubprocessError):
-            return None
-        num_gpus = sum(line.startswith(b"GPU ") for line in listed.splitlines())
-    return [str(number) for number in range(num_gpus)]
+    return [str(number) for number, _ in enumerate(DEVICE_FILES.glob("nvidia[0-9]*"))] or None
 
 
 def _usable_gpus(wanted: Sequence[str], environ: Mapping[str, str], device: str) -> Sequence[str] | None:

@@ -147,20 +147,14 @@ def test_the_environment_says_first_what_is_visible(value, names):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names
 
 
-def test_else_the_driver_says_it_or_nobody(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "DRIVER_GPUS", tmp_path)
-    for bus in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / bus).mkdir()
+def test_else_device_files_say_it_or_nothing_does(monkeypatch, tmp_path):
+    """In a container /proc/driver/nvidia may list all GPUs of the machine; it has the files of its own."""
+    monkeypatch.setattr(gpus, "DEVICE_FILES", tmp_path)
+    for name in ("nvidia3", "nvidia12", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
     assert visible_gpus({}) == ["0", "1"]
-    monkeypatch.setattr(gpus, "DRIVER_GPUS", tmp_path / "none")
-    listing = tmp_path / "nvidia-smi"
-    listing.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho '  MIG 1g Device 0: (UUID: MIG-2)'\n")
-    listing.chmod(0o755)
-    monkeypatch.setattr(gpus, "LIST_COMMAND", (str(listing),))
-    assert visible_gpus({}) == ["0"]
-    listing.write_text("#!/bin/sh\nexit 9\n")
-    assert visible_gpus({}) is None
-    monkeypatch.setattr(gpus, "LIST_COMMAND", (str(tmp_path / "missing"),))
+    for name in ("nvidia3", "nvidia12"):
+        (tmp_path / name).unlink()
     assert visible_gpus({}) is None
     node_environ, node_overrides = allot(ClusterConfig(), settings_of(), environ={})
     assert node_environ == {}
