@@ -47,7 +47,7 @@ class NodeDirectory:
     Model, limits, tokenizer and fingerprint come from the first prefill or decode node
     that serves; a node with another fingerprint is refused. So is one with other features
     for a drafter head than those at work: prompts' features go to decode nodes with their KV.
-    Of nodes whose memory holds windows of different lengths, the shortest counts from then on.
+    Where nodes have windows of different lengths, because of their memory, the shortest is served.
     """
 
     def __init__(
@@ -226,6 +226,7 @@ class NodeDirectory:
         self.prefill_nodes = [link for link in serving if isinstance(link, PrefillLink)]
         self.decode_nodes = [link for link in serving if isinstance(link, DecodeLink)]
         self.late_nodes = [link for link in (*self.decode_nodes, *self.prefill_nodes) if link.is_late]
+        self._follow_windows()
         self._changed.set()
         for listener in self._on_change:
             listener()
@@ -236,6 +237,14 @@ class NodeDirectory:
 
     def link_lost(self, link: NodeLink) -> None:
         self._on_lost(link.role)
+
+    def _follow_windows(self) -> None:
+        """Serves the shortest window of all nodes, those that are away included: a request must fit any of them."""
+        windows = {link.max_model_len: link.name for link in self._links() if link.max_model_len}
+        if self.served is None or not windows or min(windows) == self.served.info.max_model_len:
+            return
+        self.served = replace(self.served, info=replace(self.served.info, max_model_len=min(windows)))
+        _log.warning("the window has changed", max_model_len=min(windows), node=windows[min(windows)])
 
     # ------------------------------------------------------------ approval
 
@@ -262,10 +271,7 @@ class NodeDirectory:
             raise MismatchError(_describe_difference(info.name, info.model, served))
         self._check_features(link, info.name, info.model)
         self._compare_numerics(info.name, info.model.numerics)
-        if info.model.max_model_len < served.info.max_model_len:  # each request must fit whatever node it moves to
-            _log.warning("a node serves a shorter window", node=info.name, max_model_len=info.model.max_model_len)
-            window = replace(served.info, max_model_len=info.model.max_model_len)
-            self.served = replace(served, info=window)
+        link.max_model_len = info.model.max_model_len
         return served.info.fingerprint
 
     def _compare_numerics(self, name: str, numerics: str) -> None:

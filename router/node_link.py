@@ -84,6 +84,7 @@ class NodeLink:
         self.state = NodeState.STARTING
         self.refusal = ""  # why the node is not used; empty when it may be
         self.last_error = ""  # why it could not be reached, while it cannot
+        self.max_model_len = 0  # of the target model that it was last approved with
         self.is_alias = False  # another link leads to the same process
         self.num_hedges = 0  # requests that were opened elsewhere because it is late
         self.breaker = Breaker()

@@ -18,11 +18,11 @@ from outrider.cli.cluster_arguments import HEAD, SECTIONS, add_cluster_arguments
 from outrider.cli.config import sections_of
 from outrider.cluster.child import ChildState, ClusterEvent
 from outrider.cluster.cluster import SIGNAL_SECONDS, Cluster
-from outrider.cluster.config import ClusterConfig
+from outrider.cluster.config import DECODE, DRAFT, ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway import require_gateway
 from outrider.cluster.gpus import VISIBLE, allot
-from outrider.cluster.plan import DECODE, DRAFT, ROUTER, Launch
+from outrider.cluster.plan import ROUTER, Launch
 from outrider.cluster.shares import has_shared_cpus
 from outrider.config.arguments import (
     add_setting_flags,

@@ -16,18 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.cluster.child import Child, ChildState, ClusterEvent, EventKind, NodeProcess
-from outrider.cluster.config import ClusterConfig, Supervision
+from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig, Supervision
 from outrider.cluster.folders import PREFIX, hold, memory_directory, remove_leftovers
-from outrider.cluster.plan import (
-    DECODE,
-    DRAFT,
-    GATEWAY,
-    PREFILL,
-    ROUTER,
-    Launch,
-    child_command,
-    plan_children,
-)
+from outrider.cluster.plan import GATEWAY, ROUTER, Launch, child_command, plan_children
 from outrider.errors import ConfigError, InternalError, NotFoundError, PeerLostError
 from outrider.extras import require
 

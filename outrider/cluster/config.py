@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from outrider.config.settings import setting
 from outrider.service.config import ROUTER_PORT
 from outrider.speculation.proposers.factory import DRAFT_CHOICES, DraftChoice, parse_draft_choice
+
+DRAFT, PREFILL, DECODE = "draft_node", "prefill_node", "decode_node"
+GPU_NAME = re.compile(r"\d+|(GPU|MIG)-\S+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         parse_draft_choice(self.draft)
+        if wrong := [name for name in self.gpus if not GPU_NAME.fullmatch(name)]:
+            raise ValueError(f"gpus {wrong[0]} is neither a number nor a UUID, such as GPU-… or MIG-…")
         if len(set(self.gpus)) < len(self.gpus):
             raise ValueError(f"gpus {','.join(self.gpus)} names one twice")
         if self.port and self.openai_port and self.openai_port - self.port in range(self.routers):
@@ -49,6 +55,18 @@ class ClusterConfig:
     def draft_choice(self) -> DraftChoice:
         """`draft`, parsed."""
         return parse_draft_choice(self.draft)
+
+    @property
+    def computing_nodes(self) -> dict[str, str]:
+        """The role of each node with a model, by its name, such as "decode-0"."""
+        num_drafts = self.draft_nodes if self.draft_choice.model_id else 0  # prompt lookup has none
+        counts = {DECODE: self.decode_nodes, PREFILL: self.prefill_nodes, DRAFT: num_drafts}
+        return {name: role for role, count in counts.items() for name in node_names(role, count)}
+
+
+def node_names(role: str, count: int) -> list[str]:
+    """Such as "decode-0"."""
+    return [f"{role.removesuffix('_node')}-{index}" for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from outrider.cluster.config import ClusterConfig
-from outrider.cluster.plan import DECODE, DRAFT, PREFILL, node_names
+from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig
 from outrider.config.resolve import ResolvedConfig
 from outrider.engine.device import device_type, has_gpu_driver
 from outrider.engine.memory import GPU_SHARE
 from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
-LIST_COMMAND, LIST_SECONDS = ("nvidia-smi", "-L"), 20.0  # the driver may have to begin
+UNNAMED = ("",)
+"""One GPU, of which no more is known, or which is not ours to choose."""
+DEVICE_FILES = Path("/dev")
 GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
 """By which nodes divide a GPU: each target has all weights, a draft model is small. A node goes where their sum is
 least, so that a draft model is beside a prefill node rather than a decode node."""
@@ -41,67 +40,59 @@ def allot(
 
     `settings` have the sections `model` and `kv_cache`; `by_role` those of roles that differ. Raises: ConfigError.
     """
-    device = settings.sections["model"].device
-    num_drafts = config.draft_nodes if config.draft_choice.model_id else 0  # prompt lookup needs no device
-    counts = {DECODE: config.decode_nodes, PREFILL: config.prefill_nodes, DRAFT: num_drafts}
-    roles = {name: role for role, count in counts.items() for name in node_names(role, count)}
-    gpus: Sequence[str] | None = ()
-    if config.gpus or device_type(device) == "cuda" or (device == "auto" and has_gpu_driver()):
-        gpus = _usable_gpus(config.gpus, environ, device)
-    if gpus is not None and not gpus:
-        kv = {name: KV_WEIGHTS[role] / counts[role] for name, role in roles.items() if role in KV_WEIGHTS}
+    nodes, gpus = config.computing_nodes, _usable_gpus(config.gpus, settings.sections["model"].device, environ)
+    if not gpus:
+        counts = Counter(nodes.values())
+        kv = {name: KV_WEIGHTS[role] / counts[role] for name, role in nodes.items() if role in KV_WEIGHTS}
         return {}, _memory_shares(settings, [kv], default=None)
-    if gpus is None:
-        everyone = {name: GPU_WEIGHTS[role] for name, role in roles.items()}
-        return {}, _memory_shares(settings, [everyone], default=GPU_SHARE)
     placed, loads = {}, Counter[str]()
-    for name, role in roles.items():
+    for name, role in nodes.items():
         count = 1 if role == DRAFT else (by_role or {}).get(role, settings).sections["model"].tensor_parallel_size
-        if count > len(gpus):
+        if count > len(gpus) and gpus != UNNAMED:
             raise ConfigError(f"model.tensor_parallel_size {count} needs as many GPUs: {len(gpus)} may be used")
         least = sorted(gpus, key=loads.__getitem__)[:count]
         placed[name] = sorted(least, key=gpus.index)
         loads.update(dict.fromkeys(least, GPU_WEIGHTS[role]))
-    groups = [{name: GPU_WEIGHTS[roles[name]] for name, own in placed.items() if gpu in own} for gpu in gpus]
+    groups = [{name: GPU_WEIGHTS[nodes[name]] for name, own in placed.items() if gpu in own} for gpu in gpus]
     shares = _memory_shares(settings, [group for group in groups if len(group) > 1], default=GPU_SHARE)
     chosen = ("model.device=cuda",) if config.gpus else ()  # a node that cannot use it must not compute on processors
     return (
-        {name: {VISIBLE: ",".join(own)} for name, own in placed.items()},
-        {name: (*chosen, *shares.get(name, ())) for name in roles},
+        {name: {VISIBLE: ",".join(own)} for name, own in placed.items() if gpus != UNNAMED},
+        {name: (*chosen, *shares.get(name, ())) for name in nodes},
     )
 
 
 def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
     """The GPUs that processes with this environment see, as CUDA_VISIBLE_DEVICES names them: numbers, UUIDs, MIG parts.
 
-    None: nothing tells.
+    A container has the device files of its own GPUs only. None: there are none, as in a WSL, so nothing tells.
     """
     if VISIBLE in environ:
         names = [name.strip() for name in environ[VISIBLE].split(",")]
         return names[: next((place for place, name in enumerate(names) if name in ("", "-1")), None)]  # as CUDA does
-    try:
-        num_gpus = len(list(DRIVER_GPUS.iterdir()))
-    except OSError:  # as in a WSL
-        try:
-            listed = subprocess.run(LIST_COMMAND, capture_output=True, timeout=LIST_SECONDS, check=True).stdout  # noqa: S603 the driver's own program
-        except (OSError, subprocess.SubprocessError):
-            return None
-        num_gpus = sum(line.startswith(b"GPU ") for line in listed.splitlines())
-    return [str(number) for number in range(num_gpus)]
+    return [str(number) for number, _ in enumerate(DEVICE_FILES.glob("nvidia[0-9]*"))] or None
 
 
-def _usable_gpus(wanted: Sequence[str], environ: Mapping[str, str], device: str) -> Sequence[str] | None:
-    """Those of `cluster.gpus`, or all that are visible. None: which is not known, or not ours to choose.
+def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str]) -> Sequence[str]:
+    """Those of `cluster.gpus`, or all that are visible, or UNNAMED; none where processors compute.
 
-    Raises: ConfigError for a wanted one that the other settings or the environment exclude.
+    Raises: ConfigError for a wanted one that is not there, or that another setting excludes.
     """
-    if wanted and device not in ("auto", "cuda"):
-        raise ConfigError(f"cluster.gpus {','.join(wanted)} does not go with model.device {device}: leave one out")
     if device not in ("auto", "cuda"):
-        return None
-    if wanted and VISIBLE in environ and not set(wanted) <= set(visible_gpus(environ) or ()):
-        raise ConfigError(f"cluster.gpus {','.join(wanted)}: {VISIBLE}={environ[VISIBLE]} hides some of them")
-    return wanted or visible_gpus(environ)
+        if wanted:
+            raise ConfigError(f"cluster.gpus {','.join(wanted)} does not go with model.device {device}: leave one out")
+        return UNNAMED if device_type(device) == "cuda" else ()
+    if not (wanted or device == "cuda" or has_gpu_driver()):
+        return ()
+    visible = visible_gpus(environ)
+    if visible is None:
+        return wanted or UNNAMED
+    for name in wanted:
+        if name not in visible and (name.isdigit() or VISIBLE in environ):
+            source = f" ({VISIBLE})" if VISIBLE in environ else ""
+            there = ",".join(visible) or "none"
+            raise ConfigError(f"cluster.gpus {','.join(wanted)}: there is no {name}, only {there}{source}")
+    return wanted or visible
 
 
 def _memory_shares(

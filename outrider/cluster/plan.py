@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster.config import ClusterConfig
+from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig, node_names
 from outrider.cluster.shares import divide_cpus
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.heads.locate import AUTO_HEAD
@@ -16,7 +16,7 @@ from outrider.own_modules import module_command
 from outrider.service.address import loopback
 from outrider.speculation.proposers.factory import NO_PROPOSER
 
-DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
+ROUTER = "router"
 MODEL = "outrider.cluster.locate_model"
 GATEWAY = "outrider.cluster.gateway"
 DRAIN_SECONDS = 1.5
@@ -59,11 +59,6 @@ def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
     children += [ChildSpec(name=name, role=role) for role, count in counts for name in node_names(role, count)]
     children += [ChildSpec(name=name, role=ROUTER) for name in router_ports(config)]
     return children if config.openai_port is None else [*children, ChildSpec(name="openai", role=GATEWAY)]
-
-
-def node_names(role: str, count: int) -> list[str]:
-    """Such as "decode-0"."""
-    return [f"{role.removesuffix('_node')}-{index}" for index in range(count)]
 
 
 def router_ports(config: ClusterConfig) -> dict[str, int]:

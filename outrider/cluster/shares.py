@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.cluster.config import ClusterConfig
+from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig
 from outrider.engine.processor import usable_cpus, within_quota
 
 FEWEST_TO_DIVIDE = 6
@@ -28,29 +28,25 @@ def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShar
     (see outrider.engine.cpu_turns), a draft model beside them; a phase of a native step waits
     for no thread that has lost its core, so that sharing costs time but never stalls. On more,
     decode nodes come first with half of them, since every token waits for a decode step;
-    prefill nodes get the rest, so that no chunk holds up a running decode; a draft model
-    takes an eighth of all from them; and one processor stays free for router, n-gram
-    drafter and clients.
+    prefill nodes get the rest, so that no chunk holds up a running decode, or without any
+    decode nodes do; a draft model takes an eighth of all from it; and one processor stays
+    free for router, n-gram drafter and clients.
 
     Args:
         config: how many nodes there are.
         cpus: that may be used; at least one.
     """
-    has_draft_model = bool(config.draft_choice.model_id)
-    names = {
-        "decode": [f"decode-{index}" for index in range(config.decode_nodes)],
-        "prefill": [f"prefill-{index}" for index in range(config.prefill_nodes)],
-        "draft": [f"draft-{index}" for index in range(config.draft_nodes)] if has_draft_model else [],
-    }
-    everyone = [name for role in names.values() for name in role]
-    if len(cpus) < max(FEWEST_TO_DIVIDE, 2 * len(everyone)):
-        return dict.fromkeys(everyone, CpuShare(tuple(cpus), is_shared=len(everyone) > 1))
+    nodes = config.computing_nodes
+    if len(cpus) < max(FEWEST_TO_DIVIDE, 2 * len(nodes)):
+        return dict.fromkeys(nodes, CpuShare(tuple(cpus), is_shared=len(nodes) > 1))
+    decode, prefill, draft = ([name for name in nodes if nodes[name] == role] for role in (DECODE, PREFILL, DRAFT))
     free = cpus[1:]
-    num_draft = max(len(names["draft"]), len(cpus) // 8) if names["draft"] else 0
-    num_decode = max(len(names["decode"]), (len(free) - num_draft + 1) // 2)
-    decode, draft = free[:num_decode], free[num_decode : num_decode + num_draft]
-    prefill = free[num_decode + num_draft :]
-    return _divide(names["decode"], decode) | _divide(names["prefill"], prefill) | _divide(names["draft"], draft)
+    num_draft = max(len(draft), len(cpus) // 8) if draft else 0
+    num_targets = len(free) - num_draft
+    num_decode = max(len(decode), (num_targets + 1) // 2) if prefill else num_targets
+    of_drafts = free[num_decode : num_decode + num_draft]
+    of_prefill = free[num_decode + num_draft :]
+    return _divide(decode, free[:num_decode]) | _divide(prefill, of_prefill) | _divide(draft, of_drafts)
 
 
 def has_shared_cpus(config: ClusterConfig) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from outrider.errors import ConfigError
@@ -20,7 +21,10 @@ def device_type(device: str) -> str:
 
 
 def has_gpu_driver() -> bool:
-    """Whether torch, which takes a second to import, may find a GPU."""
+    """Whether torch, which takes a second to import, may find a GPU; not one that was built for CPUs."""
+    with suppress(PackageNotFoundError):
+        if version("torch").endswith("+cpu"):
+            return False
     try:
         ctypes.CDLL(DRIVER_LIBRARY)
     except OSError:

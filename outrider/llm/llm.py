@@ -17,10 +17,10 @@ from typing import Any, Self
 from outrider.client import GenerateOptions
 from outrider.cluster.child import ClusterEvent, EventKind
 from outrider.cluster.cluster import Cluster
-from outrider.cluster.config import ClusterConfig
+from outrider.cluster.config import DECODE, ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gpus import allot
-from outrider.cluster.plan import DECODE, Launch
+from outrider.cluster.plan import Launch
 from outrider.config.imports import vllm_entries
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, load_config
 from outrider.config.values import is_null

@@ -104,13 +104,30 @@ def test_gpus_may_be_chosen_and_are_then_insisted_on():
         "decode-0": {"CUDA_VISIBLE_DEVICES": "5"}, "prefill-0": {"CUDA_VISIBLE_DEVICES": "2"}
     }  # fmt: skip
     assert node_overrides == dict.fromkeys(("decode-0", "prefill-0"), ("model.device=cuda",))
-    with pytest.raises(ConfigError, match=r"cluster\.gpus 8: CUDA_VISIBLE_DEVICES=0,1,2.* hides some"):
+    with pytest.raises(ConfigError, match=r"cluster\.gpus 8: there is no 8, only 0,1,.*,7 \(CUDA_VISIBLE_DEVICES\)"):
         placed(ClusterConfig(gpus=("8",)))
     for device in ("cpu", "cuda:1"):
         with pytest.raises(ConfigError, match=f"cluster.gpus 0 does not go with model.device {device}"):
             allot(ClusterConfig(gpus=("0",)), settings_of(device=device), environ={})
     with pytest.raises(ValueError, match="names one twice"):
         ClusterConfig(gpus=("0", "0"))
+    for name in ("-1", "cuda:0", "1-3", "0 1", "GPU"):
+        with pytest.raises(ValueError, match=f"gpus {name} is neither a number"):
+            ClusterConfig(gpus=(name,))
+    assert ClusterConfig(gpus=("GPU-8f", "MIG-GPU-8f/1/0", "10")).gpus[0] == "GPU-8f"
+
+
+def test_a_number_beyond_those_that_are_there_is_told_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "DEVICE_FILES", tmp_path)
+    for name in ("nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"cluster\.gpus 1,2: there is no 2, only 0,1"):
+        allot(ClusterConfig(gpus=("1", "2")), settings_of(), environ={})
+    assert allot(ClusterConfig(gpus=("1", "GPU-8f")), settings_of(), environ={})[0]["prefill-0"] == {
+        "CUDA_VISIBLE_DEVICES": "GPU-8f"
+    }
+    with pytest.raises(ConfigError, match=r"cluster\.gpus 0: .*CUDA_VISIBLE_DEVICES"):
+        allot(ClusterConfig(gpus=("0",)), settings_of(), environ={"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_settings_of_the_user_are_left_alone():
@@ -147,20 +164,14 @@ def test_the_environment_says_first_what_is_visible(value, names):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names
 
 
-def test_else_the_driver_says_it_or_nobody(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "DRIVER_GPUS", tmp_path)
-    for bus in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / bus).mkdir()
+def test_else_device_files_say_it_or_nothing_does(monkeypatch, tmp_path):
+    """In a container /proc/driver/nvidia may list all GPUs of the machine; it has the files of its own."""
+    monkeypatch.setattr(gpus, "DEVICE_FILES", tmp_path)
+    for name in ("nvidia3", "nvidia12", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
     assert visible_gpus({}) == ["0", "1"]
-    monkeypatch.setattr(gpus, "DRIVER_GPUS", tmp_path / "none")
-    listing = tmp_path / "nvidia-smi"
-    listing.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho '  MIG 1g Device 0: (UUID: MIG-2)'\n")
-    listing.chmod(0o755)
-    monkeypatch.setattr(gpus, "LIST_COMMAND", (str(listing),))
-    assert visible_gpus({}) == ["0"]
-    listing.write_text("#!/bin/sh\nexit 9\n")
-    assert visible_gpus({}) is None
-    monkeypatch.setattr(gpus, "LIST_COMMAND", (str(tmp_path / "missing"),))
+    for name in ("nvidia3", "nvidia12"):
+        (tmp_path / name).unlink()
     assert visible_gpus({}) is None
     node_environ, node_overrides = allot(ClusterConfig(), settings_of(), environ={})
     assert node_environ == {}

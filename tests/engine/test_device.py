@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
@@ -38,7 +39,25 @@ def test_with_a_driver_torch_decides(monkeypatch, is_amd, is_available, found):
         device.AMD_DRIVER.touch()
     else:
         monkeypatch.setattr(device, "DRIVER_LIBRARY", "libc.so.6")
+    monkeypatch.setattr(device, "version", lambda _name: "2.13.0+cu130")
     asked = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: is_available))
     monkeypatch.setitem(sys.modules, "torch", asked)
     assert has_gpu_driver()
     assert resolve_device("auto") == found
+
+
+def test_a_torch_that_was_built_for_cpus_finds_no_gpu(monkeypatch):
+    monkeypatch.setattr(device, "DRIVER_LIBRARY", "libc.so.6")
+    monkeypatch.setattr(device, "version", lambda _name: "2.13.0+cpu")
+    assert not has_gpu_driver()
+
+
+def test_without_torch_it_is_asked_for(monkeypatch):
+    """A machine with a GPU then has an error that says so, and does not compute on its processors."""
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(device, "DRIVER_LIBRARY", "libc.so.6")
+    monkeypatch.setattr(device, "version", missing)
+    assert has_gpu_driver()

@@ -10,6 +10,7 @@ import structlog
 
 from outrider.engine.numerics import native_numerics, torch_numerics
 from outrider.v1 import router_pb2
+from tests.support.fake_resolver import FakeResolver
 from tests.support.router_fakes import FakeDecodeNode, fake_model_info
 
 EXACT = fake_model_info(numerics=str(native_numerics("amx")))
@@ -88,3 +89,38 @@ async def test_the_shortest_window_of_all_nodes_is_served(cluster):
     assert (await cluster.stub.GetModel(router_pb2.GetModelRequest())).max_model_len == 100
     with pytest.raises(grpc.aio.AioRpcError, match="window of 100"):
         await cluster.generate(max_tokens=200)
+
+
+async def test_a_window_is_longer_again_once_no_node_has_a_shorter_one(cluster):
+    """A node that is started again still counts while it is away."""
+    small, other = FakeDecodeNode(name="decode-1", model=fake_model_info(max_model_len=100)), FakeDecodeNode()
+    cluster.nodes += [small, other]
+    await cluster.serve()
+
+    def window():
+        return cluster.service.nodes.model().info.max_model_len
+
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 3)
+    assert window() == 100
+    await small.stop()
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
+    assert window() == 100
+    larger = FakeDecodeNode(name="decode-1", model=fake_model_info(max_model_len=300))
+    await larger.start(small.address)
+    cluster.stack.push_async_callback(larger.stop)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 3)
+    assert window() == 300
+
+
+async def test_a_window_is_not_that_of_a_node_whose_address_is_gone(cluster):
+    small = FakeDecodeNode(name="decode-1", model=fake_model_info(max_model_len=100))
+    for node in (*cluster.nodes, small):
+        await node.start()
+    cluster.stack.push_async_callback(small.stop)
+    prefill, decode = cluster.prefill.address, cluster.decode.address
+    resolver = FakeResolver({"decode.test:1": [decode, small.address], prefill: [prefill]})
+    await cluster.serve(resolver=resolver, decode_targets=("decode.test:1",), resolve_interval_seconds=0.1)
+    await cluster.eventually(lambda: cluster.service.nodes.model().info.max_model_len == 100)
+    resolver.set("decode.test:1", decode)
+    await small.stop()
+    await cluster.eventually(lambda: cluster.service.nodes.model().info.max_model_len == 512)
