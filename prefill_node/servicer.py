@@ -133,7 +133,7 @@ def traced(tracer: Tracer, call: PrefillCall, metadata: Metadata | None) -> Iter
             }
         )
         for chunk in figures.chunks:
-            whole.add_event("chunk", {"outrider.num_tokens": chunk.num_tokens}, since_start(chunk.end_seconds))
+            whole.add_event("chunk", {"outrider.num_tokens": chunk.amount}, since_start(chunk.end_seconds))
         if outcome.figures is not None:
             pushed_at = since_start(figures.pushed[0].start_seconds) if figures.pushed else ended_at
             push = tracer.child(whole, "kv_push", kind=SpanKind.CLIENT, started_at=pushed_at)
