@@ -47,9 +47,6 @@ class TensorMemory:
         shape = (plane.num_layers, num_blocks, block_size, plane.num_heads, plane.head_dim)
         return TensorPlane(torch.zeros(shape, dtype=TORCH_DTYPES[plane.dtype], device=self._device), self.copies)
 
-    def fence(self) -> Fence | None:
-        return None if self.copies is None else self.copies.fence()
-
 
 class CopyStream:
     """Copies between a GPU and the host, on a stream beside the forward passes. Of one cache; any thread may use it.
