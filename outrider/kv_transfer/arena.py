@@ -208,13 +208,10 @@ class ArenaReader:
         """None when it is not there, or not a file of this user's that cannot shrink under us."""
         with self._lock:
             self._drop_idle()
-            mapping = self._mappings.get(arena_id)
-            if mapping is None:
-                mapping = self._map(arena_id, num_bytes)
-                if mapping is None:
-                    return None
+            mapping = self._mappings.get(arena_id) or self._map(arena_id, num_bytes)
+            if mapping is not None:
+                mapping.num_users += 1
                 self._mappings[arena_id] = mapping
-            mapping.num_users += 1
             return mapping
 
     def release(self, mapping: ArenaMapping) -> None:
