@@ -68,21 +68,14 @@ MAX_TIMED_PARTS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedChunk:
-    """A part of the prompt in one forward pass. Seconds since the call's arrival at the node, as of `PushedKv`."""
+class TimedPart:
+    """When a part of a call was in work: some tokens of the prompt in one forward pass, or their KV of one group of
+    layers, from its first frame's beginning to its last acknowledgement.
+    """
 
-    start_seconds: float
+    start_seconds: float  # since the call's arrival at the node, as the next
     end_seconds: float
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushedKv:
-    """The KV of one chunk and one group of layers, from its first frame's beginning to its last acknowledgement."""
-
-    start_seconds: float
-    end_seconds: float
-    kv_bytes: int
+    amount: int  # tokens, or bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,5 +92,5 @@ class PrefillFigures:
     exposed_seconds: float = 0.0
     prompt_logprobs: bytes = b""  # of scored_token_ids, packed (`outrider.wire.answer.pack_logprobs`)
     call_seconds: float = 0.0  # from the call's arrival at the node to its answer
-    chunks: tuple[ComputedChunk, ...] = ()  # in order; at most MAX_TIMED_PARTS, as the next
-    pushed: tuple[PushedKv, ...] = ()
+    chunks: tuple[TimedPart, ...] = ()  # in order; at most MAX_TIMED_PARTS, as the next
+    pushed: tuple[TimedPart, ...] = ()

@@ -6,9 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
-from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.prefill import PrefillCall, PrefillFigures, TimedPart
 from outrider.profile import EndProfile, StartProfile
-from prefill_node.timed_parts import TimedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class PushOutcome:
     kv_bytes: int = 0
     first_frame_at: float | None = None
     committed_at: float | None = None
-    pushed: tuple[TimedPart, ...] = ()  # amounts are bytes
+    pushed: tuple[TimedPart, ...] = ()  # by the monotonic clock, too
     error: OutriderError | None = None
 
 

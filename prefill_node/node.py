@@ -22,9 +22,8 @@ from outrider.service.telemetry.recent_sum import RecentSum
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc
 from prefill_node.jobs import JobEnded, Stop
-from prefill_node.pending_jobs import PendingJobs
 from prefill_node.prefill_loop import PrefillLoop
-from prefill_node.servicer import PrefillServicer, ServedModel
+from prefill_node.servicer import PendingJobs, PrefillServicer, ServedModel
 from prefill_node.statistics import StepStats
 
 FAREWELL_SECONDS = 0.5

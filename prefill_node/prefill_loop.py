@@ -28,6 +28,7 @@ from outrider.errors import PeerLostError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.connectors import Connector
+from outrider.prefill import TimedPart
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.service.telemetry.logging import get_logger
 from outrider.wire.answer import pack_logprobs
@@ -41,11 +42,10 @@ from prefill_node.jobs import (
     PushOutcome,
     Stop,
 )
-from prefill_node.push import KvPush, LayerGroups
+from prefill_node.push import KvPush, LayerGroups, add_part
 from prefill_node.push_places import PushPlaces
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import Chunk, PrefillTask, chunk_rows
-from prefill_node.timed_parts import TimedPart, add_part
 from prefill_node.turn import PrefillTurn
 
 MAX_PUSHES = 64  # 32 to a single decode node; each has three threads, and may outlast its job's computation

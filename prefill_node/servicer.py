@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from opentelemetry.trace import SpanKind
 
-from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
+from outrider.errors import CapacityError, InvalidRequestError, MismatchError, OutriderError, PeerLostError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import ID_BYTES
 from outrider.node import ModelInfo
@@ -21,7 +22,63 @@ from outrider.service.rpc_errors import Context, rpc_errors
 from outrider.service.telemetry.tracing import NO_TRACER, Metadata, Tracer, caller_of_call, fail
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from outrider.wire.prefill import CALL, figures_to_proto
-from prefill_node.pending_jobs import PendingJobs
+from prefill_node.jobs import CancelJob, Command, JobEnded, PrefillJob
+
+
+class PendingJobs:
+    """Jobs in work, by id: numbers them, bounds them, and waits for their ends. Lives on the event loop."""
+
+    def __init__(self, *, submit: Callable[[Command], None], max_jobs: int) -> None:
+        self._submit = submit
+        self._max_jobs = max_jobs
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[PrefillFigures]] = {}
+        self._is_draining = False
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._waiting)
+
+    async def run(self, call: PrefillCall) -> PrefillFigures:
+        """One job, from queue to commit; cancelling this stops computation and push.
+
+        Raises: PeerLostError (draining), CapacityError (queue full), and what ended the job.
+        """
+        if self._is_draining:
+            raise PeerLostError("the prefill node is draining", reason="DRAINING")
+        if len(self._waiting) >= self._max_jobs:
+            raise CapacityError(f"{self._max_jobs} prompts are in work or waiting already")
+        job = PrefillJob(next(self._ids), call)
+        future: asyncio.Future[PrefillFigures] = asyncio.get_running_loop().create_future()
+        self._waiting[job.job_id] = future
+        self._submit(job)
+        try:
+            return await future
+        finally:
+            if self._waiting.pop(job.job_id, None) is not None:  # no end has come: nobody waits for it any more
+                self._submit(CancelJob(job.job_id))
+
+    def deliver(self, ended: Sequence[JobEnded]) -> None:
+        for end in ended:
+            future = self._waiting.pop(end.job_id, None)
+            if future is None or future.done():
+                continue
+            if isinstance(end.result, OutriderError):
+                future.set_exception(end.result)
+            else:
+                future.set_result(end.result)
+
+    def fail_all(self, error: OutriderError) -> None:
+        """The engine is gone: nothing else will end these."""
+        self.deliver([JobEnded(job_id, error) for job_id in self._waiting])
+
+    def start_draining(self) -> None:
+        """No new jobs."""
+        self._is_draining = True
+
+    async def wait_until_idle(self) -> None:
+        while self._waiting:
+            await asyncio.wait(list(self._waiting.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +190,7 @@ def traced(tracer: Tracer, call: PrefillCall, metadata: Metadata | None) -> Iter
             }
         )
         for chunk in figures.chunks:
-            whole.add_event("chunk", {"outrider.num_tokens": chunk.num_tokens}, since_start(chunk.end_seconds))
+            whole.add_event("chunk", {"outrider.num_tokens": chunk.amount}, since_start(chunk.end_seconds))
         if outcome.figures is not None:
             pushed_at = since_start(figures.pushed[0].start_seconds) if figures.pushed else ended_at
             push = tracer.child(whole, "kv_push", kind=SpanKind.CLIENT, started_at=pushed_at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,10 +11,9 @@ from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled, StepPlan
-from outrider.prefill import ComputedChunk, PrefillFigures, PushedKv
+from outrider.prefill import PrefillFigures, TimedPart
 from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
-from prefill_node.timed_parts import TimedPart
 
 MIN_READ_TOKENS = 64
 """Fewer are computed: reading them costs a round trip."""
@@ -34,7 +34,7 @@ class PrefillTask:
     num_computed_tokens: int = 0
     num_read_tokens: int = 0
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed, in pieces
-    chunks: list[TimedPart] = field(default_factory=list)  # computed; amounts are tokens
+    chunks: list[TimedPart] = field(default_factory=list)  # by the monotonic clock
     compute_started_at: float | None = None
     compute_ended_at: float | None = None
 
@@ -122,9 +122,15 @@ class PrefillTask:
             exposed_seconds=max(outcome.committed_at - exposed_from, 0.0),
             prompt_logprobs=b"".join(self.prompt_logprobs),
             call_seconds=time.monotonic() - arrived_at,
-            chunks=tuple(ComputedChunk(start - arrived_at, end - arrived_at, num) for start, end, num in self.chunks),
-            pushed=tuple(PushedKv(start - arrived_at, end - arrived_at, num) for start, end, num in outcome.pushed),
+            chunks=_since(arrived_at, self.chunks),
+            pushed=_since(arrived_at, outcome.pushed),
         )
+
+
+def _since(arrived_at: float, parts: Iterable[TimedPart]) -> tuple[TimedPart, ...]:
+    return tuple(
+        TimedPart(part.start_seconds - arrived_at, part.end_seconds - arrived_at, part.amount) for part in parts
+    )
 
 
 class Chunk(NamedTuple):

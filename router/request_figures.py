@@ -12,7 +12,7 @@ from opentelemetry import trace
 from outrider.answer import Finished, KvTransferMetrics, RequestMetrics, Summary, Usage
 from outrider.errors import OutriderError
 from outrider.node_stamp import NODES_KEY, stamps_to_text
-from outrider.prefill import ComputedChunk, PrefillFigures, PushedKv
+from outrider.prefill import PrefillFigures, TimedPart
 from outrider.request import FinishReason, Request, VerificationMethod
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
@@ -146,15 +146,15 @@ class AttemptFigures:
         span.close(f"{figures.num_cached_tokens} tokens cached, {figures.num_read_tokens} read")
         offset = max(ended_at - span.start - figures.call_seconds, 0.0) / 2  # the way there, if both are as long
 
-        def add(kind: SpanKind, part: ComputedChunk | PushedKv) -> Span:
+        def add(kind: SpanKind, part: TimedPart) -> Span:
             start = min(span.start + offset + part.start_seconds, ended_at)
             end = min(span.start + offset + part.end_seconds, ended_at)
             return self.timeline.add_span(Span(kind, start, span.attempt, span.node, end=max(start, end)))
 
         for chunk in figures.chunks:
-            add(SpanKind.PREFILL_CHUNK, chunk).num_tokens = chunk.num_tokens
+            add(SpanKind.PREFILL_CHUNK, chunk).num_tokens = chunk.amount
         for pushed in figures.pushed:
-            add(SpanKind.KV_FRAME, pushed).num_bytes = pushed.kv_bytes
+            add(SpanKind.KV_FRAME, pushed).num_bytes = pushed.amount
 
 
 @dataclass(slots=True)

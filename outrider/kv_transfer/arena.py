@@ -86,21 +86,20 @@ class Arena:
     """
 
     def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int, has_slots: bool = True) -> None:
-        """`has_slots`: they are in the file, which has a head only otherwise."""
+        """`has_slots`: they are in the file, which has memory for its head only otherwise."""
         self.arena_id = secrets.token_bytes(16)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.slot_bytes = slot_bytes
         self.num_slots = max(num_bytes // slot_bytes, 1)
         self.num_bytes = HEAD_BYTES + self.num_slots * slot_bytes
-        file_bytes = self.num_bytes if has_slots else HEAD_BYTES
         self._path = arena_path(directory, self.arena_id)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, self._fd)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._fd, file_bytes)
-            os.posix_fallocate(self._fd, 0, min(file_bytes, HEAD_BYTES + slot_bytes))
-            self._map = mmap.mmap(self._fd, file_bytes)
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.ftruncate(self._fd, self.num_bytes)
+            os.posix_fallocate(self._fd, 0, HEAD_BYTES + slot_bytes * has_slots)
+            self._map = mmap.mmap(self._fd, self.num_bytes)
         except OSError:
             self.unlink()
             raise
@@ -209,13 +208,10 @@ class ArenaReader:
         """None when it is not there, or not a file of this user's that cannot shrink under us."""
         with self._lock:
             self._drop_idle()
-            mapping = self._mappings.get(arena_id)
-            if mapping is None:
-                mapping = self._map(arena_id, num_bytes)
-                if mapping is None:
-                    return None
+            mapping = self._mappings.get(arena_id) or self._map(arena_id, num_bytes)
+            if mapping is not None:
+                mapping.num_users += 1
                 self._mappings[arena_id] = mapping
-            mapping.num_users += 1
             return mapping
 
     def release(self, mapping: ArenaMapping) -> None:
@@ -234,11 +230,13 @@ class ArenaReader:
         try:
             # Who may truncate the file could kill us by SIGBUS: only we ourselves may.
             with own_file(arena_path(self._directory, arena_id)) as (descriptor, status):
-                if status.st_size != num_bytes:
-                    return None
-                mapping = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
+                return self._open(descriptor, arena_id, num_bytes) if status.st_size == num_bytes else None
         except OSError:
             return None  # another host or container, or unlinked
+
+    def _open(self, descriptor: int, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
+        """Maps what the file has. Raises: OSError."""
+        mapping = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
 
         def copy_out(offset: int, length: int) -> memoryview:  # numpy copies without the GIL
             return np.frombuffer(mapping, np.uint8, length, offset).copy().data.toreadonly()

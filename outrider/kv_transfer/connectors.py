@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Protocol
 
 import grpc
 
 from outrider.errors import NotSupportedError
-from outrider.kv_transfer.base import TransferSpec
+from outrider.kv_transfer.base import FrameHeader, Payload, TransferSpec
 from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
 from outrider.kv_transfer.cuda_ipc import SharedGpu
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
-from outrider.kv_transfer.grpc_inline import InlineCarrier
 from outrider.kv_transfer.sender import Carrier, Sender
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.kv_transfer.shared_memory import ArenaSource
@@ -36,7 +34,32 @@ class CarrierSource(Protocol):
     def close(self) -> None: ...
 
 
-SOURCES: dict[str, Callable[[KvTransferConfig], CarrierSource]] = {"shared_memory": ArenaSource, "grpc": InlineCarrier}
+class InlineCarrier:
+    """Payload in the stream's messages, each a frame; works everywhere.
+
+    The window of all streams to a receiver bounds what is unacknowledged. Without a state, so that it is the
+    `CarrierSource` of all receivers, too.
+    """
+
+    name = "grpc"
+
+    def __init__(self, config: KvTransferConfig) -> None:
+        self.max_frame_bytes = config.frame_bytes
+
+    def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
+        return None if stream.hello(spec) is None else self
+
+    def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
+        assert isinstance(payload, memoryview)
+        stream.wait_for_room(len(payload), stream.window)
+        stream.send(header, payload, release=functools.partial(stream.window.give_back, len(payload)))
+
+    def abandon(self, stream: SenderStream) -> None:
+        """Messages are copies: there is nothing that a receiver could still read."""
+        stream.release_all()
+
+    def close(self) -> None:
+        """Owns nothing."""
 
 
 class Connector:
@@ -49,12 +72,14 @@ class Connector:
         self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT, *, gpu: SharedGpu | None = None
     ) -> None:
         """`gpu`: that has the cache, where it can share memory."""
-        sources = dict(SOURCES)
-        if gpu is not None:
-            sources[CUDA_IPC] = functools.partial(ArenaSource, gpu=gpu)
         self.name = config.connector  # "auto" or one of CONNECTORS
         self._security = security
-        self._sources = tuple(sources[name](config) for name in config.accepted if name in sources)
+        self._sources: list[CarrierSource] = []
+        for name in config.accepted:
+            if name == "grpc":
+                self._sources.append(InlineCarrier(config))
+            elif name != CUDA_IPC or gpu is not None:
+                self._sources.append(ArenaSource(config, gpu if name == CUDA_IPC else None))
         self._config = config
         self._lock = threading.Lock()
         self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # last used last
@@ -90,12 +115,7 @@ class Connector:
 
     def _open_stream(self, address: str) -> SenderStream:
         channel, window = self._link(address)
-        return SenderStream(
-            channel,
-            address=address,
-            window=window,
-            config=self._config,
-        )
+        return SenderStream(channel, address=address, window=window, config=self._config)
 
     def _link(self, address: str) -> tuple[grpc.Channel, SharedWindow]:
         material = self._security.material

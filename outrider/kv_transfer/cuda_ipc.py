@@ -1,31 +1,32 @@
 """Connector `cuda_ipc`: payload in memory of the sender's GPU, which the receiver maps by CUDA IPC.
 
 Everything is as in an arena of shared memory: the sender owns it, and the receiver only reads it, by copies to memory
-of its own. The file has no slots, but tells processes of this user on this machine where they are. The driver allocates
-them, apart from torch: with memory of torch's, the receiver would get all that torch keeps beside it.
+of its own. The slots are not in the file, which tells processes of this user on this machine where they are. The driver
+allocates them, apart from torch: with memory of torch's, the receiver would get all that torch keeps beside it.
 
-    file      nonce 16s, handle of the memory 64s, its size u64
+    file      handle of the memory 64s, nonce 16s; locked by a receiver for as long as it has the memory mapped
     memory    from 0 the nonce, from 4096 the slots
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import struct
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.errors import ConfigError
-from outrider.kv_transfer.arena import NONCE_BYTES, Arena, ArenaMapping, ArenaReader, arena_path, own_file
-from outrider.kv_transfer.base import Payload
+from outrider.kv_transfer.arena import NONCE_BYTES, Arena, ArenaMapping, ArenaReader
 from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
 from outrider.service.telemetry.logging import get_logger
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.tensor_planes import CopyStream
+    from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
 
-DESCRIPTION = struct.Struct(f"<{NONCE_BYTES}s64sQ")
+DESCRIPTION = struct.Struct(f"<64s{NONCE_BYTES}s")
+"""Not as shared memory begins: an older receiver would take the file for that, and read zeros for slots."""
 ALLOCATION_BYTES = 2 << 20
 """The driver shares multiples of it: what else lies in one would be shared as well."""
 LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags: memory of another GPU is mapped where the two reach each other
@@ -42,7 +43,7 @@ class SharedGpu:
         self._driver = driver
         self._context: Any = None
         self._context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", copies.device.index or 0))
-        self.spare: list[tuple[int, bytes]] = []  # memory of arenas that are no more: pointer, handle
+        self.left: list[LeftMemory] = []
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What a function of the driver returns, in the context that torch uses."""
@@ -54,11 +55,20 @@ class SharedGpu:
         return result[0] if result else None
 
     def allocate(self, num_bytes: int) -> tuple[int, bytes]:
-        """Pointer and handle of memory that is kept until the process ends: the driver forbids to free what another
-        process may have mapped.
+        """Pointer and handle of memory that an arena has left, or of new memory, which is kept until the process ends:
+        the driver forbids to free what another process may have mapped. All arenas of a process are of one size.
         """
-        pointer = self.call("cuMemAlloc", -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES)
-        return int(pointer), bytes(self.call("cuIpcGetMemHandle", pointer).reserved)
+        for memory in [*self.left]:
+            if memory.is_unread():
+                self.left.remove(memory)
+                os.close(memory.file)
+                return memory.pointer, memory.handle
+        pointer = int(self.call("cuMemAlloc", -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES))
+        try:
+            return pointer, bytes(self.call("cuIpcGetMemHandle", pointer).reserved)
+        except OSError:  # a GPU or system without CUDA IPC: nobody can map it
+            self.call("cuMemFree", pointer)
+            raise
 
     def map(self, handle: bytes) -> int:
         """The pointer to another process's memory."""
@@ -71,32 +81,45 @@ class SharedGpu:
         self.call("cuMemcpyDtoDAsync", destination, source, num_bytes, self.copies.stream.cuda_stream)
 
 
+class LeftMemory(NamedTuple):
+    """Of an arena that is no more."""
+
+    pointer: int
+    handle: bytes
+    file: int  # the arena's, a descriptor
+    taken: dict[int, object]  # its slots that were not acknowledged
+
+    def is_unread(self) -> bool:
+        """Whether nobody reads of it any more: all slots were acknowledged, or the receiver has unmapped it or died."""
+        try:
+            if self.taken:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False  # a receiver that is frozen may read of it once it is thawed
+        return True
+
+
 class DeviceArena(Arena):
-    """The sender's side. When it is dropped, its memory is a later arena's, unless a receiver may still read of it."""
+    """The sender's side. When it is dropped, its memory is left for a later arena."""
 
     def __init__(self, gpu: SharedGpu, config: KvTransferConfig) -> None:
         slots = {"num_bytes": config.arena_bytes, "slot_bytes": config.device_frame_bytes}
         super().__init__(directory=config.arena_directory, has_slots=False, **slots)
         self._gpu = gpu
         try:
-            memory = gpu.spare.pop() if gpu.spare else gpu.allocate(self.num_bytes)
-            gpu.call("cuMemcpyHtoD", memory[0], self.nonce, NONCE_BYTES)
+            self._pointer, handle = gpu.allocate(self.num_bytes)
+            gpu.call("cuMemcpyHtoD", self._pointer, self.nonce, NONCE_BYTES)
         except OSError:
             self.unlink()
             raise
-        self._pointer, handle = memory
-        self._map[: DESCRIPTION.size] = DESCRIPTION.pack(self.nonce, handle, self.num_bytes)
-        weakref.finalize(self, _take_back, memory, self._taken, gpu.spare).atexit = False
+        self._map[: DESCRIPTION.size] = DESCRIPTION.pack(handle, self.nonce)
+        left = LeftMemory(self._pointer, handle, os.dup(self._fd), self._taken)
+        weakref.finalize(self, gpu.left.append, left).atexit = False
 
     def write(self, offset: int, payload: Any) -> None:
         """Fills a taken slot with DeviceBytes; returns once they are there, for every process."""
         self._gpu.copy(self._pointer + offset, payload.tensor.data_ptr(), len(payload))
         self._gpu.copies.wait()
-
-
-def _take_back(memory: tuple[int, bytes], taken: dict[int, object], spare: list[tuple[int, bytes]]) -> None:
-    if not taken:  # else a receiver that was not drained may read of it, if only when it is thawed
-        spare.append(memory)
 
 
 class DeviceArenaReader(ArenaReader):
@@ -107,19 +130,15 @@ class DeviceArenaReader(ArenaReader):
         self._gpu = gpu
         self._has_warned = False
 
-    def _map(self, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
-        try:
-            with own_file(arena_path(self._directory, arena_id)) as (descriptor, _):
-                nonce, handle, size = DESCRIPTION.unpack(os.pread(descriptor, DESCRIPTION.size, 0))
-        except (OSError, struct.error):
-            return None  # another machine, or unlinked
+    def _open(self, descriptor: int, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
+        handle, nonce = DESCRIPTION.unpack(os.pread(descriptor, DESCRIPTION.size, 0))
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         try:
             pointer = self._gpu.map(handle)
-            mapping = ArenaMapping(arena_id, nonce, size, functools.partial(self._copy_out, pointer))
-            weakref.finalize(mapping, self._gpu.call, "cuIpcCloseMemHandle", pointer).atexit = False
-            found = bytearray(NONCE_BYTES)
-            self._gpu.call("cuMemcpyDtoH", found, pointer, NONCE_BYTES)
-            if (found, size) != (nonce, num_bytes):
+            copy_out = functools.partial(self._copy_out, pointer)
+            mapping = ArenaMapping(arena_id, nonce, num_bytes, copy_out)
+            weakref.finalize(mapping, self._unmap, pointer, os.dup(descriptor)).atexit = False
+            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # between two GPUs, too, as frames are copied
                 raise OSError("other bytes are read than were written")
         except OSError as error:
             if not self._has_warned:
@@ -128,7 +147,11 @@ class DeviceArenaReader(ArenaReader):
             return None
         return mapping
 
-    def _copy_out(self, pointer: int, offset: int, num_bytes: int) -> Payload:
+    def _unmap(self, pointer: int, file: int) -> None:
+        self._gpu.call("cuIpcCloseMemHandle", pointer)
+        os.close(file)  # which ends its lock
+
+    def _copy_out(self, pointer: int, offset: int, num_bytes: int) -> DeviceBytes:
         """The host does not wait for it."""
         taken = self._gpu.copies.empty(num_bytes)
         self._gpu.copy(taken.tensor.data_ptr(), pointer + offset, num_bytes)

@@ -7,6 +7,7 @@ return raw bytes: a frame is not parsed by protobuf (see `frames`).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +21,6 @@ from outrider.kv_transfer.cuda_ipc import DeviceArenaReader, SharedGpu
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
-from outrider.kv_transfer.watchdog import Watchdog
 from outrider.rpc.channels import server_options
 from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 
@@ -63,14 +63,12 @@ class KvReceiver:
         self._max_senders = max_senders
         self._max_unattached = max_unattached
         self.inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
-        self._watchdog = Watchdog()
         readers = {"grpc": None, "shared_memory": ArenaReader(arena_directory)}
         if gpu is not None:
             readers[CUDA_IPC] = DeviceArenaReader(gpu, arena_directory)
         self._readers = {name: readers[name] for name in connectors if name in readers}
-        self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
-        self._unattached: dict[ReceiverStream, None] = {}  # of those, oldest first
-        self._unattached_lock = threading.Lock()
+        self._streams: dict[ReceiverStream, None] = {}  # oldest first; insertion and removal are atomic
+        self._is_stopped = threading.Event()
         self._security = security
         self._server: grpc.Server | None = None
 
@@ -94,7 +92,7 @@ class KvReceiver:
         except RuntimeError as error:
             raise ConfigError(f"KV ingest cannot listen on {address}: choose another host or port") from error
         server.start()
-        self._watchdog.start()
+        threading.Thread(target=self._watch, name="kv-receiver-watchdog", daemon=True).start()
         self._server = server
         return port
 
@@ -103,7 +101,7 @@ class KvReceiver:
         if self._server is not None:
             self._server.stop(grace=0).wait(timeout=1)
             self._server = None
-        self._watchdog.stop()
+        self._is_stopped.set()
         for reader in filter(None, self._readers.values()):
             reader.close()
 
@@ -121,42 +119,38 @@ class KvReceiver:
     def _push(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         if not self._security.is_peer(context.auth_context()):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, self._security.explain_refusal(context.auth_context()))
-        stream = ReceiverStream(inbox=self.inbox, readers=self._readers, cancel=context.cancel)
-        guard = self._watchdog.watch(min(self._progress_seconds, HELLO_SECONDS), stream.expire)
+        hello_seconds = min(self._progress_seconds, HELLO_SECONDS)
+        stream = ReceiverStream(
+            inbox=self.inbox, readers=self._readers, cancel=context.cancel, deadline=time.monotonic() + hello_seconds
+        )
         self._streams[stream] = None
-        self._let_in(stream)
+        unattached = [each for each in list(self._streams) if not each.is_attached]
+        for displaced in unattached[::-1][self._max_unattached :]:  # they have waited longest to attach
+            displaced.cancel()
         # The callback comes when the peer is gone even while this thread is busy writing.
         if not context.add_callback(stream.break_off):
             stream.break_off()
         try:
             for message in requests:
-                if stream.is_attached:
-                    guard.touch()
+                self._move_deadline(stream)
                 reply = stream.handle(message)
-                if stream.is_attached:  # before the reply: the peer may take its time to read it
-                    self._forget_unattached(stream)
-                    guard.seconds = self._progress_seconds
-                    guard.touch()
+                self._move_deadline(stream)  # the peer may take its time to read the reply
                 if reply is not None:
                     yield reply
-                if stream.is_attached:
-                    guard.touch()
+                    self._move_deadline(stream)
         finally:
-            guard.stop()
             stream.break_off()
-            self._forget_unattached(stream)
             self._streams.pop(stream, None)
 
-    def _let_in(self, stream: ReceiverStream) -> None:
-        displaced = None
-        with self._unattached_lock:
-            self._unattached[stream] = None
-            if len(self._unattached) > self._max_unattached:
-                displaced = next(iter(self._unattached))
-                del self._unattached[displaced]
-        if displaced is not None:
-            displaced.cancel()  # it has waited longest to attach
+    def _move_deadline(self, stream: ReceiverStream) -> None:
+        """There was progress."""
+        if stream.is_attached:
+            stream.deadline = time.monotonic() + self._progress_seconds
 
-    def _forget_unattached(self, stream: ReceiverStream) -> None:
-        with self._unattached_lock:
-            self._unattached.pop(stream, None)
+    def _watch(self) -> None:
+        """A peer that is frozen (SIGSTOP) looks alive to TCP: its thread waits for it until the stream is ended."""
+        while not self._is_stopped.wait(min(self._progress_seconds, HELLO_SECONDS) / 4):
+            now = time.monotonic()
+            for stream in list(self._streams):
+                if stream.deadline <= now:
+                    stream.expire()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,9 +40,18 @@ class ReceiverStream:
     """State of one stream. `handle` runs in the stream's thread; the rest may be called from any."""
 
     def __init__(
-        self, *, inbox: TransferInbox, readers: Mapping[str, ArenaReader | None], cancel: Callable[[], object]
+        self,
+        *,
+        inbox: TransferInbox,
+        readers: Mapping[str, ArenaReader | None],
+        cancel: Callable[[], object],
+        deadline: float = math.inf,
     ) -> None:
-        """`readers`: of arenas, by the connectors that are taken; None for the one without."""
+        """`readers`: of arenas, by the connectors that are taken; None for the one without.
+
+        `deadline`: by time.monotonic, for its sender's next word.
+        """
+        self.deadline = deadline
         self._inbox = inbox
         self._readers = readers
         self.cancel = cancel
@@ -135,7 +145,7 @@ class ReceiverStream:
         self._release_arena()
 
     def expire(self) -> None:
-        """The sender has made no progress for too long."""
+        """The sender has made no progress for too long. Idempotent."""
         self._end("the sender made no progress")
         self.cancel()
 

@@ -60,7 +60,7 @@ class SenderStream:
         self._last_heard = time.monotonic()
         self._broken: OutriderError | None = None  # the call is over
         self._refused: OutriderError | None = None  # the receiver, or `interrupt`, wants no more
-        self._tell_end: Callable[[], None] | None = None  # called once, without the lock
+        self._tell_end: Callable[[], None] = lambda: None  # called without the lock
         self._welcomes: list[KvWelcome] = []
         self._num_asked = 0  # regions whose answer is due
         self._held: deque[Frame | None] = deque()  # None: it is not held there
@@ -193,12 +193,10 @@ class SenderStream:
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.
-
-        Not after a commit that succeeded. It must not block.
+        """Calls `tell` from any thread, perhaps again, when every `put` and `commit` from then on raises: at once if so
+        already. It must not block.
         """
-        with self._changed:
-            self._tell_end = tell
+        self._tell_end = tell
         self._tell_if_ended()
 
     def when_acknowledged(self, tell: Callable[[int], None]) -> None:
@@ -209,12 +207,8 @@ class SenderStream:
         self._tell_acknowledged = tell
 
     def _tell_if_ended(self) -> None:
-        with self._changed:
-            if self._refused is None and self._broken is None:
-                return
-            tell, self._tell_end = self._tell_end, None
-        if tell is not None:
-            tell()
+        if self._refused is not None or self._broken is not None:
+            self._tell_end()
 
     def raise_if_ended(self) -> None:
         """Raises: PeerLostError, AbortedError."""

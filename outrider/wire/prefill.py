@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.prefill import MAX_TIMED_PARTS, ComputedChunk, PrefillCall, PrefillFigures, PushedKv
+from outrider.prefill import MAX_TIMED_PARTS, PrefillCall, PrefillFigures, TimedPart
 from outrider.v1 import prefill_pb2
 from outrider.wire.fields import Fields
 from outrider.wire.request import OPTIONS
@@ -11,8 +11,8 @@ CALL = Fields(PrefillCall, prefill_pb2.PrefillRequest, elsewhere=("traceparent",
 _FIGURES = Fields(
     PrefillFigures,
     prefill_pb2.PrefillResponse,
-    chunks=Fields(ComputedChunk, prefill_pb2.ComputedChunk),
-    pushed=Fields(PushedKv, prefill_pb2.PushedKv),
+    chunks=Fields(TimedPart, prefill_pb2.ComputedChunk, names={"amount": "num_tokens"}),
+    pushed=Fields(TimedPart, prefill_pb2.PushedKv, names={"amount": "kv_bytes"}),
 )
 
 figures_to_proto = _FIGURES.to_proto

@@ -24,8 +24,7 @@ from outrider.session import Rejected, RejectReason
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc, session_pb2_grpc
 from prefill_node.jobs import JobEnded, PrefillJob
-from prefill_node.pending_jobs import PendingJobs
-from prefill_node.servicer import PrefillServicer, ServedModel
+from prefill_node.servicer import PendingJobs, PrefillServicer, ServedModel
 from tests.support.fake_head import FakeHead
 from tests.support.loop_thread import CALL_SECONDS, WatchedLoop
 

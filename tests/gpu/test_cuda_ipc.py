@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.kv_hand_off import measure
-from outrider.engine.kv_cache.tensor_planes import FACTOR_STEP, CopyStream, DeviceBytes
+from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.cuda_ipc import DeviceArenaReader, open_shared_gpu
 
@@ -45,7 +45,7 @@ def test_the_kv_of_a_prompt_arrives_whole_by_cuda_ipc():
 def test_the_checksum_is_the_cpus():
     payload = torch.randint(0, 256, ((4 << 20) + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     words = torch.nn.functional.pad(payload, (0, 5)).view(torch.int64)
-    expected = int((words * (torch.arange(len(words)) * FACTOR_STEP | 1)).sum()) % 2**64
+    expected = int((words * torch.arange(1, 2 * len(words), 2)).sum()) % 2**64
     on_gpu = payload.cuda()
     torch.cuda.synchronize()
     assert DeviceBytes(on_gpu, CopyStream(torch.device("cuda"))).checksum() == expected

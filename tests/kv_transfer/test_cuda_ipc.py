@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from outrider.errors import ConfigError, NotSupportedError
-from outrider.kv_transfer.arena import HEAD_BYTES, IDLE_SECONDS, arena_path
+from outrider.kv_transfer.arena import HEAD_BYTES, IDLE_SECONDS, ArenaReader, arena_path
 from outrider.kv_transfer.base import CommitState, FrameHeader
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
@@ -150,7 +150,7 @@ def new_arena(gpu, directory):
 def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
     arena = new_arena(gpu, tmp_path)
     path = arena_path(str(tmp_path), arena.arena_id)
-    assert (path.stat().st_size, path.stat().st_mode & 0o777) == (HEAD_BYTES, 0o600)
+    assert (path.stat().st_blocks * 512, path.stat().st_mode & 0o777) == (HEAD_BYTES, 0o600)
     assert arena.num_bytes == HEAD_BYTES + 16 * (1 << 16)
     reader = DeviceArenaReader(gpu, str(tmp_path))
     assert reader.attach(arena.arena_id, arena.num_bytes - 1) is None
@@ -166,6 +166,13 @@ def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
     assert reader.attach(b"s" * 16, arena.num_bytes) is None
 
 
+def test_a_receiver_of_an_older_version_does_not_take_it_for_shared_memory(gpu, tmp_path):
+    """Which knows no `arena_is_on_device`."""
+    arena = new_arena(gpu, tmp_path)
+    found = ArenaReader(str(tmp_path)).attach(arena.arena_id, arena.num_bytes)
+    assert found is None or found.nonce != arena.nonce
+
+
 def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver, tmp_path):
     """It is never freed: the driver forbids that while another process may have it mapped."""
     first = new_arena(gpu, tmp_path)
@@ -173,14 +180,28 @@ def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver
     del first
     second = new_arena(gpu, tmp_path)
     assert driver.num_allocated == 1
+    reader = DeviceArenaReader(gpu, str(tmp_path))
+    assert reader.attach(second.arena_id, second.num_bytes) is not None
     second.take("lost")
     second.quarantine("lost")
     del second
     gc.collect()
-    assert not gpu.spare
     third = new_arena(gpu, tmp_path)
     assert driver.num_allocated == 2
-    third.unlink()
+    reader.close()  # it has unmapped the memory, so it reads no more
+    gc.collect()
+    fourth = new_arena(gpu, tmp_path)
+    assert driver.num_allocated == 2
+    for arena in (third, fourth):
+        arena.unlink()
+
+
+def test_memory_without_a_handle_is_freed(gpu, driver):
+    """Nobody can have it mapped. Each receiver is offered an arena once a minute."""
+    driver.fails.add("cuIpcGetMemHandle")
+    with pytest.raises(OSError, match="cuIpcGetMemHandle"):
+        gpu.allocate(1 << 20)
+    assert (driver.num_allocated, driver.num_freed) == (1, 1)
 
 
 def test_what_was_altered_in_a_slot_is_not_written(peers, inbox, gpu, tmp_path):
@@ -207,7 +228,7 @@ def test_the_checksum_is_a_sum_in_any_order_and_changes_with_each_byte(gpu):
     payload = torch.randint(0, 256, (1003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     checksum = tensor_planes.DeviceBytes(payload, gpu.copies).checksum()
     words = [int.from_bytes(bytes(payload[at : at + 8].tolist()).ljust(8, b"\0"), "little") for at in range(0, 1003, 8)]
-    assert checksum == sum(word * (at * tensor_planes.FACTOR_STEP | 1) for at, word in enumerate(words)) % 2**64
+    assert checksum == sum(word * (2 * at + 1) for at, word in enumerate(words)) % 2**64
     for at in range(0, 1003, 59):
         other = payload.clone()
         other[at] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import selectors
@@ -17,6 +18,7 @@ from outrider.errors import PeerLostError
 from outrider.kv_transfer.base import DrainState, Region
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
+from outrider.kv_transfer.cuda_ipc import DeviceArena
 from tests.kv_transfer.peer_process import spec_of
 from tests.support.waiting import wait_for
 
@@ -65,14 +67,18 @@ class Child:
 
 
 @pytest.fixture
-def gpu(request, monkeypatch, tmp_path):
-    """A fake one, which all processes share; None for the connectors that use none."""
-    if "cuda_ipc" not in request.node.name:
-        return None
+def gpu_and_driver(monkeypatch, tmp_path):
+    """Fakes, which all processes share."""
     pytest.importorskip("torch")
     from tests.support.fake_cuda_driver import fake_shared_gpu
 
-    return fake_shared_gpu(monkeypatch, tmp_path)[0]
+    return fake_shared_gpu(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def gpu(request):
+    """None for the connectors that use none."""
+    return request.getfixturevalue("gpu_and_driver")[0] if "cuda_ipc" in request.node.name else None
 
 
 @pytest.fixture
@@ -155,6 +161,38 @@ def test_a_killed_receiver_ends_the_sender_at_once(receiving, connector, gpu):
     with pytest.raises(PeerLostError):
         sender.commit()
     assert sender.cancel() is DrainState.UNKNOWN
+
+
+def test_cuda_ipc_lends_memory_again_once_a_lost_receiver_is_dead(child, gpu_and_driver):
+    """Else each decode node that dies in a push would cost the prefill node GPU memory, for as long as that lives."""
+    gpu, driver = gpu_and_driver
+    sizes = {"arena_bytes": 1 << 20, "frame_bytes": 1 << 16, "device_frame_bytes": 1 << 16}
+    config = KvTransferConfig(connector="cuda_ipc", progress_seconds=0.4, **sizes)
+
+    def lose():
+        """A receiver that is frozen in a push. Its sender has given it up."""
+        spec, connector = spec_of(os.urandom(16)), Connector(config, gpu=gpu)
+        receiver = child("receive", spec.transfer_id.hex())
+        sender = connector.connect(f"127.0.0.1:{receiver.line()[1]}", spec)
+        receiver.freeze()
+        with pytest.raises(PeerLostError):
+            put_until_it_blocks(sender, gpu)
+        assert sender.cancel() is DrainState.UNKNOWN
+        connector.close()
+        del sender, connector
+        gc.collect()
+        return receiver
+
+    lose().end()
+    frozen = lose()
+    assert driver.num_allocated == 1
+    lose().end()
+    assert driver.num_allocated == 2, "who is frozen may still read"
+    frozen.end()
+    arenas = [DeviceArena(gpu, config) for _ in range(2)]
+    assert driver.num_allocated == 2
+    for arena in arenas:
+        arena.unlink()
 
 
 @pytest.mark.parametrize("connector_name", ["grpc", "shared_memory", "cuda_ipc"])

@@ -107,7 +107,7 @@ def test_times_are_the_device_s(rig):
         rig.device.compute()
         computed_at.append(time.monotonic() - job.arrived_at)
     chunks = rig.result(job).chunks
-    assert [chunk.num_tokens for chunk in chunks] == [8] * 5
+    assert [chunk.amount for chunk in chunks] == [8] * 5
     for number, chunk in enumerate(chunks):
         assert chunk.end_seconds - chunk.start_seconds >= 0.015
         assert rig.stats[number].seconds >= 0.015

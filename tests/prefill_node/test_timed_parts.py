@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from outrider.prefill import MAX_TIMED_PARTS
-from prefill_node.timed_parts import PushedParts, TimedPart, add_part
+from outrider.prefill import MAX_TIMED_PARTS, TimedPart
+from prefill_node.push import PushedParts, add_part
 
 
 def test_what_there_is_no_room_for_is_added_to_the_last_part():
@@ -25,17 +25,17 @@ def test_a_part_ends_when_its_last_frame_is_acknowledged():
     pushed.acknowledge(1)
     pushed.acknowledge(2)
     first, second = pushed.settle(0.5)
-    assert first.end > 2.0, "monotonic time"
-    assert (first.start, first.amount) == (1.0, 10)
-    assert second == (2.0, 0.5, 20), "acknowledged by the answer to the commit"
+    assert first.end_seconds > 2.0, "monotonic time"
+    assert (first.start_seconds, first.amount) == (1.0, 10)
+    assert second == TimedPart(2.0, 0.5, 20), "acknowledged by the answer to the commit"
 
 
 def test_an_acknowledgement_may_come_before_its_part_has_been_added():
     pushed = PushedParts()
     pushed.acknowledge(4)
     pushed.add(1.0, 10, last_frame=4)
-    ((_, end, _),) = pushed.settle(0.0)
-    assert end > 1.0
+    (part,) = pushed.settle(0.0)
+    assert part.end_seconds > 1.0
 
 
 def test_acknowledgements_of_another_thread_end_every_part():
@@ -48,4 +48,4 @@ def test_acknowledgements_of_another_thread_end_every_part():
     parts = pushed.settle(0.0)
     assert len(parts) == MAX_TIMED_PARTS
     assert sum(part.amount for part in parts) == num_parts
-    assert all(part.end > part.start for part in parts)
+    assert all(part.end_seconds > part.start_seconds for part in parts)

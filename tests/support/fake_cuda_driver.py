@@ -49,6 +49,7 @@ class FakeCudaDriver:
         self._directory = directory
         self.fails: set[str] = set()
         self.num_allocated = 0
+        self.num_freed = 0
         self.num_mapped = 0
         self._files: dict[int, Path] = {}  # own memory
         self._maps: dict[int, mmap.mmap] = {}  # by address
@@ -75,7 +76,15 @@ class FakeCudaDriver:
         self._files[pointer] = path
         return CUresult.CUDA_SUCCESS, pointer
 
+    def cuMemFree(self, pointer):
+        del self._maps[pointer]
+        self._files.pop(pointer).unlink()
+        self.num_freed += 1
+        return (CUresult.CUDA_SUCCESS,)
+
     def cuIpcGetMemHandle(self, pointer):
+        if "cuIpcGetMemHandle" in self.fails:
+            return CUresult.CUDA_ERROR_INVALID_HANDLE, None
         handle = CUipcMemHandle()
         handle.reserved = self._files[pointer].name.encode().ljust(64, b"\0")
         return CUresult.CUDA_SUCCESS, handle
@@ -95,10 +104,6 @@ class FakeCudaDriver:
 
     def cuMemcpyHtoD(self, destination, source, num_bytes):
         ctypes.memmove(destination, source, num_bytes)
-        return (CUresult.CUDA_SUCCESS,)
-
-    def cuMemcpyDtoH(self, destination, source, num_bytes):
-        destination[:num_bytes] = ctypes.string_at(source, num_bytes)
         return (CUresult.CUDA_SUCCESS,)
 
     def cuMemcpyDtoDAsync(self, destination, source, num_bytes, stream):

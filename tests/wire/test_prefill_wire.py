@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.prefill import MAX_TIMED_PARTS, ComputedChunk, PrefillFigures, PushedKv
+from outrider.prefill import MAX_TIMED_PARTS, PrefillFigures, TimedPart
 from outrider.v1 import prefill_pb2
 from outrider.wire.prefill import figures_from_proto, figures_to_proto
 
@@ -15,8 +15,8 @@ def test_figures_survive_the_wire():
         connector="grpc",
         kv_bytes=2**40,
         call_seconds=0.5,
-        chunks=(ComputedChunk(0.125, 0.25, 32), ComputedChunk(0.25, 0.375, 8)),
-        pushed=(PushedKv(0.125, 0.5, 2**39),),
+        chunks=(TimedPart(0.125, 0.25, 32), TimedPart(0.25, 0.375, 8)),
+        pushed=(TimedPart(0.125, 0.5, 2**39),),
     )
     data = figures_to_proto(figures).SerializeToString()
     assert figures_from_proto(prefill_pb2.PrefillResponse.FromString(data)) == figures

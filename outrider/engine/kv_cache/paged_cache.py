@@ -16,7 +16,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.tensor_planes import DeviceBytes, TensorMemory
+    from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
 
 LENGTH_STEP = 1024
 """Tokens: a window that memory bounds is a multiple, and so the same after a restart with a little more or less."""
@@ -53,12 +53,12 @@ class PagedKVCache:
         self.block_size = block_size
         self.device = device
         self.scratch_blocks = range(num_blocks, num_blocks + num_scratch_blocks)
-        self._tensors: TensorMemory | None = None
+        self.copies: CopyStream | None = None  # of a GPU
         if kernels is None:
             from outrider.engine.kv_cache.tensor_planes import TensorMemory  # imports torch
 
-            kernels = self._tensors = TensorMemory(device)
-        self.copies: Any = None if self._tensors is None else self._tensors.copies  # a CopyStream, of a GPU
+            kernels = tensors = TensorMemory(device)
+            self.copies = tensors.copies
         self._planes: dict[str, CachePlane] = {
             plane.name: kernels.make_plane(plane, num_blocks=self.scratch_blocks.stop, block_size=block_size)
             for plane in planes
@@ -152,7 +152,7 @@ class PagedKVCache:
 
     def fence(self) -> Any:
         """Marks the work that is queued by now, for `read` and `write`; None on a CPU, which has done it."""
-        return None if self._tensors is None else self._tensors.fence()
+        return None if self.copies is None else self.copies.fence()
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         """The ranges of heads in which `read` is cheapest: here all are in one place."""
@@ -171,6 +171,7 @@ class PagedKVCache:
         """What `read` gives, without leaving the GPU that has the cache."""
         heads = self._checked(plane, layers, slots, heads)
         on_gpu: Any = self._planes[plane]
+        assert self.copies is not None
         return self.copies.take(on_gpu.rows(layers, heads), slots, after)
 
     def write(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,6 @@ from outrider.engine.transfer import empty_page_locked, upload
 Fence = torch.cuda.Event
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-FACTOR_STEP = 0x1E3779B97F4A7C15  # odd: near places of a `DeviceBytes.checksum` have unlike factors
 
 
 def tensor_of(values: Words | Tensor) -> Tensor:
@@ -50,9 +46,6 @@ class TensorMemory:
             return HostTensorPlane(plane, num_blocks=num_blocks, block_size=block_size)
         shape = (plane.num_layers, num_blocks, block_size, plane.num_heads, plane.head_dim)
         return TensorPlane(torch.zeros(shape, dtype=TORCH_DTYPES[plane.dtype], device=self._device), self.copies)
-
-    def fence(self) -> Fence | None:
-        return None if self.copies is None else self.copies.fence()
 
 
 class CopyStream:
@@ -136,12 +129,13 @@ class DeviceBytes:
         """
         with torch.cuda.stream(self.copies.stream):
             words = torch.nn.functional.pad(self.tensor, (0, -len(self) % 8)).view(torch.int64)
-            return int((words * _factors(len(words), self.copies.device)).sum()) % 2**64
+            factors = torch.arange(1, 2 * len(words) + 1, 2, device=words.device)
+            return int((words * factors).sum()) % 2**64
 
-
-@functools.lru_cache(maxsize=4)
-def _factors(num_words: int, device: torch.device) -> Tensor:
-    return torch.arange(num_words, dtype=torch.int64, device=device) * FACTOR_STEP | 1
+    def to_host(self) -> bytes:
+        """The host waits for them."""
+        with torch.cuda.stream(self.copies.stream):
+            return self.tensor.cpu().numpy().tobytes()
 
 
 class HostTensorPlane(ArrayPlane):
