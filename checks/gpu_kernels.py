@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention, decoder, edits, filters, layers, race, rollout
+from outrider.engine.gpu_kernels import attention, decoder, edits, filters, layers, race
 from outrider.engine.gpu_kernels.work_list import Tile
 
 CAPABILITIES = (80, 90, 100)
@@ -110,21 +110,6 @@ def cases() -> Iterator[Case]:
         )
     yield Case("pick", race.pick, types, {"CHUNKS": 256}, most_shared=1 << 10, most_spilled=0, most_registers=32)
     yield from _filters()
-    types = dict.fromkeys(("winners", "words", "token_ids", "positions", "slot_mapping"), "*i64")
-    types |= dict.fromkeys(("seq_lens", "table_starts", "block_tables"), "*i32")
-    types |= dict.fromkeys(("num_rows", "scratch_slot"), "i32")
-    for rows in (1, 32):
-        sizes = {"BLOCK_SIZE": 16, "ROWS": rows}
-        yield Case(
-            f"advance, {rows}",
-            rollout.advance,
-            types,
-            sizes,
-            most_shared=0,
-            most_spilled=0,
-            most_registers=48,
-            num_warps=1,
-        )
     types = {"logits": "*fp32", "packed": "*i64", "num_changed": "i32", "num_entries": "i32"}
     yield Case(
         "edit_rows",

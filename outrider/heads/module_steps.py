@@ -12,11 +12,16 @@ from outrider.engine.attention import AttentionOptions, make_attention_backend
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
 from outrider.engine.module_steps import PagedStep
+from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.heads.base import HeadModel, HeadRows
+
+MAX_GRAPH_ROWS = 64
+"""Of a captured forward. Its logits are kept for as many: 33 MB of 128,256 ids."""
 
 
 class ModuleHeadSteps:
@@ -30,6 +35,7 @@ class ModuleHeadSteps:
         self._model = model
         self._kv_cache = kv_cache
         self._device, self.dtype = torch.device(device), TORCH_DTYPES[model.spec.dtype]
+        self._graphs: StepGraphs | None = None
         self._attention: AttentionBackend
         if kernels is not None:
             self._attention = NativeAttention(kernels)
@@ -41,6 +47,28 @@ class ModuleHeadSteps:
     def can_be_captured(self) -> bool:
         """Whether `compute` reads nothing on the host that differs between batches of one shape."""
         return self._kv_cache is not None and self._attention.can_be_captured and self._model.spec.num_parallel == 1
+
+    def capture_graphs(self) -> None:
+        """Captures forwards of few rows, where they can be, before any block is handed out."""
+        assert self._kv_cache is not None
+        self._states = torch.zeros((MAX_GRAPH_ROWS, self._model.spec.width), dtype=self.dtype, device=self._device)
+        self._depths = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=self._device)
+        self._graphs = StepGraphs(
+            GraphShapes(MAX_GRAPH_ROWS),
+            device=self._device,
+            scratch_block=self._kv_cache.scratch_blocks[0],
+            block_size=self._kv_cache.block_size,
+            capture=cuda_graphs(self._device),
+            plan=self._attention.plan,
+        )
+        self._graphs.capture_all(self._compute_in_place)
+
+    def _compute_in_place(self, batch: InputBatch) -> Tensor:
+        """What is captured: logits of a padded batch. Features lie where own hidden states are written after them."""
+        states = self._states[: batch.num_rows]
+        hidden, logits = self.compute(batch, states, self._depths[: batch.num_rows], batch)
+        states.copy_(hidden)
+        return logits
 
     def plan(self, batch: InputBatch) -> InputBatch:
         """As AttentionBackend.plan."""
@@ -67,9 +95,16 @@ class ModuleHeadSteps:
         `attended`: the same rows as attention is to see them.
 
         Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
-        float32, -inf where it has none.
+        float32, -inf where it has none; of a captured forward both are valid until the next one.
         """
-        hidden, logits = self.compute(batch, features, ids_beside(depths, features), attended)
+        at_depths = ids_beside(depths, features)
+        if self._graphs is not None and batch.num_rows <= MAX_GRAPH_ROWS:
+            self._states[: batch.num_rows].copy_(features)
+            self._depths[: batch.num_rows].copy_(at_depths)
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                return self._states[: batch.num_logits], logits
+        hidden, logits = self.compute(batch, features, at_depths, attended)
         return hidden, self._as_logits_are(logits)
 
     def compute(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.engine.graph_shapes import GraphShapes
@@ -11,7 +13,7 @@ from outrider.model_hub.load import load_model
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
-from outrider.speculation.proposers.draft_forward import with_rollouts
+from outrider.speculation.proposers.draft_forward import open_rollouts
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 
@@ -44,7 +46,7 @@ def test_drafts_are_the_same(tiny_model, params):
     for is_rolling in (False, True):
         forward = ModelForward.of(model, kv_cache=KVCacheConfig(num_blocks=256), graphs=GraphShapes(16))
         if is_rolling:
-            forward = with_rollouts(forward, model.device)
+            forward = replace(forward, rollouts=open_rollouts(forward, model.device))
             assert forward.max_tokens > 1
         proposer = DraftModelProposer(forward, ProposerInfo(name="draft_model:tiny"))
         found.append(trees_of(proposer, SamplingParams(seed=5, max_tokens=400, **params)))

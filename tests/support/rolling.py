@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
+from outrider.engine import step_graphs
 from outrider.engine.gpu_kernels import filters, race
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -14,8 +16,10 @@ from outrider.engine.rollouts import Rollouts
 from outrider.engine.sampler import Sampler
 from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel
 from outrider.engine.sampler.triton_decider import TritonDecider
+from outrider.heads import module_steps as head_steps
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.proposers import head_forward
+from outrider.speculation.proposers.draft_forward import open_rollouts
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.model_forward import ModelForward
 from tests.support.interpreted_triton import interpreted_attention
@@ -76,9 +80,17 @@ def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 102
     return forward
 
 
+def with_rollouts(forward: ModelForward | HeadForward, graphs: Graphs, monkeypatch):
+    """The same with rollouts, which are such graphs, as are the steps of a head."""
+    for module in (step_graphs, head_steps):
+        monkeypatch.setattr(module, "cuda_graphs", lambda _device: graphs.capture)
+    if isinstance(forward, HeadForward):
+        forward.steps.capture_graphs()
+    return replace(forward, rollouts=open_rollouts(forward, "cuda"))
+
+
 def small(monkeypatch) -> None:
     """Fewer graphs, of fewer rows, and smaller programs: the interpreter is slow."""
     monkeypatch.setattr(Rollouts, "max_sequences", 4)
-    monkeypatch.setattr(Rollouts, "first_rows", 6)
     monkeypatch.setattr(filters, "CHUNK", 512)
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,26 +18,15 @@ from outrider.engine.sampler.philox import WORD, split_seed
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import upload
 
-
-@dataclass(frozen=True, slots=True)
-class DecisionTable:
-    """What kernels need to know of each row, in one transfer."""
-
-    words: Tensor
-    """[8, num_rows] int64: position, sample, low and high word of the seed; temperature (0: greedy) and log of min_p
-    as the bits of a float32; top_k (0: none); top_p as the bits of a float64."""
-    has_filters: bool  # any row
-
-    @classmethod
-    def of(cls, decisions: Sequence[Decision], *, num_ids: int, device: torch.device) -> DecisionTable:
-        words = table_words(decisions, num_ids=num_ids)
-        drawn = [decision.params for decision in decisions if not decision.params.is_greedy]
-        return cls(upload(words, device), any(map(has_filters, drawn)))
+TABLE_WORDS = 8
+"""Of a row in a decision table, which is all that kernels know of the rows: [TABLE_WORDS, num_rows] int64."""
 
 
-def table_words(decisions: Sequence[Decision], *, num_ids: int) -> npt.NDArray[np.int64]:
-    """`DecisionTable.words` of them, on the host."""
-    words = np.empty((8, len(decisions)), dtype=np.int64)
+def decision_table(decisions: Sequence[Decision], *, num_ids: int) -> npt.NDArray[np.int64]:
+    """[TABLE_WORDS, num_rows]: position, sample, low and high word of the seed; temperature (0: greedy) and log of
+    min_p as the bits of a float32; top_k (0: none); top_p as the bits of a float64.
+    """
+    words = np.empty((TABLE_WORDS, len(decisions)), dtype=np.int64)
     for row, decision in enumerate(decisions):
         key, params = decision.key, decision.params
         low, high = split_seed(key.seed)
@@ -66,28 +54,26 @@ class TritonDecider:
     def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         decisions = [decision for part in rows for decision in part.decisions()]
         values = self._editor.edit(logits, decisions)
-        table = DecisionTable.of(decisions, num_ids=values.shape[1], device=logits.device)
-        limits = None
-        if table.has_filters:
-            limits = limits_of(values, table.words)
-        return winners_of(values, table.words, limits)
+        table = upload(self.table(decisions), logits.device)
+        is_filtered = any(has_filters(each.params) for each in decisions if not each.params.is_greedy)
+        return winners_of(values, table, limits_of(values, table) if is_filtered else None)
 
-    def table_words(self, decisions: Sequence[Decision]) -> npt.NDArray[np.int64]:
-        """Of a DecisionTable, on the host: [8, len(decisions)]."""
-        return table_words(decisions, num_ids=self._editor.vocabulary.num_ids)
+    def table(self, decisions: Sequence[Decision]) -> npt.NDArray[np.int64]:
+        """Their decision table, on the host."""
+        return decision_table(decisions, num_ids=self._editor.vocabulary.num_ids)
 
     @torch.inference_mode()
-    def race(self, logits: Tensor, words: Tensor, winners: Tensor) -> None:
+    def race(self, logits: Tensor, table: Tensor, winners: Tensor) -> None:
         """Decides rows that need no edits, and decides them again without those that have won, as often as there is
         room. May be captured in a CUDA graph: it takes nothing from the host. Changes the logits.
 
         Args:
             logits: [num_rows, vocab_size] float32.
-            words: [8, num_rows] int64, as of a DecisionTable.
+            table: [TABLE_WORDS, num_rows] int64.
             winners: [num_races, num_rows] int64, which it writes.
         """
         values = self._editor.edit(logits, ())
         for number, token_ids in enumerate(winners.unbind(0)):
             if number:
                 values.scatter_(1, winners[number - 1][:, None], -math.inf)
-            winners_of(values, words, limits_of(values, words), token_ids)
+            winners_of(values, table, limits_of(values, table), token_ids)

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from itertools import repeat
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from outrider.engine.arrays import Array, Arrays, ids_beside, largest_of, namespace
 from outrider.engine.device import device_type
-from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.pending import Pending, read
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
 from outrider.engine.sampler.elementary import masses_of
 from outrider.engine.sampler.order import ids_of_keys, order_keys
+from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
 if TYPE_CHECKING:
-    from outrider.engine.rollouts import Rollouts
-    from outrider.engine.step_graphs import GraphCapture
+    from outrider.engine.rollouts import RolloutForward, Rollouts
 
 _log = logging.getLogger(__name__)
 
@@ -64,68 +63,27 @@ class DraftForward(Protocol):
     kv_cache: PagedKVCache | None  # None: of a head that keeps no KV
     rollouts: Rollouts | None = None  # on a GPU: several tokens of a path without the host between them
 
-    def rolling_out(self, capture: GraphCapture) -> Self:
-        """The same with rollouts, which are captured here, before any block is handed out; itself where none can be."""
+    def rolling(self) -> RolloutForward | None:
+        """What rollouts run; None where graphs may capture nothing."""
         raise NotImplementedError
 
     @property
     def max_tokens(self) -> int:
         """That `decide` may decide after one path; more than 1 with rollouts."""
-        return 1 if self.rollouts is None else self.rollouts.max_tokens
+        return 1 if self.rollouts is None else 1 + self.rollouts.max_tokens
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
-        """Copies blocks, then runs one forward pass, or a rollout of those paths that may have more than one token.
+        """Copies blocks, then runs one forward pass, and a rollout of paths that may have more than one token.
 
         Returns the decisions of each element of `rows`, in order.
         """
         if self.kv_cache is not None and block_copies:
             self.kv_cache.copy_blocks(block_copies)
-        rollouts, rolled = self.rollouts, list[int]()
-        if rollouts is not None:
-            able = [place for place, row in enumerate(rows) if _can_be_rolled_out(row, rollouts.first_rows)]
-            rolled = able[: rollouts.max_sequences]
-        if rollouts is None or not rolled:
-            return self._decide_once(rows)
-        pending = self._roll_out(rollouts, [rows[place] for place in rolled])
-        others = [row for place, row in enumerate(rows) if place not in rolled]
-        once = iter(self._decide_once(others) if others else ())
-        found = dict(zip(rolled, read(pending)[0], strict=True))
-        return [found[place] if place in found else next(once) for place in range(len(rows))]
+        return self._run(rows)
 
-    def _decide_once(self, rows: Sequence[PathRows]) -> list[Decided]:
-        """One forward pass."""
+    def _run(self, rows: Sequence[PathRows]) -> list[Decided]:
+        """A forward pass, and `_decide` with its logits."""
         raise NotImplementedError
-
-    def _of_head(self, rows: Sequence[PathRows]) -> Mapping[str, Any]:
-        """What `Rollouts.queue` takes of a head besides: `depths` and `features` of these rows."""
-        return {}
-
-    def _roll_out(self, rollouts: Rollouts, rows: Sequence[PathRows]) -> Pending[list[Decided]]:
-        is_head = self.head is not None  # whose rows are one less
-        decided, states = rollouts.queue(
-            [SequenceRows(row.token_ids, row.start_position - is_head, row.block_ids, 1) for row in rows],
-            [next(_sample_rows(row, 0).decisions()) for row in rows],
-            [row.max_tokens for row in rows],
-            **self._of_head(rows),
-        )
-
-        def finish(arrays: Arrays) -> list[Decided]:
-            token_ids = arrays[0].transpose(2, 0, 1)
-            confidences = arrays[0][:, -1].view(np.float64).T
-            found = []
-            for place, row in enumerate(rows):
-                first, *others = map(
-                    Decided,
-                    map(tuple, token_ids[place, : row.max_tokens, : row.num_decisions].tolist()),
-                    repeat(None),
-                    states[place] if is_head else repeat(None),
-                    repeat(()),
-                    confidences[place].tolist() if is_head else repeat(1.0),
-                )
-                found.append(replace(first, following=tuple(others)))
-            return found
-
-        return Pending((decided,), finish)
 
     def is_ready(self, start: SequenceStart) -> bool:
         """Whether the sequence can start: its constraint is compiled. If it can be, it soon will."""
@@ -155,12 +113,19 @@ class DraftForward(Protocol):
         self.sampler.commit(sampling, token_ids)
 
     def _decide(
-        self, logits: Array, rows: Sequence[PathRows], *, num_parallel: int = 1, confidences: tuple[Array, ...] = ()
+        self,
+        logits: Array,
+        rows: Sequence[PathRows],
+        *,
+        num_parallel: int = 1,
+        confidences: Array | None = None,
+        states: Array | None = None,
     ) -> list[Decided]:
-        """Of each of `rows`, `num_parallel` positions; an empty one where none is asked for. Waits once.
+        """Of each of `rows`, `num_parallel` positions, or those of a rollout; none where none is asked for. Waits once.
 
         logits: [num_deciding * num_parallel, vocab_size] float32; of the positions after each path, the next
-        one first. Penalties count nothing among them. confidences: one [num_deciding] float64, of those next positions.
+        one first. Penalties count nothing among them. Of a head there are confidences [num_deciding] float64 of the
+        next positions, and the own hidden states [num_deciding, width] before them.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
@@ -168,30 +133,72 @@ class DraftForward(Protocol):
         samples = [_sample_rows(rows[index], ahead) for index, ahead in places]
         asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
         distributions = self._distributions(logits, samples, asking)
+        rollout: Pending[dict[int, tuple[Decided, ...]]] = Pending((), lambda _: {})
         rounds: list[tuple[list[int], Pending[list[int]]]] = []  # of each the places, and what was decided there
         deciding = list(range(len(places)))
         while deciding:
             sampled = self.sampler.decide(logits, [samples[place] for place in deciding])
+            if self.rollouts is not None and not rounds:  # runners-up are queued while it runs
+                rollout = self._roll_out(self.rollouts, [rows[index] for index, _ in places], sampled, states)
             rounds.append((deciding, Pending((sampled,), lambda arrays: arrays[0].tolist())))
             again = [at for at, place in enumerate(deciding) if rows[places[place][0]].num_decisions > len(rounds)]
             if again:
                 logits = _without(logits, again, sampled)
             deciding = [deciding[at] for at in again]
-        sure = Pending(confidences, lambda arrays: [each.tolist() for each in arrays])
-        found, confident, *winners = read(distributions, sure, *(pending for _, pending in rounds))
+        sure = Pending(() if confidences is None else (confidences,), lambda arrays: [each.tolist() for each in arrays])
+        found, confident, rolled, *winners = read(distributions, sure, rollout, *(pending for _, pending in rounds))
         token_ids: list[list[int]] = [[] for _ in places]
         for (decided, _), ids in zip(rounds, winners, strict=True):
             for place, token_id in zip(decided, ids, strict=True):
                 if not token_ids[place] or _may_follow(token_ids[place], token_id, samples[place]):
                     token_ids[place].append(token_id)
-        made = iter([Decided(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)])
+        made = [Decided(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)]
+        firsts = iter(range(0, len(places), num_parallel))
         sure_of = iter(confident[0]) if confident else repeat(1.0)
+        # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
+        own = repeat(None) if states is None else iter([namespace(states).asarray(each, copy=True) for each in states])
         return [
-            replace(next(made), confidence=next(sure_of), following=tuple(islice(made, num_parallel - 1)))
+            replace(
+                made[first := next(firsts)],
+                state=next(own),
+                confidence=next(sure_of),
+                following=rolled.get(first, tuple(made[first + 1 : first + num_parallel])),
+            )
             if row.num_decisions
             else Decided(())
             for row in rows
         ]
+
+    def _roll_out(
+        self, rollouts: Rollouts, rows: Sequence[PathRows], winners: Array, states: Array | None
+    ) -> Pending[dict[int, tuple[Decided, ...]]]:
+        """What follows the first token of some of these rows, by their places. `winners`: [len(rows)] int64."""
+        from outrider.engine.rollouts import RolledSequence  # imports torch and triton
+
+        places = [place for place, row in enumerate(rows) if _can_be_rolled_out(row)][: rollouts.max_sequences]
+        if not places:
+            return Pending((), lambda _: {})
+        rolled, at, is_head = [rows[place] for place in places], ids_beside(places, winners), self.head is not None
+        sequences = []
+        for row in rolled:
+            decision = next(_sample_rows(row, 0).decisions())
+            fed_at, depth = decision.position - is_head, decision.position + 1 - row.num_committed
+            sequences.append(RolledSequence(decision, row.max_tokens - 1, fed_at, row.block_ids, depth))
+        decided, own = rollouts.queue(sequences, winners[at], None if states is None else states[at])
+        states_of = [own[:, index].clone() if is_head else repeat(None) for index in range(len(rolled))]
+
+        def finish(arrays: Arrays) -> dict[int, tuple[Decided, ...]]:
+            found = {}
+            for index, (place, row) in enumerate(zip(places, rolled, strict=True)):
+                token_ids = arrays[0][: row.max_tokens - 1, : row.num_decisions, index].tolist()
+                sure_of = arrays[0][:, -1, index].copy().view(np.float64).tolist()
+                found[place] = tuple(
+                    Decided(tuple(ids), state=state, confidence=confidence)
+                    for ids, state, confidence in zip(token_ids, states_of[index], sure_of, strict=False)
+                )
+            return found
+
+        return Pending((decided,), finish)
 
     def _distributions(
         self, logits: Array, samples: Sequence[SampleRows], places: Sequence[int]
@@ -217,22 +224,31 @@ class DraftForward(Protocol):
         return Pending((ids, masses), finish)
 
 
-Forward = TypeVar("Forward", bound=DraftForward)
+def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
+    """Rollouts of a drafter on a GPU, captured here, before any block is handed out.
 
-
-def with_rollouts(forward: Forward, device: str) -> Forward:
-    """On a GPU the same with rollouts. Where a capture fails it says so, and it is as it was."""
-    if device_type(device) == "cpu":
-        return forward
+    None where nothing may be captured, and, with a warning, where a capture fails.
+    """
+    rolling = None if device_type(device) == "cpu" else forward.rolling()
+    if rolling is None or forward.kv_cache is None:
+        return None
     import torch
 
+    from outrider.engine.rollouts import Rollouts
     from outrider.engine.step_graphs import cuda_graphs
 
     try:
-        return forward.rolling_out(cuda_graphs(torch.device(device)))
+        return Rollouts(
+            rolling,
+            cuda_graphs(torch.device(device)),
+            sampler=forward.sampler,
+            kv_cache=forward.kv_cache,
+            max_model_len=forward.max_model_len,
+            num_races=1 + NUM_RUNNERS_UP,
+        )
     except RuntimeError as error:
         _log.warning("each draft token waits for the host, as no graph of several can be captured: %s", error)
-        return forward
+        return None
 
 
 def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
@@ -243,11 +259,11 @@ def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     return SampleRows(state, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
 
 
-def _can_be_rolled_out(row: PathRows, most_rows: int) -> bool:
+def _can_be_rolled_out(row: PathRows) -> bool:
     """Whether more than one token is wanted, and nothing but the race decides them."""
     assert isinstance(row.sampling, SequenceSampling)
     is_edited = row.sampling.penalties.changes(len(row.assumed_token_ids)) or row.sampling.constraint is not None
-    return row.max_tokens > 1 and len(row.token_ids) <= most_rows and not (is_edited or row.wants_distribution)
+    return row.max_tokens > 1 and not (is_edited or row.wants_distribution)
 
 
 def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.sampler import Sampler, SequenceSampling
 from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_tree import Decided
@@ -29,8 +28,9 @@ from outrider.speculation.proposers.base import MAX_SEQUENCES
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 
 if TYPE_CHECKING:
-    from outrider.engine.rollouts import Rollouts
-    from outrider.engine.step_graphs import GraphCapture
+    from torch import Tensor
+
+    from outrider.engine.rollouts import RolloutForward, Rollouts
     from outrider.heads.base import HeadModel
     from outrider.heads.module_steps import ModuleHeadSteps
 
@@ -86,7 +86,7 @@ class HeadForward(DraftForward):
                 num_blocks=num_blocks,
                 block_size=block_size,
                 device=device,
-                num_scratch_blocks=0 if device_type(device) == "cpu" else 1,  # for rows that pad (`rollouts`)
+                num_scratch_blocks=0 if device_type(device) == "cpu" else 1,  # for rows that pad (`step_graphs`)
                 kernels=of_cache,
             )
         pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"", enable_prefix_cache=False)
@@ -118,29 +118,17 @@ class HeadForward(DraftForward):
         max_model_len = min(spec.max_model_len, num_blocks * block_size - rules.num_parallel_rows)
         return cls(pool, cache, model, steps, sampler, max_model_len, spec.vocab_size, rules)
 
-    def rolling_out(self, capture: GraphCapture) -> HeadForward:
-        from outrider.heads.module_steps import ModuleHeadSteps  # imports torch
+    def rolling(self) -> RolloutForward | None:
+        steps = self.steps
+        if isinstance(steps, NativeHeadSteps) or not steps.can_be_captured:
+            return None
+        from outrider.engine.rollouts import RolloutForward  # imports torch and triton
 
-        steps, target_ids = self.steps, self.steps.target_ids
-        if not isinstance(steps, ModuleHeadSteps) or not steps.can_be_captured or self.kv_cache is None:
-            return self
-        from outrider.engine.rollouts import Rollouts  # imports triton
+        def forward(batch: InputBatch, states: Tensor, depths: Tensor, temps: Tensor) -> tuple[Tensor, Tensor, Array]:
+            hidden, logits = steps.compute(batch, states, depths, batch)
+            return hidden, logits, confidences_of(logits, temps, steps.target_ids)
 
-        rollouts = Rollouts(
-            self.sampler,
-            self.kv_cache,
-            max_model_len=self.max_model_len,
-            num_races=1 + NUM_RUNNERS_UP,
-            plan=steps.plan,
-            width=self.model.spec.width,
-            dtype=steps.dtype,
-        )
-        rollouts.capture_all(
-            lambda batch, features, depths: steps.compute(batch, features, depths, batch),
-            capture,
-            lambda logits, temperatures: confidences_of(logits, temperatures, target_ids),
-        )
-        return replace(self, rollouts=rollouts)
+        return RolloutForward(forward, steps.plan, self.model.spec.width, steps.dtype)
 
     def warm_up(self) -> None:
         """Decides once after many rows and once after one, so that no request pays for memory and compilation."""
@@ -159,7 +147,7 @@ class HeadForward(DraftForward):
         tokens = (0,) * num_rows
         return PathRows(tokens, start_position, blocks, sampling, (), 1, num_committed=end_position, states=states)
 
-    def _decide_once(self, rows: Sequence[PathRows]) -> list[Decided]:
+    def _run(self, rows: Sequence[PathRows]) -> list[Decided]:
         spec, num_parallel = self.model.spec, self.model.spec.num_parallel
         fed_rows = [(row, spec.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
         batch = build_input_batch(
@@ -187,19 +175,13 @@ class HeadForward(DraftForward):
         params = [cast("SequenceSampling", row.sampling).params for row in rows if row.num_decisions]
         temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
         of_next = logits[::num_parallel]
-        confidences = confidences_of(of_next, beside(temperatures, of_next), self.steps.target_ids)
-        # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
-        states = iter([xp.asarray(state, copy=True) for state in hidden[::num_parallel]])
-        return [
-            replace(each, state=next(states)) if each.token_ids else each
-            for each in self._decide(logits, rows, num_parallel=num_parallel, confidences=(confidences,))
-        ]
-
-    def _of_head(self, rows: Sequence[PathRows]) -> Mapping[str, Any]:
-        return {
-            "depths": [depth for row in rows for depth in _depths(row, len(row.token_ids))],
-            "features": [part for row in rows for part in self._fed_with(row, 0)],
-        }
+        return self._decide(
+            logits,
+            rows,
+            num_parallel=num_parallel,
+            confidences=confidences_of(of_next, beside(temperatures, of_next), self.steps.target_ids),
+            states=hidden[::num_parallel],
+        )
 
     def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Array]:
         """Of the path's rows and its parallel ones: [n, width] each, together as many as there are rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.memory import free_memory_bytes
-from outrider.heads.packed_head import PackedHead
+from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.model_hub.checkpoint_text import open_text, vocabulary_fingerprint
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
@@ -21,7 +21,7 @@ from outrider.model_hub.loaded_model import LoadedModel, grammar_compiler, known
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.proposers.base import ProposerInfo
-from outrider.speculation.proposers.draft_forward import with_rollouts
+from outrider.speculation.proposers.draft_forward import open_rollouts
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 
@@ -123,7 +123,10 @@ def open_head_forward(model: HeadModel | PackedHead, target: HeadTarget, *, num_
 
         torch.set_num_threads(target.num_threads)
     forward.warm_up()
-    return with_rollouts(forward, target.device) if target.cuda_graphs else forward
+    if not target.cuda_graphs or isinstance(forward.steps, NativeHeadSteps) or not forward.steps.can_be_captured:
+        return forward
+    forward.steps.capture_graphs()
+    return replace(forward, rollouts=open_rollouts(forward, target.device))
 
 
 def make_head_proposer(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.gpu_memory import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
-from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -20,16 +20,14 @@ from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import ProposerInfo
-from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, with_rollouts
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, open_rollouts
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
-    from outrider.engine.rollouts import Rollouts
-    from outrider.engine.step_graphs import GraphCapture
+    from outrider.engine.rollouts import RolloutForward, Rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +78,23 @@ class ModelForward(DraftForward):
         )
         return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
 
-    def rolling_out(self, capture: GraphCapture) -> ModelForward:
+    def rolling(self) -> RolloutForward | None:
         capturable = self.runner.capturable
         if capturable is None:
-            return self
+            return None
+        import torch
+        from torch import Tensor
+
+        from outrider.engine.rollouts import RolloutForward
+
         compute = capturable.forward
-        from outrider.engine.rollouts import Rollouts  # imports torch and triton
 
-        rollouts = Rollouts(
-            self.sampler,
-            self.kv_cache,
-            max_model_len=self.max_model_len,
-            num_races=1 + NUM_RUNNERS_UP,
-            plan=capturable.plan,
-        )
-        rollouts.capture_all(
-            lambda batch, features, _depths: (features.new_empty((batch.num_logits, 0)), compute(batch)), capture
-        )
-        return replace(self, rollouts=rollouts)
+        def forward(batch: InputBatch, states: Tensor, depths: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return states, compute(batch), torch.ones_like(depths, dtype=torch.float64)
 
-    def _decide_once(self, rows: Sequence[PathRows]) -> list[Decided]:
+        return RolloutForward(forward, capturable.plan)
+
+    def _run(self, rows: Sequence[PathRows]) -> list[Decided]:
         fed = [
             SequenceRows(row.token_ids, row.start_position, row.block_ids, min(row.num_decisions, 1)) for row in rows
         ]
@@ -125,7 +120,7 @@ def open_draft_model(
             main_memory_bytes=main_memory_bytes,
             may_shorten=not config.max_model_len,
         )
-        forward = with_rollouts(forward, model.device)
+        forward = replace(forward, rollouts=open_rollouts(forward, model.device))
     info = ProposerInfo(
         name=f"draft_model:{model.info.name}",
         vocabulary_fingerprint=model.info.vocabulary_fingerprint,

@@ -74,8 +74,8 @@ def check_limits(values, params):
     sampler = Sampler(vocab_size=num_ids, known_token_ids=torch.ones(num_ids, dtype=torch.bool))
     states = [sampler.start(each, sample=0, prompt_token_ids=[]) for each in params]
     decisions = [decision for state in states for decision in SampleRows(state, 5).decisions()]
-    table = kernels.DecisionTable.of(decisions, num_ids=num_ids, device=CPU)
-    found = kernels.limits_of(values, table.words)
+    table = torch.from_numpy(kernels.decision_table(decisions, num_ids=num_ids))
+    found = kernels.limits_of(values, table)
 
     divided = values / torch.tensor([[each.temperature] for each in params])
     keys = order_keys(divided)

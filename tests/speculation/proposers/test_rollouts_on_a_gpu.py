@@ -4,22 +4,26 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from outrider.engine import module_steps, step_graphs
 from outrider.engine.graph_shapes import GraphShapes
+from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner
 from outrider.engine.sampler import Sampler
+from outrider.heads import module_steps as head_steps
 from outrider.request import SamplingParams
 from outrider.speculation.features import HeadRules
 from outrider.speculation.proposers import draft_forward
-from outrider.speculation.proposers.draft_forward import PathRows, with_rollouts
+from outrider.speculation.proposers.draft_forward import PathRows, open_rollouts
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.model_forward import ModelForward
-from tests.engine.test_gpu_step import BATCH, Kernel, Operations, backend, gpu, node, reads, sampler  # noqa: F401
+from tests.engine.test_gpu_step import BATCH, Operations, backend, gpu, node, reads, sampler  # noqa: F401
 from tests.support.fake_gpu import GPU, OneDevice
 from tests.support.toy_head import VOCAB_SIZE as HEAD_VOCAB_SIZE
 from tests.support.toy_head import WIDTH, ToyHead
@@ -31,10 +35,8 @@ BLOCK_SIZE = 16
 
 @pytest.fixture(autouse=True)
 def _kernels(backend, monkeypatch):
-    from outrider.engine import rollouts, step_graphs
-
-    monkeypatch.setattr(rollouts, "advance", Kernel("advance"))
-    monkeypatch.setattr(step_graphs, "cuda_graphs", lambda _device: capture)
+    for module in (step_graphs, module_steps, head_steps):
+        monkeypatch.setattr(module, "cuda_graphs", lambda _device: capture)
 
 
 def capture(run):
@@ -42,10 +44,7 @@ def capture(run):
     return lambda: None
 
 
-def model_forward(node, monkeypatch):
-    from outrider.engine import module_steps
-
-    monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: capture)
+def model_forward(node):
     cache = PagedKVCache(
         node.loaded.spec.planes, num_blocks=24, block_size=BLOCK_SIZE, device=str(GPU), num_scratch_blocks=1
     )
@@ -55,14 +54,14 @@ def model_forward(node, monkeypatch):
 
 
 def head_forward(node):
-    from outrider.heads.module_steps import ModuleHeadSteps
-
     head = ToyHead(has_own_vocabulary=True)
     for name, value in vars(head).items():
         if isinstance(value, torch.Tensor):
             setattr(head, name, value.to(GPU))
     cache = PagedKVCache(head.spec.planes, num_blocks=24, block_size=BLOCK_SIZE, device=str(GPU), num_scratch_blocks=1)
-    steps = ModuleHeadSteps(head, cache, device=str(GPU), kernels=None)
+    steps = head_steps.ModuleHeadSteps(head, cache, device=str(GPU), kernels=None)
+    with OneDevice():
+        steps.capture_graphs()
     pool = SimpleNamespace(block_size=BLOCK_SIZE)
     return HeadForward(pool, cache, head, steps, node.head_sampler, 256, HEAD_VOCAB_SIZE, HeadRules())
 
@@ -74,9 +73,9 @@ def head_sampler(backend):
 
 
 @pytest.fixture(params=["model", "head"])
-def forward(request, head_sampler, node, monkeypatch):
+def forward(request, head_sampler, node):
     if request.param == "model":
-        return model_forward(node, monkeypatch)
+        return model_forward(node)
     node.head_sampler = head_sampler
     return head_forward(node)
 
@@ -96,47 +95,54 @@ def paths_of(forward, *numbers):
     ]
 
 
-def test_neither_the_capture_nor_a_rollout_waits_and_the_host_reads_once(forward, reads):
+@pytest.fixture
+def rolling(forward):
     with OneDevice():
-        rolling = forward.rolling_out(capture)
-        assert reads == []
-        decided = rolling.decide(paths_of(forward, (1, 5), (3, 2), (2, 4)), [(0, 23)])
-    assert reads == [5 * (4 + 1) * 4]
-    assert [1 + len(each.following) for each in decided] == [5, 2, 4]
+        return replace(forward, rollouts=open_rollouts(forward, str(GPU)))
+
+
+def test_neither_the_capture_nor_a_rollout_waits_and_the_host_reads_once(rolling, reads):
+    """Of a prompt, too, and where one path wants no more than a token."""
+    assert reads == []
+    with OneDevice():
+        decided = rolling.decide(paths_of(rolling, (40, 5), (3, 1), (2, 4)), [(0, 23)])
+    rounds, confidences = 3 + 2 + 1, 3 if rolling.head is not None else 0
+    assert reads == [rounds + confidences + 4 * (4 + 1) * 2]
+    assert [1 + len(each.following) for each in decided] == [5, 1, 4]
     assert [len(each.token_ids) for each in decided] == [1, 2, 3]
-    if forward.head is not None:
+    if rolling.head is not None:
         assert {tuple(each.state.shape) for each in (decided[0], *decided[0].following)} == {(WIDTH,)}
 
 
-def test_a_rollout_queues_copies_and_one_graph(forward):
-    rolling = forward.rolling_out(capture)
+def test_a_rollout_queues_copies_and_one_graph(rolling):
+    rows = paths_of(rolling, (1, 5), (3, 2))
+    winners = torch.zeros(2, dtype=torch.int64, device=GPU)
+    states = None if rolling.head is None else torch.zeros((2, WIDTH), device=GPU)
     with OneDevice(), Operations() as operations:
-        rolling._roll_out(rolling.rollouts, paths_of(forward, (1, 5), (3, 2)))
-    of_head = {"aten.cat.out", "aten.clone.default", "aten.zeros.default"}
+        rolling._roll_out(rolling.rollouts, rows, winners, states)
+    of_head = {"aten.clone.default"}
     views = {f"aten.{name}" for name in ("slice.Tensor", "select.int", "unbind.int", "narrow.default", "view.dtype")}
-    assert operations.names - views <= {"aten.copy_.default", *(of_head if forward.head else ())}
+    copies = {"aten.copy_.default", "aten._to_copy.default", "aten.index_select.default"}
+    assert operations.names - views <= copies | (of_head if rolling.head else set())
 
 
-def test_other_rows_have_a_forward_of_their_own_and_wait_beside(forward, reads):
-    rolling = forward.rolling_out(capture)
-    with OneDevice():
-        decided = rolling.decide(paths_of(forward, (1, 1), (2, 3), (40, 4)), [])
-    assert len(reads) == 2
-    assert [len(each.following) for each in decided] == [0, 2, 0]
+def test_a_step_of_a_head_is_a_replay(head_sampler, node):
+    node.head_sampler = head_sampler
+    forward = head_forward(node)
+    with OneDevice(), Operations() as operations:
+        batch = build_input_batch([SequenceRows([5, 6], 7, range(8), 1)], BLOCK_SIZE)
+        hidden, logits = forward.steps.forward(batch, torch.zeros((2, WIDTH), device=GPU), [0, 0], batch)
+    assert not {name for name in operations.names if "mm" in name or "embedding" in name or "index" in name}
+    assert (hidden.shape, logits.shape) == ((1, WIDTH), (1, HEAD_VOCAB_SIZE))
 
 
 def test_what_cannot_be_captured_is_told_once_and_drafts_token_by_token(forward, monkeypatch, caplog):
-    from outrider.engine import step_graphs
-
     def failing(_run):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(step_graphs, "cuda_graphs", lambda _device: failing)
     with caplog.at_level(logging.WARNING, draft_forward.__name__):
-        assert with_rollouts(forward, str(GPU)) is forward
+        assert open_rollouts(forward, str(GPU)) is None
     (record,) = caplog.records
     assert "operation not permitted" in record.getMessage()
     assert forward.max_tokens == 1
-    monkeypatch.setattr(step_graphs, "cuda_graphs", lambda _device: capture)
-    assert with_rollouts(forward, str(GPU)).max_tokens > 1
-    assert len(caplog.records) == 1
