@@ -232,8 +232,7 @@ test-gpu: $(READY) ## What needs a GPU: attention, race, products, hand-off and 
 # This is that Python, what travels to it, and the script of the day without a GPU.
 REPLICA := .venv-gpu-replica
 REPLICA_INSTALL := $(REPLICA)/bin/python -m pip install -q --no-compile --disable-pip-version-check
-REPLICA_PYTHON = $(shell for name in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12; do \
-	"$$name" -V > /dev/null 2>&1 && echo "$$name" && exit; done; echo python3.12)
+REPLICA_PYTHON = $(or $(call RUNS,python3.12),python3.12)
 # Triton 3.6 interprets kernels with numpy below 2.4 only, and the machine has a newer one.
 $(REPLICA)/.installed: checks/gpu_replica.txt
 	test -x $(REPLICA)/bin/python || $(REPLICA_PYTHON) -m venv $(REPLICA)

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,21 +31,22 @@ sys.path.insert(0, str(ROOT))
 
 from checks.gpu_stages.day import Day, write_line  # noqa: E402 found by the line above
 
-STAGES = {"env": 30, "kernels": 100, "smoke": 80, "steps": 110, "handoff": 30, "cluster": 110, "train": 100}
-"""Seconds at most on a GPU, in the order of what is learnt from each. What one leaves is for those that follow."""
-MIN_STAGE_SECONDS = 10.0
-"""With less time left a stage is not started."""
+SECONDS = 400.0
+STAGES = {"env": 25, "smoke": 60, "steps": 100, "cluster": 75, "train": 75, "handoff": 20, "kernels": 45}
+"""Each stage's part of SECONDS, in the order of what is learnt from each. What one leaves is for those that follow, so
+the last, which compiles most, usually has twice its part."""
 SHOWN_BYTES = 600
 """Of what a stage printed last, in the line that says how it failed."""
-WEIGHTS_BYTES = 24 << 30
-"""Room for the largest random model, and what is written beside it."""
+SCRATCH_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 a folder of our own is made there
+WEIGHTS_BYTES = 20 << 30
+"""Room for the random models, and what is written beside them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a process ended."""
 
-    status: str  # "passed", "failed" or "cut off"
+    status: str  # "passed", "failed", or "cut off" at its limit
     exit_status: int
     seconds: float
 
@@ -71,26 +71,30 @@ def run_limited(command: Sequence[str], *, seconds: float, log: Path, environ: M
 
 def run_day(
     commands: Mapping[str, Sequence[str]],
-    limits: Mapping[str, float],
+    parts: Mapping[str, float],
     *,
     out: Path,
     seconds: float,
     environ: Mapping[str, str],
     node_logs: Path | None = None,
 ) -> dict[str, str]:
-    """Runs the command of each stage, all within `seconds`; returns how each ended: see `Outcome`, or "skipped".
+    """Runs the command of each stage, all within `seconds`; returns how each ended: see `Outcome`.
 
-    `node_logs`: a folder in which a stage's nodes write their logs, under the stage's name. What they end with is added
-    to the output of a stage that did not pass.
+    Args:
+        commands: by stage, in their order.
+        parts: by stage: its time in proportion to the others'. It has what those before it leave, too.
+        out: the folder for results and for what stages print.
+        seconds: for all stages.
+        environ: of the commands.
+        node_logs: a folder in which a stage's nodes write their logs, under the stage's name. What they end with is
+            added to the output of a stage that did not pass.
     """
-    ends_at = time.monotonic() + seconds
+    unit = seconds / sum(parts[stage] for stage in commands)
+    ends_at = time.monotonic()
     results, ended = out / "results.jsonl", {}
     for stage, command in commands.items():
-        limit = min(limits[stage], ends_at - time.monotonic())
-        if limit < min(MIN_STAGE_SECONDS, limits[stage]):
-            ended[stage] = "skipped"
-            write_line(results, stage=stage, status="skipped", reason=f"{max(limit, 0):.0f} s were left")
-            continue
+        ends_at += unit * parts[stage]
+        limit = max(ends_at - time.monotonic(), 0.0)
         log = out / f"{stage}.out"
         outcome = run_limited(command, seconds=limit, log=log, environ=environ)
         ended[stage] = outcome.status
@@ -114,21 +118,17 @@ def _append_ends(log: Path, folder: Path) -> None:
 
 def run_stage(stage: str, day: Day) -> int:
     """One stage in this process. Returns the exit status."""
-    try:
+    with day.part(stage):
         importlib.import_module(f"checks.gpu_stages.{stage}").run(day)
-    except Exception as error:  # noqa: BLE001 the border of the process
-        traceback.print_exc()
-        day.expect(f"{type(error).__name__}: {error}", False)
     return 1 if day.failures else 0
 
 
 def choose_scratch() -> Path:
-    """A folder for weights: in memory where there is room, as they are read several times."""
-    for parent in ("/dev/shm", tempfile.gettempdir()):  # noqa: S108 a private folder is made there
-        with contextlib.suppress(OSError):
-            if shutil.disk_usage(parent).free > WEIGHTS_BYTES:
-                return Path(parent, f"outrider-gpu-day-{os.getuid()}")
-    return Path(tempfile.gettempdir(), f"outrider-gpu-day-{os.getuid()}")
+    """A folder for weights: an earlier call's, or in memory where there is room, as they are read several times."""
+    parents = [parent for parent in SCRATCH_PARENTS if os.access(parent, os.W_OK)]
+    folders = [parent / f"outrider-gpu-day-{os.getuid()}" for parent in parents]
+    with_room = [folder for folder in folders if shutil.disk_usage(folder.parent).free > WEIGHTS_BYTES]
+    return next((folder for folder in folders if folder.is_dir()), (with_room or folders)[0])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,8 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda or cpu; default cuda")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"default: {','.join(STAGES)}")
     parser.add_argument("--stage", choices=STAGES, help="one stage, in this process and without a limit")
-    parser.add_argument("--seconds", type=float, default=400.0, help="for all stages; default 400")
-    parser.add_argument("--patience", type=float, default=1.0, help="multiplies each stage's limit, on a slow machine")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for these stages; default {SECONDS:g}")
     parser.add_argument("--model", default="", help="a model of the Llama shape for `steps`; default: random weights")
     parser.add_argument("--scratch", type=Path, help="a folder for random weights, which later calls find again")
     arguments = parser.parse_args(argv)
@@ -161,10 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running stage is ended
     ended = run_day(
         {stage: [*own, "--stage", stage] for stage in stages},
-        {stage: arguments.patience * STAGES[stage] for stage in stages},
+        STAGES,
         out=out,
         seconds=arguments.seconds,
-        environ=_environ(),
+        environ=_environ(scratch),
         node_logs=scratch / "logs",
     )
     print((out / "results.jsonl").read_text(encoding="utf-8"), end="")
@@ -172,11 +171,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if set(ended.values()) == {"passed"} else 1
 
 
-def _environ() -> dict[str, str]:
+def _environ(scratch: Path) -> dict[str, str]:
     """The checkout is found by the processes that a stage starts, too, and what one has compiled others read."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     paths = [*filter(None, kept.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
-    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}
+    return {"TRITON_CACHE_DIR": str(scratch / "triton"), **kept, **own}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from outrider.client import Client
 from outrider.cluster.cluster import Cluster
 from outrider.errors import OutriderError
 
+START_SECONDS = 100.0
 NUM_ANSWERS = 8
 TEMPERATURES = (0.0, 0.8)
 KILL_SHARE = 0.4
@@ -30,20 +31,20 @@ def run(day: Day) -> None:
     settings = [f"model.device={day.device}", f"model.max_model_len={WINDOW}", "decode_node.draft_rows=all"]
     settings += [WITHOUT_PREFIX_CACHE]
     if not day.is_gpu:
-        _ask(day, model, [*settings, "model.dtype=float32", "model.kernels=torch", "kv_cache.memory=64MiB"], 150)
+        _ask(day, model, [*settings, "model.dtype=float32", "model.kernels=torch", "kv_cache.memory=64MiB"])
         return
     settings += ["model.deterministic=true"]
     try:
-        _ask(day, model, settings, 75)
+        _ask(day, model, settings)
     except OutriderError as error:  # the sizes that a user gets without a setting
         day.expect(f"a cluster on one GPU with default memory: {error}", False)
-        _ask(day, model, [*settings, "kv_cache.memory=4GiB"], 60)
+        _ask(day, model, [*settings, "kv_cache.memory=4GiB"])
 
 
-def _ask(day: Day, model: Path, settings: list[str], start_seconds: float) -> None:
+def _ask(day: Day, model: Path, settings: list[str]) -> None:
     started = time.monotonic()
     with open_cluster(day, model, settings) as cluster:
-        cluster.wait_serving(start_seconds)
+        cluster.wait_serving(START_SECONDS)
         described = next(dict(node.description) for node in cluster.nodes if node.role == "decode_node")
         day.tell("serving", seconds=round(time.monotonic() - started, 1), settings=settings, decode_node=described)
         num_tokens, prompt_tokens = (256, 2000) if day.is_gpu else (128, 60)

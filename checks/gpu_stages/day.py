@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 WINDOW = 4096
 """Of the random models, in tokens."""
+FAILURE_LENGTH = 400
+"""Characters in a line of results. The stage's output has all: of a kernel that is not compiled, pages."""
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {  # Llama-3.1-8B
         "hidden_size": 4096,
@@ -79,7 +85,16 @@ class Day:
         """A claim; the stage fails at its end unless it holds."""
         if not holds:
             self.failures.append(what)
-            self.tell("failure", what=what)
+            self.tell("failure", what=what[:FAILURE_LENGTH])
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Of a stage, which goes on after an error in it, and fails at its end."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 the next part may show something else
+            traceback.print_exc()
+            self.expect(f"{name}: {type(error).__name__}: {error}", False)
 
     def random_model(self, shape: str) -> Path:
         """A checkpoint of random weights in bfloat16, made on the device, and kept for other stages.
@@ -99,6 +114,7 @@ class Day:
         if (path / "complete").exists():
             return path
         started = time.monotonic()
+        shutil.rmtree(path, ignore_errors=True)  # of a stage that was cut off
         make_tiny_model(path)  # tokenizer and chat template
         (path / "model.safetensors").unlink()
         tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))

@@ -63,13 +63,16 @@ def open_engine(
         keep_packed=False,
     )
     loaded = open_model(config) if loaded is None else loaded
-    *_, cache, runner = open_runner(
+    loaded, cache, runner = open_runner(
         loaded,
         attention_of(config, loaded.device),
         KVCacheConfig(num_blocks=num_blocks),
         num_rows=num_rows,
         graphs=GraphShapes() if graphs else None,
     )
+    if day.is_gpu:  # else a node only warns
+        day.expect(f"the decoder is fused, not {loaded.kernels}", loaded.fused is not None)
+        day.expect("steps are captured as graphs", bool(runner.padded_rows) == graphs)
     return OpenEngine(loaded, cache, runner)
 
 

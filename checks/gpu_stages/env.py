@@ -22,17 +22,16 @@ COPY_BYTES = 1 << 30
 
 def run(day: Day) -> None:
     lines = CARRIED.read_text(encoding="utf-8").splitlines()
-    missing = [name for name in lines if not name.startswith("#") and not _is_installed(name)]
+    missing = [name for name in lines if not name.startswith("#") and not _version(name)]
     day.tell(
         "machine",
         python=platform.python_version(),
         libc=" ".join(platform.libc_ver()),
         cpus=os.cpu_count(),
-        versions={name: importlib.metadata.version(name) for name in PACKAGES},
+        versions={name: _version(name) for name in PACKAGES},
         missing=missing,
         compilers=[name for name in ("gcc", "g++", "nvcc") if shutil.which(name)],
-        shm_gib=shutil.disk_usage("/dev/shm").free >> 30,  # noqa: S108 only looked at
-        tmp_gib=shutil.disk_usage(day.scratch).free >> 30,
+        free_gib={str(path): _free_gib(path) for path in (Path("/dev/shm"), Path("/tmp"), Path.home(), day.scratch)},  # noqa: S108 only looked at
         nvidiactl=Path("/dev/nvidiactl").exists(),
         cuda_library=_has_library("libcuda.so.1"),
     )
@@ -115,12 +114,20 @@ def adopt_kernels() -> dict[str, str]:
     return found
 
 
-def _is_installed(package: str) -> bool:
+def _version(package: str) -> str:
+    """Empty: it is not installed."""
     try:
-        importlib.metadata.distribution(package)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return ""
+
+
+def _free_gib(folder: Path) -> int | None:
+    """None: there is no such folder."""
+    try:
+        return shutil.disk_usage(folder).free >> 30
+    except OSError:
+        return None
 
 
 def _has_library(name: str) -> bool:

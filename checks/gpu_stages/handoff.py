@@ -1,102 +1,142 @@
-"""KV of the 8B shape from one process to another on the same machine, by each connector that this build has.
+"""KV of Llama-3.1-8B from one process to another on the same machine, by each connector.
 
-Both sides are what nodes have: a `KvPush` over one cache, a `KvReceiver` over the other. Keys and values are compared.
+Both sides are what nodes have: a `KvPush` over one cache, a `KvReceiver` over the other. A rate is of whole pushes,
+from connecting to the commit's answer. Afterwards the receiver's keys and values must be the sender's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import multiprocessing
 import os
 import queue
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
+import torch
 import xxhash
 
 from checks.gpu_stages.day import Day
 from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.errors import ConfigError, NotSupportedError
+from outrider.errors import ConfigError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import CONNECTORS, KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
+from outrider.kv_transfer.cuda_ipc import open_shared_gpu
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from prefill_node.jobs import PushOutcome
 from prefill_node.push import KvPush, LayerGroups
 
+PLANES = tuple(PlaneSpec(name, 32, 8, 128, "bfloat16") for name in ("k", "v"))
 INCARNATION = b"g" * 16
 BLOCK_SIZE = 16
-TRANSFERS = (1, 4)
-"""At once."""
-TRANSFER_SECONDS = 20.0
-"""At most."""
+AT_ONCE = (1, 4)
+"""Pushes at the same time."""
+NUM_ROUNDS = 5
+PUSH_SECONDS = 20.0
+"""For one round, at most."""
 
 
 def run(day: Day) -> None:
-    num_tokens = 4096 if day.is_gpu else 2048
-    cache = open_cache(day.device, num_tokens)
+    targets = [day.device]
+    if day.is_gpu and torch.cuda.device_count() > 1:
+        targets.append("cuda:1")
+    for target in targets:
+        for line in measure(day.device, target, num_tokens=4096 if day.is_gpu else 64):
+            day.tell("handoff", to=target, **line)
+            day.expect(f"{line['connector']}: {line.get('error')}", "error" not in line)
+            day.expect(f"{line['connector']}: other keys and values arrive", line.get("same", True))
+
+
+def measure(
+    device: str,
+    to_device: str,
+    *,
+    connectors: Sequence[str] = CONNECTORS,
+    at_once: Sequence[int] = AT_ONCE,
+    num_rounds: int = NUM_ROUNDS,
+    num_tokens: int,
+) -> Iterator[dict[str, Any]]:
+    """Figures for each connector and number of pushes at once, as JSON has them.
+
+    In their place, "unavailable" says why this machine does not have a connector, and "error" what went wrong.
+
+    Args:
+        device: of the sender's cache.
+        to_device: of the receiver's cache, which is another process's.
+        connectors: as in settings, without "auto".
+        at_once: how many prompts are pushed at the same time.
+        num_rounds: that count, after one that connects and takes memory.
+        num_tokens: of each prompt, a multiple of BLOCK_SIZE.
+    """
+    cache = _open_cache(device, max(at_once) * num_tokens)
     for plane in cache.planes:
         for layer in cache.layers(plane.name):
             layer.normal_()
-    with _receiving_process(day.device, num_tokens) as peer:
-        port = peer.recv()
-        for name in ("auto", *CONNECTORS):
+    with _receiving_process(to_device, cache.num_blocks) as peer:
+        address = f"127.0.0.1:{peer.recv()}"
+        for name in connectors:
             config = KvTransferConfig(connector=name)
             try:
-                connector = Connector(config, **_shared_gpu(cache, config))
+                connector = Connector(config, gpu=open_shared_gpu(cache.copies, config))
             except ConfigError as error:
-                day.tell("handoff", asked_for=name, unavailable=str(error))
+                yield {"connector": name, "unavailable": str(error)}
                 continue
-            for num_transfers in TRANSFERS:
-                specs = [_spec(cache, num_tokens // num_transfers) for _ in range(num_transfers)]
-                _push_all(connector, cache, f"127.0.0.1:{port}", _opened(peer, specs))  # connects, and takes memory
-                specs = [_spec(cache, num_tokens // num_transfers) for _ in range(num_transfers)]
-                outcomes, seconds = _push_all(connector, cache, f"127.0.0.1:{port}", _opened(peer, specs))
-                _report(day, peer, cache, name, specs, outcomes, seconds)
+            for num_pushes in at_once:
+                asked = {"connector": name, "at_once": num_pushes, "tokens": num_tokens}
+                try:
+                    figures = _measure_pushes(
+                        connector, config, cache, peer, address, num_pushes, num_rounds, num_tokens
+                    )
+                except (queue.Empty, EOFError, BrokenPipeError) as error:
+                    figures = {"error": f"the receiver is silent: {error!r}"}
+                yield asked | figures
             connector.close()
 
 
-def _report(
-    day: Day,
-    peer: Connection,
+def _measure_pushes(
+    connector: Connector,
+    config: KvTransferConfig,
     cache: PagedKVCache,
-    name: str,
-    specs: Sequence[TransferSpec],
-    outcomes: Sequence[PushOutcome],
-    seconds: float,
-) -> None:
-    if errors := [each.error for each in outcomes if each.error is not None]:
-        day.tell("handoff", asked_for=name, transfers=len(specs), unavailable=str(errors[0]))
-        day.expect(f"{name}: {errors[0]}", isinstance(errors[0], NotSupportedError))
-        return
+    peer: Connection,
+    address: str,
+    num_pushes: int,
+    num_rounds: int,
+    num_tokens: int,
+) -> dict[str, Any]:
+    times = []
+    for _ in range(1 + num_rounds):
+        specs = [_new_spec(num_tokens) for _ in range(num_pushes)]
+        peer.send(specs)
+        peer.recv()  # they are expected now
+        outcomes, seconds = _push_all(connector, config, cache, address, specs)
+        if errors := [each.error for each in outcomes if each.error is not None]:
+            return {"error": str(errors[0])}
+        times.append(seconds)
     peer.send(None)
-    arrived, sent = peer.recv(), [_digest(cache, _blocks(place, each)) for place, each in enumerate(specs)]
-    day.expect(f"{name}: keys and values arrive as they were", arrived == sent)
     num_bytes = sum(each.kv_bytes for each in outcomes)
-    day.tell(
-        "handoff",
-        asked_for=name,
-        connector=outcomes[0].connector,
-        transfers=len(specs),
-        mib=num_bytes >> 20,
-        ms=round(1e3 * seconds, 2),
-        gb_s=round(num_bytes / seconds / 1e9, 2),
-    )
+    return {
+        "used": outcomes[0].connector,
+        "mib": num_bytes >> 20,
+        "ms": round(1e3 * median(times[1:]), 2),
+        "first_ms": round(1e3 * times[0], 2),
+        "gb_s": round(num_bytes / median(times[1:]) / 1e9, 2),
+        "same": peer.recv() == [_digest(cache, _blocks(place, num_tokens)) for place in range(num_pushes)],
+    }
 
 
 def _push_all(
-    connector: Connector, cache: PagedKVCache, address: str, specs: Sequence[TransferSpec]
+    connector: Connector, config: KvTransferConfig, cache: PagedKVCache, address: str, specs: Sequence[TransferSpec]
 ) -> tuple[list[PushOutcome], float]:
     """All at once; (how each ended, seconds until the last one was committed)."""
-    config = KvTransferConfig()
     outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()
-    groups = LayerGroups.of(cache.planes, num_tokens=specs[0].end_token, frame_bytes=config.frame_bytes)
+    groups = LayerGroups.of(PLANES, frame_bytes=config.frame_bytes)
     started = time.perf_counter()
     for place, spec in enumerate(specs):
         push = KvPush(
@@ -104,42 +144,32 @@ def _push_all(
             kv_cache=cache,
             address=address,
             spec=spec,
-            block_ids=_blocks(place, spec),
+            block_ids=_blocks(place, spec.end_token),
             keep_alive_seconds=config.keep_alive_seconds,
             on_ended=outcomes.put,
         )
         push.start()
         for layer in range(groups.num_layers):  # as after the forward of a whole prompt
-            if (layers := groups.ending_at(layer)) is not None:
+            if (layers := groups.ending_at(layer, num_tokens=spec.end_token)) is not None:
                 push.offer(layers, 0, spec.end_token)
         push.finish()
-    done = [outcomes.get(timeout=TRANSFER_SECONDS) for _ in specs]
-    return done, time.perf_counter() - started
+    ended = [outcomes.get(timeout=PUSH_SECONDS) for _ in specs]
+    return ended, time.perf_counter() - started
 
 
-def open_cache(device: str, num_tokens: int) -> PagedKVCache:
-    num_layers, num_heads = (32, 8) if device != "cpu" else (4, 2)
-    planes = [PlaneSpec(name, num_layers, num_heads, 128, "bfloat16") for name in ("k", "v")]
-    return PagedKVCache(planes, num_blocks=num_tokens // BLOCK_SIZE, block_size=BLOCK_SIZE, device=device)
+def _open_cache(device: str, num_tokens: int) -> PagedKVCache:
+    return PagedKVCache(PLANES, num_blocks=num_tokens // BLOCK_SIZE, block_size=BLOCK_SIZE, device=device)
 
 
-def _shared_gpu(cache: PagedKVCache, config: KvTransferConfig) -> dict[str, Any]:
-    """What a connector and a receiver are given for CUDA IPC, where this build has it."""
-    if importlib.util.find_spec("outrider.kv_transfer.cuda_ipc") is None:
-        return {}
-    cuda_ipc: Any = importlib.import_module("outrider.kv_transfer.cuda_ipc")
-    return {"gpu": cuda_ipc.open_shared_gpu(cache.copies, config)}
-
-
-def _spec(cache: PagedKVCache, num_tokens: int) -> TransferSpec:
+def _new_spec(num_tokens: int) -> TransferSpec:
     return TransferSpec(
-        transfer_id=os.urandom(16), incarnation=INCARNATION, start_token=0, end_token=num_tokens, planes=cache.planes
+        transfer_id=os.urandom(16), incarnation=INCARNATION, start_token=0, end_token=num_tokens, planes=PLANES
     )
 
 
-def _blocks(place: int, spec: TransferSpec) -> range:
-    """Of the transfer in this place of those that run at once, in either cache."""
-    num_blocks = spec.end_token // BLOCK_SIZE
+def _blocks(place: int, num_tokens: int) -> range:
+    """Of one of several pushes at once, in either cache."""
+    num_blocks = num_tokens // BLOCK_SIZE
     return range(place * num_blocks, (place + 1) * num_blocks)
 
 
@@ -152,18 +182,11 @@ def _digest(cache: PagedKVCache, blocks: range) -> str:
     return digest.hexdigest()
 
 
-def _opened(peer: Connection, specs: list[TransferSpec]) -> list[TransferSpec]:
-    """The same, which the receiving process expects now."""
-    peer.send(specs)
-    peer.recv()
-    return specs
-
-
 @contextlib.contextmanager
-def _receiving_process(device: str, num_tokens: int) -> Iterator[Connection]:
+def _receiving_process(device: str, num_blocks: int) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, device, num_tokens), daemon=True)
+    process = context.Process(target=_receive, args=(theirs, device, num_blocks), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -173,28 +196,31 @@ def _receiving_process(device: str, num_tokens: int) -> Iterator[Connection]:
         process.join()
 
 
-def receive(peer: Connection, device: str, num_tokens: int) -> None:
+def _receive(peer: Connection, device: str, num_blocks: int) -> None:
     """The receiving process: sends its port, opens the transfers that it is sent, and sends digests when sent None."""
-    cache = open_cache(device, num_tokens)
+    cache = _open_cache(device, num_blocks * BLOCK_SIZE)
     receiver = KvReceiver(
         incarnation=INCARNATION,
         host="127.0.0.1",
         on_complete=lambda *_: None,
         on_failed=lambda *_: None,
-        **_shared_gpu(cache, KvTransferConfig()),
+        gpu=open_shared_gpu(cache.copies, KvTransferConfig()),
     )
     peer.send(receiver.start())
     specs: list[TransferSpec] = []
     while True:
-        message: Any = peer.recv()
+        message: list[TransferSpec] | None = peer.recv()
         if message is None:
-            peer.send([_digest(cache, _blocks(place, each)) for place, each in enumerate(specs)])
+            peer.send([_digest(cache, _blocks(place, each.end_token)) for place, each in enumerate(specs)])
             continue
         for each in specs:
             receiver.close(each.transfer_id)
         specs = message
-        for layer in (layer for plane in cache.planes for layer in cache.layers(plane.name)):
-            layer.zero_()
+        for plane in cache.planes:
+            for layer in cache.layers(plane.name):
+                layer.zero_()
+        if cache.copies is not None:
+            torch.cuda.synchronize(device)  # frames are written on another stream
         for place, each in enumerate(specs):
-            receiver.inbox.open(each, ReservedBlocks(cache, _blocks(place, each)))
+            receiver.inbox.open(each, ReservedBlocks(cache, _blocks(place, each.end_token)))
         peer.send(len(specs))

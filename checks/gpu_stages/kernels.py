@@ -16,7 +16,7 @@ from checks.gpu_stages.day import Day
 GPU_TESTS = ("tests/gpu", "tests/engine/gpu_kernels", "tests/contract/test_attention_backends.py")
 CHOSEN = "frames_arrive or store_rows or (gpu_step and triton)"
 """On a CPU."""
-NUM_WORKERS = 8
+NUM_WORKERS = 12
 TEST_SECONDS = 90
 MAX_NAMED = 40
 """Failed tests with a line of their own."""

@@ -1,4 +1,4 @@
-"""Steps of the 8B shape against the floor of their bytes: as graphs and without, where the time goes, and prompts.
+"""Steps of the 8B shape against the floor of their bytes: as graphs, where the time goes, prompts, and without graphs.
 
 A step is timed whole: batch, forward, race, and its tokens on the host. Then the decode node's loop runs such steps.
 """
@@ -17,13 +17,16 @@ from checks.gpu_stages.engine import OpenEngine, open_engine, tables
 from checks.gpu_stages.env import bytes_per_second
 from checks.gpu_stages.loop import measure_loop
 from outrider.engine.input_batch import SequenceRows
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.request import SamplingParams
 
-SAMPLINGS: tuple[dict[str, Any], ...] = ({"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.95})
+BLOCK_SIZE = 16
+SAMPLING: dict[str, Any] = {"temperature": 0.8}
 CHUNK = 32
 """Prompt tokens in a mixed step."""
-SHOWN_KERNELS = 12
+LONGEST_PROMPT = WINDOW - 16
+SHOWN_KERNELS, SHOWN_NAME = 12, 48
+"""In a profile: how many, and characters of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,113 +41,159 @@ class Case:
 
     @property
     def max_tokens(self) -> int:
+        """Of a sequence, or of the prompt."""
         return self.context + self.num_rows
+
+    @property
+    def num_blocks(self) -> int:
+        return (self.num_seqs + 1) * -(-self.max_tokens // BLOCK_SIZE)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.num_seqs} sequences at {self.context} tokens"
 
 
 def run(day: Day) -> None:
     path = day.model or day.random_model("8b" if day.is_gpu else "tiny")
     batches, context = ((1, 8, 32, 128), 512) if day.is_gpu else ((1, 4), 64)
-    most = batches[-1]
-    cases = [Case("decode", num_seqs, context) for num_seqs in batches]
+    decodes = [Case("decode", num_seqs, context) for num_seqs in batches]
     others = [
-        Case("decode", most, 4 * context),
         Case("verify", batches[1], context, num_rows=5),
         Case("mixed", batches[-2], context, chunk=CHUNK),
+        Case("decode", batches[-1], 4 * context),
     ]
-    block_size = 16
-    num_blocks = max((most + 1) * -(-(4 * context + CHUNK) // block_size), WINDOW // block_size)
-    bandwidth = bytes_per_second(day.device)
-    loaded = None
-    for graphs in (True, False):
-        started = time.monotonic()
-        engine = open_engine(day, path, num_blocks=num_blocks, graphs=graphs, loaded=loaded)
-        loaded = engine.loaded
-        if day.is_gpu:
-            engine.fill()
-        day.tell("open", graphs=graphs, seconds=round(time.monotonic() - started, 1), model=loaded.info.name)
-        steps = _Steps(day, engine, loaded.open_sampler(), _sizes(day, path), bandwidth, graphs=graphs)
-        for sampling in SAMPLINGS:
-            for case in (*cases, *(others if sampling is SAMPLINGS[0] else ())):
-                steps.measure(case, sampling)
-        if day.is_gpu:
-            for case in (cases[0], cases[-1]):
-                steps.profile(case)
-        if graphs:
-            measure_loop(day, engine, batches, context=context, sizes=steps.sizes, bandwidth=bandwidth)
-        del engine, steps
-        _empty_cache(day)
-    _prompts(day, path, loaded, _sizes(day, path))
+    sizes, bandwidth = _sizes(day, path), bytes_per_second(day.device)
+    engine = _open(day, path, (*decodes, *others))
+    steps = _Steps(day, engine, sizes, bandwidth, graphs=True)
+    for case in decodes:
+        steps.measure(case)
+    if day.is_gpu:
+        for case in (decodes[0], decodes[-1]):
+            steps.profile(case)
+    with day.part("the decode node's loop"):
+        measure_loop(day, engine, batches, context=context, sizes=sizes, bandwidth=bandwidth)
+    for case in others:
+        steps.measure(case)
+    for case in decodes:
+        steps.measure(case, top_p=0.95)
+    loaded = engine.loaded
+    del engine, steps
+    _empty_cache(day)
+    engine = _open(day, path, decodes, graphs=False, num_rows=LONGEST_PROMPT, loaded=loaded)
+    _prompts(day, engine, sizes)
+    steps = _Steps(day, engine, sizes, bandwidth, graphs=False)
+    for case in (decodes[0], decodes[-1]):
+        steps.measure(case)
 
 
-@dataclass(slots=True)
+def _open(day: Day, path: Any, cases: Sequence[Case], *, graphs: bool = True, **options: Any) -> OpenEngine:
+    started = time.monotonic()
+    num_blocks = max(WINDOW // BLOCK_SIZE, *(case.num_blocks for case in cases))
+    engine = open_engine(day, path, num_blocks=num_blocks, graphs=graphs, **options)
+    if day.is_gpu:
+        engine.fill()
+    day.tell(
+        "open",
+        graphs=graphs,
+        seconds=round(time.monotonic() - started, 1),
+        model=engine.loaded.info.name,
+        kernels=str(engine.loaded.kernels),
+        attention=engine.runner.attention_name,
+    )
+    return engine
+
+
 class _Steps:
-    day: Day
-    engine: OpenEngine
-    sampler: Sampler
-    sizes: Sizes
-    bandwidth: float
-    graphs: bool
+    def __init__(self, day: Day, engine: OpenEngine, sizes: Sizes, bandwidth: float, *, graphs: bool) -> None:
+        self._day = day
+        self._engine = engine
+        self._sampler = engine.loaded.open_sampler()
+        self._sizes = sizes
+        self._bandwidth = bandwidth
+        self._graphs = graphs
 
-    def measure(self, case: Case, sampling: dict[str, Any]) -> None:
+    def measure(self, case: Case, **sampling: float) -> None:
+        with self._day.part(f"{case}, {sampling}"):
+            self._measure(case, sampling)
+
+    def profile(self, case: Case) -> None:
+        with self._day.part(f"profile of {case}"):
+            self._profile(case)
+
+    def _measure(self, case: Case, sampling: dict[str, Any]) -> None:
         """The median of 30 steps, 8 without graphs and 3 on a CPU, after three that do not count."""
-        step, times = self._step_of(case, sampling), []
-        num_steps = 3 if not self.day.is_gpu else 30 if self.graphs else 8
-        for _ in range(3 + num_steps):
-            started = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - started)
-        ms = 1e3 * median(times[3:])
-        floor = floor_ms(self.sizes, case.num_seqs, case.context, self.bandwidth)
-        expected = predict(
-            self.sizes, case.num_seqs, case.context, machine=Machine(bytes_per_second=self.bandwidth), code=Code()
-        )
-        self.day.tell(
+        times = self._times(self._step_of(case, sampling), 3 if not self._day.is_gpu else 30 if self._graphs else 8)
+        ms = 1e3 * median(times)
+        floor = floor_ms(self._sizes, case.num_seqs, case.context, self._bandwidth)
+        predicted = {}
+        if self._day.is_gpu and self._graphs and case.name == "decode" and not sampling:
+            machine = Machine(bytes_per_second=self._bandwidth)
+            expected = predict(self._sizes, case.num_seqs, case.context, machine=machine, code=Code())
+            predicted = {"predicted_ms": round(expected.total, 2)}
+        self._day.tell(
             "step",
             case=case.name,
-            graphs=self.graphs,
+            graphs=self._graphs,
             **sampling,
             seqs=case.num_seqs,
             context=case.context,
             ms=round(ms, 3),
-            p90_ms=round(1e3 * sorted(times[3:])[int(0.9 * len(times[3:]))], 3),
+            p90_ms=round(1e3 * sorted(times)[int(0.9 * len(times))], 3),
             floor_ms=round(floor, 3),
             times_floor=round(ms / floor, 2),
-            predicted_ms=round(expected.total, 2)
-            if self.day.is_gpu and self.graphs and case.name == "decode"
-            else None,
+            **predicted,
         )
 
-    def profile(self, case: Case) -> None:
-        """Which share of a step the device computes, in how many kernels, and which take longest."""
+    def _profile(self, case: Case) -> None:
+        """In how many kernels the device computes a step, which share of the step, and which take longest.
+
+        The profiler slows the host down, so the share is of a step without it. Its own record has only the pauses.
+        """
         import torch
 
-        step = self._step_of(case, SAMPLINGS[0])
-        step()
         num_steps = 5
+        step = self._step_of(case, {})
+        step_seconds = median(self._times(step, 10))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            started = time.perf_counter()
             for _ in range(num_steps):
                 step()
-            passed = time.perf_counter() - started
-        events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-        device_seconds = sum(event.self_device_time_total for event in events) * 1e-6
-        self.day.tell(
+        kernels = [
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        ]
+        busy_us, pauses_us = busy_and_pauses([(start, end) for start, end, _ in kernels])
+        by_name: dict[str, list[float]] = {}
+        for start, end, name in kernels:
+            by_name.setdefault(name[:SHOWN_NAME], []).append(end - start)
+        longest = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))[:SHOWN_KERNELS]
+        self._day.tell(
             "profile",
             case=case.name,
-            graphs=self.graphs,
             seqs=case.num_seqs,
-            busy=round(device_seconds / passed, 3),
-            host_gap_ms=round(1e3 * (passed - device_seconds) / num_steps, 3),
-            kernels=sum(event.count for event in events if event.self_device_time_total) // num_steps,
+            busy=round(1e-6 * busy_us / num_steps / step_seconds, 3),
+            busy_ms=round(1e-3 * busy_us / num_steps, 3),
+            step_ms=round(1e3 * step_seconds, 3),
+            pause_ms=round(1e-3 * median(sorted(pauses_us)[1 - num_steps :]), 3),  # between two steps
+            kernels=len(kernels) // num_steps,
             longest=[  # name, how often, µs a step
-                (event.key[:48], event.count // num_steps, round(event.self_device_time_total / num_steps))
-                for event in events[:SHOWN_KERNELS]
+                (name, len(times) // num_steps, round(sum(times) / num_steps)) for name, times in longest
             ],
         )
 
+    @staticmethod
+    def _times(step: Callable[[], None], num_steps: int) -> list[float]:
+        """Seconds of each, after three that do not count."""
+        times = []
+        for _ in range(3 + num_steps):
+            started = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - started)
+        return times[3:]
+
     def _step_of(self, case: Case, sampling: dict[str, Any]) -> Callable[[], None]:
-        state = self.sampler.start(SamplingParams(seed=1, max_tokens=64, **sampling), sample=0, prompt_token_ids=[1])
-        places = list(tables(case.num_seqs + 1, case.max_tokens + CHUNK, self.engine.cache.block_size))
+        params = SamplingParams(seed=1, max_tokens=64, **(SAMPLING | sampling))
+        state = self._sampler.start(params, sample=0, prompt_token_ids=[1])
+        places = list(tables(case.num_seqs + 1, case.max_tokens, BLOCK_SIZE))
         tokens = list(range(5, 5 + case.num_rows))
         start = case.context - 1
         asked = [SampleRows(state, case.context, tuple(tokens[1:]))] * case.num_seqs
@@ -153,26 +202,34 @@ class _Steps:
             rows = [SequenceRows(tokens, start, table, len(tokens)) for table in places[:-1]]
             if case.chunk:
                 rows.append(SequenceRows([9] * case.chunk, case.context - case.chunk, places[-1], 0))
-            self.sampler.sample(self.engine.forward(rows), asked)
+            self._sampler.sample(self._engine.forward(rows), asked)
 
         return step
 
 
-def _prompts(day: Day, path: Any, loaded: Any, sizes: Sizes) -> None:
+def busy_and_pauses(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
+    """Of (start, end) of kernels, some of which may run at the same time: how long any ran; the pauses between."""
+    busy, pauses, until = 0.0, [], float("-inf")
+    for start, end in sorted(spans):
+        if start > until > float("-inf"):
+            pauses.append(start - until)
+        busy += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return busy, pauses
+
+
+def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:
     """Whole prompts, each in one forward; the host's part is the time until it is queued."""
-    most = WINDOW - 16
-    lengths: Sequence[int] = (64, 512, most) if day.is_gpu else (64,)
-    engine = open_engine(day, path, num_blocks=WINDOW // 16, graphs=False, num_rows=lengths[-1], loaded=loaded)
-    for length in lengths:
-        rows = SequenceRows([5] * length, 0, range(WINDOW // 16), 1)
+    import torch
+
+    for length in (64, 512, LONGEST_PROMPT) if day.is_gpu else (64,):
+        rows = SequenceRows([5] * length, 0, range(WINDOW // BLOCK_SIZE), 1)
         times = []
         for _ in range(6):
             started = time.perf_counter()
             engine.forward([rows])
             queued = time.perf_counter() - started
             if day.is_gpu:
-                import torch
-
                 torch.cuda.synchronize()
             times.append((time.perf_counter() - started, queued))
         seconds, queued = median(times[1:])

@@ -29,7 +29,7 @@ def run(day: Day) -> None:
     out = day.scratch / "head"
     shutil.rmtree(out, ignore_errors=True)
     day.logs.mkdir(parents=True, exist_ok=True)
-    minutes, num_prompts = (0.6, 2000) if day.is_gpu else (0.12, 24)
+    minutes, num_prompts = (0.5, 2000) if day.is_gpu else (0.12, 24)
     prompts = day.scratch / "prompts.jsonl"
     prompts.write_text("".join(f'{{"text": "{text}"}}\n' for text in _texts(num_prompts)), encoding="utf-8")
     command = [sys.executable, "-m", "outrider.cli.main", "train-head", "--out", str(out), "--model", str(model)]
@@ -41,20 +41,32 @@ def run(day: Day) -> None:
         command += ["--draft-vocab", "256"]
     for setting in settings:
         command += ["--set", setting]
-    status = subprocess.run(command, check=False).returncode
-    state = json.loads((out / "work" / "state.json").read_text(encoding="utf-8"))
-    report = (out / "report.md").read_text(encoding="utf-8") if (out / "report.md").exists() else ""
-    said = (out / "training.txt").read_text(encoding="utf-8")
-    steps = re.search(r"(\d+) training steps", report)
-    texts = re.search(r"features of (\d+) texts, (\d+) tokens", said)
-    seconds = state["seconds"].get("training", 0.0)
-    day.tell(
-        "train",
-        exit_status=status,
-        phases={name: round(each, 1) for name, each in state["seconds"].items()},
-        texts=int(texts[1]) if texts else 0,
-        tokens=int(texts[2]) if texts else 0,
-        steps=int(steps[1]) if steps else 0,
-        samples_per_second=round(int(steps[1]) * BATCH_SIZE / seconds, 1) if steps and seconds else 0.0,
-    )
-    day.expect(f"train-head ends with a report, not with status {status}", status == 0 and steps is not None)
+    num_steps = 0
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as training:
+        assert training.stdout is not None
+        for line in training.stdout:
+            print(line, end="", flush=True)
+            if (found := texts_of(line)) is not None:
+                day.tell("features", texts=found[0], tokens=found[1])
+            if (learnt := steps_of(line)) is not None and learnt[1] > num_steps:
+                seconds, num_steps = learnt
+                rate = round(num_steps * BATCH_SIZE / max(seconds, 1), 1)
+                day.tell("training", seconds=seconds, steps=num_steps, samples_per_second=rate)
+        status = training.wait()
+    phases = json.loads((out / "work" / "state.json").read_text(encoding="utf-8"))["seconds"]
+    day.tell("train", exit_status=status, phases={name: round(each, 1) for name, each in phases.items()})
+    day.expect(f"train-head ends with status {status}", status == 0)
+    day.expect("train-head writes a report", (out / "report.md").exists())
+    day.expect("a head is trained", num_steps > 0)
+
+
+def texts_of(line: str) -> tuple[int, int] | None:
+    """(texts, tokens) whose features are computed, where train-head says so."""
+    found = re.search(r"features of (\d+) texts, (\d+) tokens", line)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def steps_of(line: str) -> tuple[int, int] | None:
+    """(seconds, steps) of training until now, where train-head says so."""
+    found = re.search(r"training (\d+) s, step (\d+)", line)
+    return None if found is None else (int(found[1]), int(found[2]))

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,9 +25,10 @@ def lines_of(out):
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
-def run(commands, tmp_path, *, limit=30.0, seconds=60.0, **options):
+def run(commands, tmp_path, *, seconds=60.0, **options):
+    """Each in an equal part of the time."""
     return gpu_day.run_day(
-        commands, dict.fromkeys(commands, limit), out=tmp_path, seconds=seconds, environ=os.environ, **options
+        commands, dict.fromkeys(commands, 1), out=tmp_path, seconds=seconds, environ=os.environ, **options
     )
 
 
@@ -55,7 +57,7 @@ def test_a_stage_is_cut_off_with_all_that_it_started_and_says_so(tmp_path):
         time.sleep(600)
     """
     started = time.monotonic()
-    ended = run({"endless": script(body), "next": script("pass")}, tmp_path, limit=2.0)
+    ended = run({"endless": script(body), "next": script("pass")}, tmp_path, seconds=4.0)
     assert ended == {"endless": "cut off", "next": "passed"}
     assert time.monotonic() - started < 30
     (line, _) = lines_of(tmp_path)
@@ -84,20 +86,28 @@ def test_results_are_there_before_their_stage_ends(tmp_path):
         Day(out=out, device="cpu", stage="early", scratch=out).tell("step", ms=1.5)
         time.sleep(600)
     """
-    ended = run({"early": [*script(body), str(tmp_path)]}, tmp_path, limit=5.0)
+    ended = run({"early": [*script(body), str(tmp_path)]}, tmp_path, seconds=4.0)
     assert ended == {"early": "cut off"}
     first, last = lines_of(tmp_path)
     assert {name: first[name] for name in ("stage", "kind", "ms")} == {"stage": "early", "kind": "step", "ms": 1.5}
     assert last["status"] == "cut off"
 
 
-def test_without_time_left_a_stage_is_skipped_and_that_is_no_success(tmp_path):
-    commands = {"first": script("import time; time.sleep(600)"), "second": script("pass")}
+def test_what_a_stage_leaves_is_for_those_that_follow_and_a_slow_one_takes_nothing_from_them(tmp_path):
+    commands = {
+        "quick": script("pass"),
+        "slow": script("import time; time.sleep(600)"),
+        "patient": script("import time; time.sleep(600)"),
+    }
+    started = time.monotonic()
     ended = gpu_day.run_day(
-        commands, {"first": 2.0, "second": 30.0}, out=tmp_path, seconds=3.0, environ=dict(os.environ)
+        commands, {"quick": 20, "slow": 10, "patient": 10, "absent": 300}, out=tmp_path, seconds=4.0, environ=os.environ
     )
-    assert ended == {"first": "cut off", "second": "skipped"}
-    assert lines_of(tmp_path)[-1]["status"] == "skipped"
+    assert ended == {"quick": "passed", "slow": "cut off", "patient": "cut off"}
+    assert time.monotonic() - started < 30
+    quick, slow, patient = lines_of(tmp_path)
+    assert quick["seconds"] + slow["seconds"] == pytest.approx(3.0, abs=0.5)
+    assert 0.5 < patient["seconds"] < 1.5
 
 
 def test_the_ends_of_nodes_logs_are_kept_with_a_failed_stage(tmp_path):
@@ -131,10 +141,43 @@ def test_a_stage_fails_by_what_it_expects_and_by_errors(tmp_path, stage):
     assert status_of(lambda day: day.expect("one is one", True)) == 0
     assert status_of(lambda day: day.expect("one is two", False)) == 1
     assert status_of(lambda _day: {}["nothing"]) == 1
-    assert [line["what"] for line in lines_of(tmp_path)] == ["one is two", "KeyError: 'nothing'"]
+    assert [line["what"] for line in lines_of(tmp_path)] == ["one is two", "made_up: KeyError: 'nothing'"]
 
 
-def test_stages_have_modules_and_limits_that_fit_into_their_sum():
+def test_a_stage_goes_on_after_a_part_that_fails_and_long_reasons_are_cut(tmp_path):
+    day = Day(out=tmp_path, device="cpu", stage="parts", scratch=tmp_path)
+    with day.part("first"):
+        raise RuntimeError("x" * 10_000)
+    with day.part("second"):
+        day.tell("step", ms=1.0)
+    assert len(day.failures) == 1
+    failure, step = lines_of(tmp_path)
+    assert failure["what"].startswith("first: RuntimeError: xxx")
+    assert len(failure["what"]) < 500
+    assert step["ms"] == 1.0
+
+
+def test_weights_are_found_again_where_an_earlier_call_has_left_no_room(tmp_path, monkeypatch):
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    free = {memory: gpu_day.WEIGHTS_BYTES - 1, disk: gpu_day.WEIGHTS_BYTES + 1}
+    for folder in free:
+        folder.mkdir()
+    monkeypatch.setattr(gpu_day, "SCRATCH_PARENTS", (tmp_path / "absent", memory, disk))
+    monkeypatch.setattr(gpu_day.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    assert gpu_day.choose_scratch().parent == disk
+    free[memory] *= 2
+    found = gpu_day.choose_scratch()
+    assert found.parent == memory
+    found.mkdir()
+    free[memory] = 0
+    assert gpu_day.choose_scratch() == found
+    found.rmdir()
+    free[disk] = 0
+    assert gpu_day.choose_scratch() == found
+
+
+def test_stages_have_modules_and_fit_into_the_day():
+    assert sum(gpu_day.STAGES.values()) == gpu_day.SECONDS
     for name in gpu_day.STAGES:
         assert (gpu_day.ROOT / "checks" / "gpu_stages" / f"{name}.py").is_file()
     # A machine gives eight files back: a file for each stage, and the results.
@@ -162,6 +205,22 @@ def test_failed_tests_are_found_in_what_pytest_prints():
     assert failed_test("ERROR tests/gpu/test_x.py - ImportError: no torch") == "tests/gpu/test_x.py"
     assert not failed_test("tests/gpu/test_x.py::test_a PASSED          [ 5%]")
     assert not failed_test("E   AssertionError: FAILED to say so in words")
+
+
+def test_steps_and_texts_are_found_in_what_train_head_says():
+    from checks.gpu_stages.train import steps_of, texts_of
+
+    said = "training 17 s, step 240: loss 7.312, held out 7.401, acceptance 0.012 0.003"
+    assert steps_of(said) == (17, 240)
+    assert texts_of("features of 312 texts, 40123 tokens") == (312, 40123)
+    assert steps_of("training: target tiny, form eagle3") is texts_of(said) is None
+
+
+def test_kernels_that_run_at_the_same_time_count_once():
+    from checks.gpu_stages.steps import busy_and_pauses
+
+    assert busy_and_pauses([(5.0, 7.0), (0.0, 3.0), (1.0, 2.0), (2.5, 4.0), (7.0, 8.0)]) == (7.0, [1.0])
+    assert busy_and_pauses([]) == (0.0, [])
 
 
 # ---- the floor

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 
 from outrider.engine.attention import AttentionOptions, flash_attn, make_attention_backend
 from outrider.engine.attention.flash_attn import FlashAttention
@@ -109,7 +108,7 @@ def flash_attention_by(compute):
         if "q" in inspect.signature(compute).parameters:
             patch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=compute))
             return FlashAttention("flash_attn", "cpu", make_attention_backend("torch_sdpa", "cpu"))
-        patch.setattr(varlen, "varlen_attn", compute)
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", compute)
         return FlashAttention("varlen_attn", "cpu", make_attention_backend("torch_sdpa", "cpu"))
 
 
@@ -301,6 +300,8 @@ def test_flash_attention_has_prompts_and_leaves_steps_trees_and_what_it_cannot_c
 
 
 def test_the_stand_in_is_called_as_torch_s_own_is():
+    from torch.nn.attention import varlen  # two seconds of imports, for each worker that finds tests here
+
     own = inspect.signature(varlen.varlen_attn).parameters
     stand_in = STAND_INS["varlen_attn" if "enable_gqa" in own else "varlen_attn-2.11"]
     stood_in = inspect.signature(stand_in).parameters

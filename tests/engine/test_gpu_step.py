@@ -12,13 +12,11 @@ import weakref
 from array import array
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine import module_steps, open_runner, transfer
@@ -39,7 +37,7 @@ from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.support.fake_gpu import GPU, OneDevice, are_aligned, devices_of, fake_gpu
+from tests.support.fake_gpu import GPU, Kernel, OneDevice, Operations, fake_gpu, flash_attn_varlen_func
 from tests.support.verifying import verify_now
 
 VOCAB_SIZE = 5000
@@ -103,35 +101,6 @@ def sampler(backend):
 def gpu(sampler, monkeypatch):
     with fake_gpu(monkeypatch):
         yield
-
-
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **_options):
-    """flash-attn, which FakeTensorMode knows nothing of: lengths are numbers, everything else is on the GPU."""
-    assert isinstance(max_seqlen_q, int)
-    assert isinstance(max_seqlen_k, int)
-    assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {GPU}
-    assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k)} == {torch.int32}
-    return torch.empty_like(q)
-
-
-class Kernel:
-    """A Triton kernel, of which FakeTensorMode knows nothing: all of its tensors are on the GPU."""
-
-    compiled: ClassVar = set()
-    """Each kernel with the constants of its launches."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __getitem__(self, grid):
-        assert all(isinstance(size, int) and size > 0 for size in grid)
-
-        def launch(*arguments, **constants):
-            assert devices_of((arguments, constants)) == {"cuda"}
-            assert are_aligned(arguments)
-            self.compiled.add((self.name, *sorted(constants.items())))
-
-        return launch
 
 
 @pytest.fixture
@@ -352,20 +321,6 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
     assert len(kept) == 1 + 2 * has_graphs
     assert taken == 8000 + 2 * 4 * has_graphs * node.loaded.spec.num_layers * open_runner.GRAPH_LAYER_BYTES
     assert [each for each in kept if each() is not None] == []
-
-
-class Operations(TorchDispatchMode):
-    """Those that have a result on the GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if "cuda" in devices_of(result):
-            self.names.add(str(function))
-        return result
 
 
 def test_a_captured_step_copies_its_batch_and_allocates_nothing(gpu):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -171,3 +172,46 @@ def are_aligned(tensors):
     """
     each_tensor = (each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor))
     return all(each.storage_offset() * each.itemsize % 16 == 0 for each in each_tensor)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **_options):
+    """flash-attn, which FakeTensorMode knows nothing of: lengths are numbers, everything else is on the GPU."""
+    assert isinstance(max_seqlen_q, int)
+    assert isinstance(max_seqlen_k, int)
+    assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {GPU}
+    assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k)} == {torch.int32}
+    return torch.empty_like(q)
+
+
+class Kernel:
+    """A Triton kernel, of which FakeTensorMode knows nothing: all of its tensors are on the GPU."""
+
+    compiled: ClassVar = set()
+    """Each kernel with the constants of its launches."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __getitem__(self, grid):
+        assert all(isinstance(size, int) and size > 0 for size in grid)
+
+        def launch(*arguments, **constants):
+            assert devices_of((arguments, constants)) == {"cuda"}
+            assert are_aligned(arguments)
+            self.compiled.add((self.name, *sorted(constants.items())))
+
+        return launch
+
+
+class Operations(TorchDispatchMode):
+    """Those that have a result on the GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if "cuda" in devices_of(result):
+            self.names.add(str(function))
+        return result

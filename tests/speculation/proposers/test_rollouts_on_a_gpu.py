@@ -23,8 +23,8 @@ from outrider.speculation.proposers import draft_forward
 from outrider.speculation.proposers.draft_forward import PathRows, open_rollouts
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.model_forward import ModelForward
-from tests.engine.test_gpu_step import BATCH, Operations, backend, gpu, node, reads, sampler  # noqa: F401
-from tests.support.fake_gpu import GPU, OneDevice
+from tests.engine.test_gpu_step import BATCH, backend, gpu, node, reads, sampler  # noqa: F401
+from tests.support.fake_gpu import GPU, OneDevice, Operations
 from tests.support.toy_head import VOCAB_SIZE as HEAD_VOCAB_SIZE
 from tests.support.toy_head import WIDTH, ToyHead
 
