@@ -24,6 +24,7 @@ from outrider.speculation.proposers.draft_forward import PathRows, open_rollouts
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.model_forward import ModelForward
 from tests.engine.test_gpu_step import BATCH, backend, gpu, node, reads, sampler  # noqa: F401
+from tests.support import fake_gpu
 from tests.support.fake_gpu import GPU, OneDevice, Operations
 from tests.support.toy_head import VOCAB_SIZE as HEAD_VOCAB_SIZE
 from tests.support.toy_head import WIDTH, ToyHead
@@ -37,6 +38,8 @@ BLOCK_SIZE = 16
 def _kernels(backend, monkeypatch):
     for module in (step_graphs, module_steps, head_steps):
         monkeypatch.setattr(module, "cuda_graphs", lambda _device: capture)
+    # What is captured is compiled before the first request, whatever its alignment.
+    monkeypatch.setattr(fake_gpu, "are_aligned", lambda _tensors: True)
 
 
 def capture(run):
