@@ -1,9 +1,9 @@
-"""Paged attention from torch's own operations: runs everywhere, in every dtype, one run of rows after the other."""
+"""Paged attention from torch's own operations: runs everywhere, in every dtype, one sequence after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,74 +16,57 @@ from outrider.engine.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive rows of a sequence, each of which sees what the row before it sees, and itself."""
+class _SequencePlan:
+    """Rows of one sequence, and the keys that any of them sees."""
 
     first_row: int
     num_rows: int
-    slots: Tensor  # [num_keys] int64, of the keys that any of its rows sees, in the order of positions
+    slots: Tensor  # [num_keys] int64, of these keys
     seen: Tensor | None  # [num_rows, num_keys] bool; None: every row sees every key
 
 
 class _Plan:
-    """The runs of a batch, made once for each window that a layer asks for. A tree has a run for each branch."""
+    """A batch's plans, made once for each window that a layer asks for."""
 
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._batch = batch
         self._device = device
-        self._by_window: dict[int | None, list[_Run]] = {}
+        self._by_window: dict[int | None, list[_SequencePlan]] = {}
 
-    def runs(self, window: int | None) -> list[_Run]:
+    def sequences(self, window: int | None) -> list[_SequencePlan]:
+        """Those that have rows."""
         if window not in self._by_window:
-            self._by_window[window] = [self._run(*bounds, window) for bounds in _bounds(self._batch)]
+            bounds = enumerate(pairwise(self._batch.arrays.query_start_loc))
+            self._by_window[window] = [self._plan(seq, *rows, window) for seq, rows in bounds if rows[0] < rows[1]]
         return self._by_window[window]
 
-    def _run(self, sequence: int, first_row: int, end_row: int, window: int | None) -> _Run:
-        arrays, num_rows = self._batch.arrays, end_row - first_row
-        num_keys = arrays.positions[end_row - 1] + 1
+    def _plan(self, sequence: int, first_row: int, end_row: int, window: int | None) -> _SequencePlan:
+        arrays, num_rows, num_keys = self._batch.arrays, end_row - first_row, self._batch.arrays.seq_lens[sequence]
         slots = self._batch.context_slots(sequence, num_keys)
-        if self._batch.has_trees:
-            path = arrays.path_slots[arrays.path_starts[end_row - 1] : arrays.path_starts[end_row]]
-            slots[num_keys - len(path) :] = path
-        first_position = num_keys - num_rows
-        first_key = 0 if window is None else max(0, first_position - window + 1)
-        distance = np.arange(first_position, num_keys)[:, None] - np.arange(first_key, num_keys)[None]
+        positions, num_before = np.array(arrays.positions[first_row:end_row]), num_keys - num_rows
+        key_positions = np.concatenate([np.arange(num_before), positions])
+        distance = positions[:, None] - key_positions
         seen = distance >= 0
+        if self._batch.has_trees:
+            paths = list(pairwise(arrays.path_starts[first_row : end_row + 1]))
+            drafts = [row for row, (start, end) in enumerate(paths) if start < end]
+            keys = num_before + np.array(drafts, dtype=np.int64)
+            for row in drafts:
+                seen[row, keys] = np.isin(slots[keys], arrays.path_slots[slice(*paths[row])])
+        first_key = 0
         if window is not None:
             seen &= distance < window
-        return _Run(
+            first_key = max(0, num_before - window + 1)
+        return _SequencePlan(
             first_row,
             num_rows,
             upload(slots[first_key:], self._device),
-            None if seen.all() else upload(seen, self._device),
+            None if seen.all() else upload(seen[:, first_key:], self._device),
         )
 
 
-def _bounds(batch: InputBatch) -> Iterator[tuple[int, int, int]]:
-    """Each run's sequence, first row and end row."""
-    starts = batch.arrays.query_start_loc
-    for sequence in range(batch.num_seqs):
-        first_row, end_row = starts[sequence], starts[sequence + 1]
-        for row in range(first_row + 1, end_row + 1):
-            if row == end_row or (batch.has_trees and not _follows_row_before(batch, row)):
-                yield sequence, first_row, row
-                first_row = row
-
-
-def _follows_row_before(batch: InputBatch, row: int) -> bool:
-    """As in attention_plan.h."""
-    arrays = batch.arrays
-    end = arrays.path_starts[row + 1]
-    depth = end - arrays.path_starts[row]
-    if depth == 0:
-        return True
-    if arrays.positions[row] != arrays.positions[row - 1] + 1:
-        return False
-    return depth == 1 or arrays.path_slots[end - 2] == arrays.slot_mapping[row - 1]
-
-
 class TorchSdpaAttention:
-    """Gathers the keys of each run, then torch's scaled_dot_product_attention, or its formula for a soft cap."""
+    """Gathers the keys of each sequence, then torch's scaled_dot_product_attention, or its formula for a soft cap."""
 
     name = "torch_sdpa"
     can_be_captured = False
@@ -95,7 +78,7 @@ class TorchSdpaAttention:
         return batch
 
     def prepare(self, batch: InputBatch) -> _Plan:
-        """Runs are made when the first layer asks, since only it knows its window."""
+        """The rest is made when the first layer asks, since only it knows its window."""
         return _Plan(batch, self._device)
 
     def attend(
@@ -108,27 +91,29 @@ class TorchSdpaAttention:
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
         return torch.cat([
-            _attend(run, query.narrow(0, run.first_row, run.num_rows), key_cache, value_cache, options)
-            for run in plan.runs(options.sliding_window)
+            _attend(sequence, query.narrow(0, sequence.first_row, sequence.num_rows), key_cache, value_cache, options)
+            for sequence in plan.sequences(options.sliding_window)
         ])  # fmt: skip
 
 
-def _attend(run: _Run, query: Tensor, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions) -> Tensor:
-    """Of the run's rows only: [num_rows, num_heads, head_dim]. KV heads are torch's batch, so keys are not copied."""
+def _attend(
+    plan: _SequencePlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Of one sequence's rows: [num_rows, num_heads, head_dim]. KV heads are torch's batch, so keys are not copied."""
     num_kv_heads = key_cache.shape[2]
     rows = query.unflatten(1, (num_kv_heads, -1)).permute(
         1, 2, 0, 3
     )  # [num_kv_heads, heads_per_kv, num_rows, head_dim]
     keys, values = (
-        cache.flatten(0, 1).index_select(0, run.slots).transpose(0, 1).unsqueeze(1).expand(-1, rows.shape[1], -1, -1)
+        cache.flatten(0, 1).index_select(0, plan.slots).transpose(0, 1).unsqueeze(1).expand(-1, rows.shape[1], -1, -1)
         for cache in (key_cache, value_cache)
     )  # [num_kv_heads, heads_per_kv, num_keys, head_dim]
     if options.softcap is None:
-        output = scaled_dot_product_attention(rows, keys, values, attn_mask=run.seen, scale=options.scaling)
+        output = scaled_dot_product_attention(rows, keys, values, attn_mask=plan.seen, scale=options.scaling)
     else:
         scores = torch.matmul(rows, keys.transpose(-1, -2)).float() * options.scaling
         scores = torch.tanh(scores / options.softcap) * options.softcap
-        if run.seen is not None:
-            scores = scores.masked_fill(~run.seen, float("-inf"))
+        if plan.seen is not None:
+            scores = scores.masked_fill(~plan.seen, float("-inf"))
         output = torch.matmul(torch.softmax(scores, dim=-1).to(query.dtype), values)
     return output.permute(2, 0, 1, 3).flatten(1, 2)
