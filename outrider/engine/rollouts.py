@@ -57,6 +57,7 @@ class Rollouts:
     token_counts = (2, 3, 4, 5, 6, 8)  # of which there are graphs; others are rounded up
     max_tokens = token_counts[-1]  # of a sequence in a rollout
     max_sequences = 32  # of a rollout: with more, launches and the host take a smaller part of the time
+    num_forwards = sum(token_counts) * max_sequences.bit_length()  # in all graphs
     first_rows = 8  # of a sequence in the first forward, at most
 
     def __init__(

@@ -117,6 +117,24 @@ def test_a_rollout_queues_copies_and_one_graph(forward):
     assert operations.names - views <= {"aten.copy_.default", *(of_head if forward.head else ())}
 
 
+def test_as_many_forwards_are_captured_as_a_rehearsal_counts(forward, monkeypatch):
+    """It reserves memory for them."""
+    from outrider.engine import rollouts  # imports triton
+
+    captured, capture_all = [], rollouts.Rollouts.capture_all
+
+    def counting(self, compute, *others):
+        def counted(*arguments):
+            captured.append(arguments)
+            return compute(*arguments)
+
+        capture_all(self, counted, *others)
+
+    monkeypatch.setattr(rollouts.Rollouts, "capture_all", counting)
+    forward.rolling_out(capture)
+    assert len(captured) == rollouts.Rollouts.num_forwards == 168
+
+
 def test_other_rows_have_a_forward_of_their_own_and_wait_beside(forward, reads):
     rolling = forward.rolling_out(capture)
     with OneDevice():
