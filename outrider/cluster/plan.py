@@ -108,14 +108,16 @@ def _chosen(
     role = spec.role
     chosen: dict[str, Any] = {"server.drain_seconds": DRAIN_SECONDS, "server.metrics_port": 0}
     cpus = usable_cpus()
-    share = divide_cpus(config, within_quota(cpus)).get(spec.name)
-    if share is not None:
-        chosen["model.cpus"] = share.cpus if len(within_quota(cpus)) == len(cpus) else ()
-        chosen["model.num_threads"] = len(share.cpus)
-        if share.is_shared and role in (PREFILL, DECODE):
+    shares = divide_cpus(config, within_quota(cpus))
+    own = shares.get(spec.name)
+    if own is not None:
+        is_shared = [*shares.values()].count(own) > 1
+        chosen["model.cpus"] = own if len(within_quota(cpus)) == len(cpus) else ()
+        chosen["model.num_threads"] = len(own)
+        if is_shared and role in (PREFILL, DECODE):
             chosen["model.turns_file"] = turns_file
         if role == DRAFT:
-            chosen["draft_node.look_ahead"] = "off" if share.is_shared else "auto"
+            chosen["draft_node.look_ahead"] = "off" if is_shared else "auto"
     choice = config.draft_choice
     head = choice.model_id if choice.proposer == "head" else ""
     if head and head != AUTO_HEAD:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig
 from outrider.engine.processor import usable_cpus, within_quota
@@ -13,16 +12,8 @@ FEWEST_TO_DIVIDE = 6
 """With fewer processors all roles share them: an idle role's own would be wasted."""
 
 
-@dataclass(frozen=True, slots=True)
-class CpuShare:
-    """Processors of one process, each for one of its threads."""
-
-    cpus: tuple[int, ...]
-    is_shared: bool = False  # with all others that compute
-
-
-def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShare]:
-    """By the name of each process that computes ("decode-0", "prefill-0", with a draft model "draft-0").
+def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Processors, each for a thread, by the name of each process that computes (see `ClusterConfig.computing_nodes`).
 
     On few processors all processes share all of them: prefill and decode nodes in turns
     (see outrider.engine.cpu_turns), a draft model beside them; a phase of a native step waits
@@ -38,7 +29,7 @@ def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShar
     """
     nodes = config.computing_nodes
     if len(cpus) < max(FEWEST_TO_DIVIDE, 2 * len(nodes)):
-        return dict.fromkeys(nodes, CpuShare(tuple(cpus), is_shared=len(nodes) > 1))
+        return dict.fromkeys(nodes, tuple(cpus))
     decode, prefill, draft = ([name for name in nodes if nodes[name] == role] for role in (DECODE, PREFILL, DRAFT))
     free = cpus[1:]
     num_draft = max(len(draft), len(cpus) // 8) if draft else 0
@@ -51,11 +42,11 @@ def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShar
 
 def has_shared_cpus(config: ClusterConfig) -> bool:
     """Whether the computing nodes of a cluster on this machine share its processors."""
-    return any(share.is_shared for share in divide_cpus(config, within_quota(usable_cpus())).values())
+    shares = divide_cpus(config, within_quota(usable_cpus()))
+    return len(set(shares.values())) < len(shares)
 
 
-def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, CpuShare]:
+def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Divides neighbouring processors as evenly as possible."""
     bounds = [len(cpus) * index // len(names) for index in range(len(names) + 1)] if names else []
-    parts = [tuple(cpus[start:end]) for start, end in itertools.pairwise(bounds)]
-    return {name: CpuShare(part) for name, part in zip(names, parts, strict=True)}
+    return {name: tuple(cpus[start:end]) for name, (start, end) in zip(names, itertools.pairwise(bounds), strict=True)}

@@ -31,6 +31,7 @@ class GraphShapes:
 
     max_rows: int = MOST_ROWS
     has_trees: bool = False
+    has_rollouts: bool = False  # as a draft model: they have graphs of their own (see `rollouts`)
     is_rehearsal: bool = False  # only the largest of each kind, which take as much memory as all
 
     @property

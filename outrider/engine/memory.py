@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,19 @@ import psutil
 
 from outrider.engine.control_groups import GROUPS, MEMBERSHIP, control_groups
 from outrider.engine.device import device_type
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.model_spec import ModelSpec
+from outrider.errors import ConfigError
 
 CPU_SHARE, GPU_SHARE = 0.2, 0.92
 """By default: main memory has other users; of a GPU, as in vLLM, a part is left for what nobody measures, such as
 samplers, heads and fragmentation."""
 COMFORTABLE_WINDOWS = 2
 """For which a share of main memory is exceeded while there is some: the longest request then leaves room for others."""
+CONTEXT_BYTES = 600 << 20
+"""What a GPU's driver takes for a process: context, code, workspaces of libraries. Estimated."""
+WINDOW_STEP = 1024
+"""Tokens: a window that memory bounds is a multiple, and so the same after a restart with a little more or less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +39,61 @@ class KVRoom:
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVRoom:
-        """As it is now. `reserved_bytes`: what this process will take besides."""
+        """As it is now. `reserved_bytes`: what this process will take besides.
+
+        Of a GPU the process counts what it has itself, whatever others take or free meanwhile.
+        """
         free_bytes = max(free_memory_bytes(device) - reserved_bytes, 0)
         if device_type(device) == "cpu":
             return cls(free_bytes=free_bytes, whole_bytes=free_bytes)
         import torch
 
-        from outrider.engine.gpu_memory import used_bytes
-
-        whole, own = torch.cuda.mem_get_info(device)[1], used_bytes(device) + reserved_bytes
-        return cls(free_bytes=free_bytes, whole_bytes=whole, own_bytes=own, default_share=GPU_SHARE, num_windows=0)
+        return cls(
+            free_bytes=free_bytes,
+            whole_bytes=torch.cuda.mem_get_info(device)[1],
+            own_bytes=torch.cuda.memory_reserved(device) + CONTEXT_BYTES + reserved_bytes,
+            default_share=GPU_SHARE,
+            num_windows=0,
+        )
 
     def share(self, fraction: float | None) -> int:
         """Bytes for KV in this share of the memory. None: the default one."""
         part = int(self.whole_bytes * (fraction or self.default_share)) - self.own_bytes
         return max(min(part, self.free_bytes), 0)
+
+
+def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVRoom, *, may_shorten: bool = False) -> tuple[int, int]:
+    """Blocks in a pool of `config`, and tokens of the longest sequence in it: the model's window.
+
+    One window is enough for prefill and decode nodes: the longest request runs, if need be alone. Where less fits and
+    `may_shorten`, the longest sequence is a multiple of WINDOW_STEP, which standard error then says. Otherwise raises
+    ConfigError, naming the setting and the fix: a request of the window's length could never run.
+    """
+    block_bytes = spec.bytes_per_token * config.block_size
+    window_blocks = -(-spec.max_model_len // config.block_size)
+    num_blocks, (num_bytes, fraction) = config.num_blocks, config.size
+    if num_bytes is None:
+        windows_bytes = min(room.num_windows * window_blocks * block_bytes, room.free_bytes)
+        num_bytes = max(room.share(fraction), windows_bytes)
+    if num_blocks is None:
+        num_blocks = num_bytes // block_bytes
+    if num_blocks >= window_blocks:
+        return num_blocks, spec.max_model_len
+    held = num_blocks * config.block_size
+    if may_shorten and held >= WINDOW_STEP:
+        window = held // WINDOW_STEP * WINDOW_STEP
+        sys.stderr.write(
+            f"no memory for the model's window of {spec.max_model_len} tokens: sequences have at most {window}. "
+            "Set model.max_model_len, or give more memory (kv_cache.memory)\n"
+        )
+        return num_blocks, window
+    source = "memory" if config.num_blocks is None else "num_blocks"
+    others = f" beside {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
+    shorter = f", or model.max_model_len to {held} or lower" if held else ""
+    raise ConfigError(
+        f"one window of {spec.max_model_len} tokens needs {window_blocks * block_bytes:,} bytes of KV, and "
+        f"kv_cache.{source} gives {num_blocks * block_bytes:,}{others}: set it higher{shorter}"
+    )
 
 
 def free_memory_bytes(device: str) -> int:

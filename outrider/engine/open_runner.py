@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,16 +12,17 @@ from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.memory import KVRoom
+from outrider.engine.memory import KVRoom, pool_size
 from outrider.engine.model_runner import ModelRunner, make_runner, warm_up
 from outrider.engine.runnable_model import RunnableModel
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
-    from outrider.engine.model_spec import ModelSpec
 
 GRAPH_LAYER_BYTES = 1 << 18
-"""What the driver takes for a graph, by layer. Estimated, where NVML does not tell: 128 MiB for 16 graphs of 32."""
+"""What the driver takes for a layer in a graph, of about 40 kernels. Estimated: 128 MiB for 16 graphs of 32 layers."""
+FUSED_LAYER_BYTES = GRAPH_LAYER_BYTES // 4
+"""The same of about 10 kernels."""
 
 Model = TypeVar("Model", bound=RunnableModel)
 
@@ -46,7 +46,7 @@ def open_runner(
     `features`: of every row; the model's specification has their plane.
     `may_shorten`: serve a shorter window than the model's where memory holds no more; the model is returned with it.
 
-    Raises what make_attention_backend and PagedKVCache.sized_for do.
+    Raises what make_attention_backend and pool_size do.
     """
     backend = None
     if model.model is not None:
@@ -64,23 +64,12 @@ def open_runner(
     if device_type(model.device) == "cpu":
         reserved_bytes += main_memory_bytes
     room = KVRoom.of(model.device, reserved_bytes)
-    if may_shorten:
-        model = model.with_window(served_window(model.spec, kv_cache, room))
-    cache = PagedKVCache.sized_for(model.spec, kv_cache, room, device=model.device, kernels=model.cpu_kernels)
+    num_blocks, window = pool_size(model.spec, kv_cache, room, may_shorten=may_shorten)
+    model = model.with_window(window)
+    cache = model.make_cache(num_blocks, kv_cache.block_size)
     runner = make_runner(model, cache, backend, graphs=graphs, features=features)
-    warm_up(runner, cache, model.spec.max_model_len)
+    warm_up(runner, cache, window)
     return model, cache, runner
-
-
-def served_window(spec: ModelSpec, kv_cache: KVCacheConfig, room: KVRoom) -> int:
-    """Tokens of the model's window, or of as much of it as the cache will hold, which standard error then says."""
-    window = PagedKVCache.window_for(spec, kv_cache, room)
-    if window < spec.max_model_len:
-        sys.stderr.write(
-            f"no memory for the model's window of {spec.max_model_len} tokens: sequences have at most {window}. "
-            "Set model.max_model_len, or give more memory (kv_cache.memory)\n"
-        )
-    return window
 
 
 def rehearse(
@@ -98,45 +87,34 @@ def rehearse(
 
     Reserve this many bytes outside the KV pool. 0 on a CPU, whose system finds memory elsewhere.
     """
-    device, spec = model.device, model.spec
+    device, max_model_len = model.device, model.spec.max_model_len
     if device_type(device) == "cpu":
         return 0
     import torch
 
-    from outrider.engine.gpu_memory import driver_bytes
-
-    window_blocks = -(-min(num_rows, spec.max_model_len) // block_size)
-    num_sequences = -(-num_rows // spec.max_model_len)
-    cache = PagedKVCache(
-        spec.planes,
-        num_blocks=num_sequences * window_blocks,
-        block_size=block_size,
-        device=device,
-        num_scratch_blocks=1,
-    )
+    num_sequences = -(-num_rows // max_model_len)
+    size, num_logits = -(-num_rows // num_sequences), -(-num_logits // num_sequences)
+    num_blocks = -(-size // block_size)
+    tables = [range(seq * num_blocks, (seq + 1) * num_blocks) for seq in range(num_sequences)]
+    cache = model.make_cache(num_sequences * num_blocks, block_size)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    rows = []
-    for sequence in range(num_sequences):
-        size = min(num_rows - sequence * spec.max_model_len, spec.max_model_len)
-        blocks = range(sequence * window_blocks, (sequence + 1) * window_blocks)
-        rows.append(SequenceRows([0] * size, 0, blocks, num_logits=min(size, max(num_logits, 0))))
-        num_logits -= rows[-1].num_logits
     largest = None if graphs is None else replace(graphs, is_rehearsal=True)
     runner = make_runner(model, cache, attention, graphs=largest, features=features)
+    rows = [SequenceRows([0] * size, 0, table, num_logits=min(num_logits, size)) for table in tables]
     runner.forward(build_input_batch(rows, block_size))
-    torch.cuda.synchronize(device)
-    driver = driver_bytes(device)
-    warm_up(runner, cache, spec.max_model_len)
+    warm_up(runner, cache, max_model_len)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_reserved(device) - before  # the pool of graphs is beside what steps have left
     if graphs is not None and runner.padded_rows:
-        num_kinds = 1 + graphs.has_trees
-        now = driver_bytes(device)
-        known = None if driver is None or now is None else max(now - driver, 0) // num_kinds
-        graph_bytes = spec.num_layers * GRAPH_LAYER_BYTES if known is None else known
-        taken += graph_bytes * len(runner.padded_rows) * num_kinds
+        layer_bytes = GRAPH_LAYER_BYTES if model.fused is None else FUSED_LAYER_BYTES
+        num_forwards = len(graphs.buckets)
+        if graphs.has_rollouts:
+            from outrider.engine.rollouts import Rollouts
+
+            num_forwards += Rollouts.num_forwards
+        taken += num_forwards * model.spec.num_layers * layer_bytes
     del runner, cache
     gc.collect()  # whatever else has come to hold them
     torch.cuda.empty_cache()

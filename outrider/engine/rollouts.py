@@ -71,6 +71,7 @@ class Rollouts:
     token_counts = (1, 2, 3, 4, 5, 7)  # of which there are graphs; others are rounded up
     max_tokens = token_counts[-1]  # of a sequence in a rollout
     max_sequences = 32  # of a rollout: with more, launches and the host take a smaller part of the time
+    num_forwards = sum(token_counts) * max_sequences.bit_length()  # in all graphs
 
     @torch.inference_mode()
     def __init__(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.device import device_type
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
 
@@ -37,6 +38,12 @@ class RunnableModel:
         return replace(self, spec=replace(self.spec, max_model_len=max_model_len))
 
     def make_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
-        """For steps that are not padded: without scratch blocks."""
-        planes, kernels = self.spec.planes, self.cpu_kernels
-        return PagedKVCache(planes, num_blocks=num_blocks, block_size=block_size, device=self.device, kernels=kernels)
+        """For its steps; on a GPU with a scratch block, for those that are padded."""
+        return PagedKVCache(
+            self.spec.planes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=self.device,
+            num_scratch_blocks=0 if device_type(self.device) == "cpu" else 1,
+            kernels=self.cpu_kernels,
+        )

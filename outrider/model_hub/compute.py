@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.device import device_type
-from outrider.engine.gpu_memory import loading_turn
+from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -22,6 +22,7 @@ from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
+from outrider.prefill import MAX_SCORED_ROWS
 
 if TYPE_CHECKING:
     from outrider.engine.ranks.sharded_cache import KVCache
@@ -91,7 +92,7 @@ def open_compute(
     `main_memory_bytes`: what else the node may take of that memory, where the cache is in it.
     `features`: made of every row for a drafter head, and kept in a plane of the cache; of the model as it was loaded.
     `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
-    PagedKVCache.sized_for do, and RankLostError.
+    pool_size do, and RankLostError.
 
     The window is shorter than the model's where memory has no room for it and `model.max_model_len` is not set.
     """
@@ -108,7 +109,7 @@ def open_compute(
             progress=progress,
         )
         return Compute(*parts, num_rows)
-    with loading_turn([resolve_device(config.device)], while_waiting=lambda: progress("gpu", 0, 0)):
+    with loading_turn([resolve_device(config.device)], progress):
         model = open_model(config, progress=progress)
         reduction = None if features is None else features(model)
         model = model.with_features(reduction)
@@ -117,6 +118,7 @@ def open_compute(
             attention_of(config, model.device),
             kv_cache,
             num_rows=num_rows,
+            num_logits=max_rows_per_step or MAX_SCORED_ROWS,
             graphs=graphs if config.cuda_graphs else None,
             main_memory_bytes=main_memory_bytes,
             features=reduction,

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from outrider.engine.arrays import Array
 from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
-from outrider.engine.gpu_memory import loading_turn
+from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.memory import KVRoom
+from outrider.engine.memory import KVRoom, pool_size
 from outrider.engine.model_runner import warm_up
 from outrider.engine.module_steps import ModuleSteps
-from outrider.engine.open_runner import served_window
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
@@ -99,7 +97,7 @@ def open_ranks(
     devices = [rank_device(config, rank) for rank in range(config.tensor_parallel_size)]
     turn = ExitStack()
     try:
-        turn.enter_context(loading_turn(devices, while_waiting=lambda: progress("gpu", 0, 0)))
+        turn.enter_context(loading_turn(devices, progress))
         for rank in range(1, config.tensor_parallel_size):
             ranks.add(_spawn(rank, timeout_seconds=timeout_seconds))
         for member in ranks.members:
@@ -110,7 +108,7 @@ def open_ranks(
         reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
         rooms = [shard.room, *_receive(ranks.members)]
-        window, num_blocks = _window_and_blocks(shard.model, kv_cache, rooms, may_shorten=not config.max_model_len)
+        num_blocks, window = _pool_size(shard.model, kv_cache, rooms, may_shorten=not config.max_model_len)
         shard = replace(shard, model=shard.model.with_window(window))
         for member in ranks.members:
             member.commands.send(num_blocks)
@@ -129,10 +127,10 @@ def open_ranks(
     return shard.model, cache, runner, ranks
 
 
-def _window_and_blocks(
+def _pool_size(
     model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVRoom], *, may_shorten: bool
 ) -> tuple[int, int]:
-    """Tokens of a sequence, and blocks in the cache of each rank. A size in bytes is of the whole model's cache.
+    """`pool_size` of each rank's cache. A size in bytes is of the whole model's cache.
 
     Ranks on a CPU share its memory. On GPUs the fullest one counts, and rank 0, which has its heads and all features,
     needs most.
@@ -141,9 +139,7 @@ def _window_and_blocks(
     if num_bytes is not None or device_type(model.device) == "cpu":
         num_ranks = len(rooms)
         spec = replace(spec, num_heads=spec.num_heads * num_ranks, num_kv_heads=spec.num_kv_heads * num_ranks)
-    room = min(rooms, key=lambda each: each.share(fraction))
-    window = served_window(spec, kv_cache, room) if may_shorten else spec.max_model_len
-    return window, PagedKVCache.num_blocks_for(replace(spec, max_model_len=window), kv_cache, room)
+    return pool_size(spec, kv_cache, min(rooms, key=lambda room: room.share(fraction)), may_shorten=may_shorten)
 
 
 def _may_be_a_loss(error: Exception) -> bool:

@@ -10,6 +10,7 @@ import itertools
 import sys
 import weakref
 from array import array
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -19,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.engine import module_steps, open_runner, transfer
+from outrider.engine import module_steps, open_runner, runnable_model, transfer
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.flash_attn import FlashAttention
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
@@ -27,9 +28,10 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.memory import KVRoom
+from outrider.engine.memory import KVRoom, pool_size
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.step_graphs import StepGraphs
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
@@ -122,7 +124,7 @@ def node(backend, sampler, gpu, monkeypatch):
         architecture="llama", num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=VOCAB_SIZE,
         max_model_len=2048, dtype="bfloat16",
     )  # fmt: skip
-    loaded = SimpleNamespace(model=model.eval(), device=str(GPU), spec=spec, native=None, fused=None, cpu_kernels=None)
+    loaded = RunnableModel(model=model.eval(), native=None, device=str(GPU), spec=spec)
     attention = make_attention_backend(backend, str(GPU), spec.dtype, num_heads=4, num_kv_heads=2)
     assert attention.name == backend
     cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=str(GPU))
@@ -276,21 +278,22 @@ def gpu_memory(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda _device: None)
-    monkeypatch.setattr("outrider.engine.gpu_memory.CONTEXT_BYTES", 499_000)
+    monkeypatch.setattr("outrider.engine.memory.CONTEXT_BYTES", 499_000)
 
 
 @pytest.mark.usefixtures("gpu_memory")
 def test_the_pool_leaves_free_what_the_largest_step_takes(node):
     assert open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
     spec = node.loaded.spec
-    config = KVCacheConfig(memory="50%")
-    cache = PagedKVCache.sized_for(spec, config, KVRoom.of(str(GPU), 2_000_000), device=str(GPU))
-    assert cache.num_blocks == (10_000_000 - 500_000 - 2_000_000) // (16 * spec.bytes_per_token)
-    assert len(cache.scratch_blocks) == 1
+    num_blocks, _ = pool_size(spec, KVCacheConfig(memory="50%"), KVRoom.of(str(GPU), 2_000_000))
+    assert num_blocks == (10_000_000 - 500_000 - 2_000_000) // (16 * spec.bytes_per_token)
+    assert len(node.loaded.make_cache(num_blocks, 16).scratch_blocks) == 1
 
 
 @pytest.mark.usefixtures("gpu_memory")
-def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("has_rollouts", [False, True])
+def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch, has_rollouts, is_fused):
     """Neither its cache nor its graphs, even before a garbage collection. The largest graphs stand for all."""
     kept = []
 
@@ -308,18 +311,24 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
             super().__init__(*arguments, **keywords)
             kept.append(weakref.ref(self))
 
-    monkeypatch.setattr(open_runner, "PagedKVCache", Cache)
+    if is_fused:
+        empty = torch.empty((9, VOCAB_SIZE), device=GPU)
+        forward = lambda batch, *_: empty[: batch.num_logits]  # noqa: E731
+        monkeypatch.setattr(node, "loaded", replace(node.loaded, fused=SimpleNamespace(forward=forward)))
+    monkeypatch.setattr(runnable_model, "PagedKVCache", Cache)
     monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: capture)
     monkeypatch.setattr(gc, "collect", lambda: 0)
     gc.disable()
     try:
-        graphs = GraphShapes(8, has_trees=True)
+        graphs = GraphShapes(8, has_trees=True, has_rollouts=has_rollouts)
         taken = open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=graphs)
     finally:
         gc.enable()
     has_graphs = node.attention.can_be_captured
     assert len(kept) == 1 + 2 * has_graphs
-    assert taken == 8000 + 2 * 4 * has_graphs * node.loaded.spec.num_layers * open_runner.GRAPH_LAYER_BYTES
+    num_forwards = 4 + 2 + has_rollouts * 6 * (2 + 3 + 4 + 5 + 6 + 8)  # of 1 to 8 rows, of trees from 4 rows on
+    layer_bytes = open_runner.FUSED_LAYER_BYTES if is_fused else open_runner.GRAPH_LAYER_BYTES
+    assert taken == 8000 + has_graphs * num_forwards * node.loaded.spec.num_layers * layer_bytes
     assert [each for each in kept if each() is not None] == []
 
 

@@ -12,7 +12,8 @@ import pytest
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.gpus import allot
 from outrider.config.resolve import load_config
-from outrider.engine import gpu_memory, open_runner
+from outrider.engine import open_runner, runnable_model
+from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -20,6 +21,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.progress import no_progress
 from tests.support.fake_gpu_memory import FakeGpuMemory
 
 H100_BYTES = 85_017_755_648
@@ -46,7 +48,7 @@ class Kind:
 KINDS = {
     "prefill": Kind(LLAMA_8B, 16_060_522_496, 4096, 700 << 20),
     "decode": Kind(LLAMA_8B, 16_060_522_496, 512, 400 << 20, GraphShapes(512, has_trees=True), 1200 << 20),
-    "draft": Kind(LLAMA_1B, 2_471_645_608, 512, 200 << 20, GraphShapes(), 300 << 20),
+    "draft": Kind(LLAMA_1B, 2_471_645_608, 512, 200 << 20, GraphShapes(has_rollouts=True), 300 << 20),
 }
 
 
@@ -78,20 +80,20 @@ class Kept:
 class Node:
     """The start of one process, as `open_compute` does it."""
 
-    def __init__(self, gpu, name, memory, folder, *, max_model_len=0):
+    def __init__(self, gpu, name, memory, *, max_model_len=0):
         self.gpu, self.name, self.kind = gpu, name, KINDS[name.partition("-")[0]]
-        self.config, self.folder = KVCacheConfig(memory=memory), folder
+        self.config = KVCacheConfig(memory=memory)
         self.max_model_len = max_model_len
 
     def start(self):
         spec = self.kind.spec
         if self.max_model_len:
             spec = replace(spec, max_model_len=self.max_model_len)
-        with gpu_memory.loading_turn(["cuda"], while_waiting=lambda: None, folder=self.folder):
+        with loading_turn(["cuda"], no_progress):
             for _ in range(8):
                 self.gpu.take(self.kind.weight_bytes // 8)
                 time.sleep(0.001)
-            model = RunnableModel(model=self, native=None, device="cuda", spec=spec)
+            model = RunnableModel(model=self, native=None, fused=self, device="cuda", spec=spec)
             self.model, self.cache, self.runner = open_runner.open_runner(
                 model,
                 "auto",
@@ -132,7 +134,8 @@ def start(monkeypatch, tmp_path):
             self._kept = Kept(gpus[0], num_bytes)
 
     gpus = []
-    monkeypatch.setattr(open_runner, "PagedKVCache", Cache)
+    monkeypatch.setenv("OUTRIDER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(runnable_model, "PagedKVCache", Cache)
     monkeypatch.setattr(open_runner, "make_attention_backend", lambda *_arguments, **_heads: None)
     monkeypatch.setattr(
         open_runner,
@@ -143,7 +146,7 @@ def start(monkeypatch, tmp_path):
     def start_all(total_bytes, shares, **keywords):
         gpus[:] = [FakeGpuMemory(total_bytes)]
         gpus[0].patch(monkeypatch)
-        nodes = [Node(gpus[0], name, memory, tmp_path, **keywords) for name, memory in shares.items()]
+        nodes = [Node(gpus[0], name, memory, **keywords) for name, memory in shares.items()]
         started = [in_a_process(node.start) for node in nodes]
         wait(started, timeout=60)
         return {node.name: node for node in [each.result() for each in started]}

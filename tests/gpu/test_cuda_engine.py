@@ -10,8 +10,6 @@ import torch
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner, warm_up
 from outrider.engine.open_runner import rehearse
 from outrider.engine.sampler import Sampler, SampleRows
@@ -30,7 +28,7 @@ def sampled_tokens(path, device, *, num_tokens=20):
     model = load_model(ModelConfig(id=str(path), device=device, dtype="float32"))
     heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
     attention = make_attention_backend("auto", model.device, model.spec.dtype, **heads)
-    cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
+    cache = model.make_cache(256, 16)
     runner = make_runner(model, cache, attention)
     sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=model.device)
     state = sampler.start(
@@ -66,7 +64,7 @@ def test_steps_as_graphs_have_the_same_logits(tiny_model):
     assert rehearse(model, attention, num_rows=64, block_size=16, graphs=shapes) > 0
     runners = []
     for graphs in (None, shapes):
-        cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
+        cache = model.make_cache(256, 16)
         runners.append(make_runner(model, cache, attention, graphs=graphs))
         warm_up(runners[-1], cache, model.spec.max_model_len)
     assert runners[1].padded_rows == (1, 2, 4, 8, 16)

@@ -8,6 +8,7 @@ import pytest
 from outrider.engine import memory
 from outrider.engine.cpu_turns import open_turns
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.open_runner import open_runner
 from outrider.errors import ConfigError
 from outrider.model_hub import compute as compute_module
 from outrider.model_hub.compute import open_compute
@@ -45,9 +46,9 @@ def test_a_model_is_loaded_and_its_cache_allocated_in_one_turn_of_the_gpu(model,
     stages = []
 
     @contextmanager
-    def turn(devices, *, while_waiting):
+    def turn(devices, progress):
         stages.append(("begins", devices))
-        while_waiting()
+        progress("gpu", 0, 0)
         yield
         stages.append("ends")
 
@@ -70,6 +71,20 @@ def test_a_model_is_loaded_and_its_cache_allocated_in_one_turn_of_the_gpu(model,
         stages.clear()
         load(lambda *stage: stages.append(stage) if stage[0] == "gpu" else None)
         assert stages == expected
+
+
+def test_a_rehearsal_has_as_many_logits_as_a_step_may_have(model, monkeypatch):
+    """A decode node's: all rows, of drafts too. A prefill node's: those of prompts that are scored."""
+    opened = []
+
+    def noted(*arguments, num_rows, num_logits, **keywords):
+        opened.append((num_rows, num_logits))
+        return open_runner(*arguments, num_rows=num_rows, num_logits=num_logits, **keywords)
+
+    monkeypatch.setattr(compute_module, "open_runner", noted)
+    for max_rows_per_step in (600, None):
+        open_compute(model, HALF, max_rows_per_step=max_rows_per_step, on_rank_lost=print)
+    assert opened == [(600, 600), (256, 32)]
 
 
 @pytest.mark.parametrize("is_wanted", [False, True])

@@ -7,19 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.engine.device import device_type
 from outrider.engine.kv_cache.base import Bytes, CachePlane, PlaneMaker, Slots
-from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
-from outrider.engine.memory import KVRoom
-from outrider.engine.model_spec import ModelSpec
-from outrider.errors import ConfigError, InternalError
+from outrider.errors import InternalError
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
-
-LENGTH_STEP = 1024
-"""Tokens: a window that memory bounds is a multiple, and so the same after a restart with a little more or less."""
 
 
 class PagedKVCache:
@@ -64,70 +57,6 @@ class PagedKVCache:
             for plane in planes
         }
         self.keys, self.values = (self._planes[name].layers for name in ("k", "v"))
-
-    @classmethod
-    def sized_for(
-        cls,
-        spec: ModelSpec,
-        config: KVCacheConfig,
-        room: KVRoom | None = None,
-        *,
-        device: str = "cpu",
-        kernels: PlaneMaker | None = None,
-    ) -> PagedKVCache:
-        """As many blocks as `config` and memory allow. Raises ConfigError when they do not hold a window.
-
-        `room`: in memory; by default what is free now. `kernels`: as of a new one.
-        """
-        return cls(
-            spec.planes,
-            num_blocks=cls.num_blocks_for(spec, config, room or KVRoom.of(device)),
-            block_size=config.block_size,
-            device=device,
-            num_scratch_blocks=0 if device_type(device) == "cpu" else 1,  # for rows that pad (`step_graphs`)
-            kernels=kernels,
-        )
-
-    @classmethod
-    def num_blocks_for(cls, spec: ModelSpec, config: KVCacheConfig, room: KVRoom) -> int:
-        """Blocks in a pool of `config`. Raises ConfigError, naming the setting and the fix, for less than a window.
-
-        One window is enough for prefill and decode nodes: the longest request runs, if need be alone. With less, one
-        that the model allows could never run.
-        """
-        num_blocks, source = cls._blocks_in(spec, config, room)
-        block_bytes = spec.bytes_per_token * config.block_size
-        window_blocks = -(-spec.max_model_len // config.block_size)
-        if num_blocks < window_blocks:
-            others = f" beside {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
-            shorter = f", or model.max_model_len to {num_blocks * config.block_size} or lower" if num_blocks else ""
-            raise ConfigError(
-                f"one window of {spec.max_model_len} tokens needs {window_blocks * block_bytes:,} bytes of KV, and "
-                f"kv_cache.{source} gives {num_blocks * block_bytes:,}{others}: set it higher{shorter}"
-            )
-        return num_blocks
-
-    @classmethod
-    def window_for(cls, spec: ModelSpec, config: KVCacheConfig, room: KVRoom) -> int:
-        """Tokens of the longest sequence that such a pool holds: the model's window, or a multiple of LENGTH_STEP.
-
-        The model's too where less than one step fits, which is not worth serving.
-        """
-        held = cls._blocks_in(spec, config, room)[0] * config.block_size
-        whole_steps = held // LENGTH_STEP * LENGTH_STEP
-        return spec.max_model_len if held >= spec.max_model_len or not whole_steps else whole_steps
-
-    @staticmethod
-    def _blocks_in(spec: ModelSpec, config: KVCacheConfig, room: KVRoom) -> tuple[int, str]:
-        """Blocks of `config`, be they few, and the setting that says so."""
-        block_bytes = spec.bytes_per_token * config.block_size
-        num_bytes, fraction = config.size
-        if config.num_blocks is not None:
-            return config.num_blocks, "num_blocks"
-        if num_bytes is None:
-            windows_bytes = room.num_windows * -(-spec.max_model_len // config.block_size) * block_bytes
-            num_bytes = max(room.share(fraction), min(windows_bytes, room.free_bytes))
-        return num_bytes // block_bytes, "memory"
 
     def layers(self, plane: str) -> Any:
         """What a plane keeps in each layer, by its number: tensors [num_blocks, block_size, heads, dim], or whatever

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outrider.engine.gpu_memory import loading_turn
+from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -110,13 +110,13 @@ def open_draft_model(
     It drafts for no sequence that is longer than what its cache holds. Raises: what `open_model` and `ModelForward.of`
     raise.
     """
-    with loading_turn([resolve_device(config.device)], while_waiting=lambda: progress("gpu", 0, 0)):
+    with loading_turn([resolve_device(config.device)], progress):
         model = open_model(config, progress=progress)
         forward = ModelForward.of(
             model,
             kv_cache=kv_cache,
             attention=attention_of(config, model.device),
-            graphs=GraphShapes() if config.cuda_graphs else None,
+            graphs=GraphShapes(has_rollouts=True) if config.cuda_graphs else None,
             main_memory_bytes=main_memory_bytes,
             may_shorten=not config.max_model_len,
         )

@@ -11,7 +11,7 @@ import torch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.engine.memory import KVRoom
+from outrider.engine.memory import KVRoom, pool_size
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
@@ -172,7 +172,7 @@ ROOM = room_of(10_000)
 
 
 def blocks(room=ROOM, **settings):
-    return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(block_size=4, **settings), room)
+    return pool_size(SPEC, KVCacheConfig(block_size=4, **settings), room)[0]
 
 
 def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows_where_there_is_room():
@@ -210,10 +210,10 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_and_weights_count():
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "window"), [(3000, 10_000), (2500, 10_000), (2499, 9216), (600, 2048), (256, 1024), (255, 10_000)]
+    ("num_blocks", "window"), [(3000, 10_000), (2500, 10_000), (2499, 9216), (600, 2048), (256, 1024), (255, None)]
 )
 def test_a_window_is_as_long_as_the_pool_in_even_steps(num_blocks, window):
-    """Less than a step is none."""
+    """Less than a step is not worth serving."""
     spec = dataclasses.replace(SPEC, max_model_len=10_000)
     on_gpu = dataclasses.replace(GPU_ROOM, whole_bytes=10**9, free_bytes=num_blocks * BLOCK_BYTES)
     for config, room in (
@@ -221,7 +221,11 @@ def test_a_window_is_as_long_as_the_pool_in_even_steps(num_blocks, window):
         (KVCacheConfig(block_size=4), room_of(num_blocks)),
         (KVCacheConfig(block_size=4), on_gpu),
     ):
-        assert PagedKVCache.window_for(spec, config, room) == window
+        if window is None:
+            with pytest.raises(ConfigError, match="one window of 10000 tokens needs"):
+                pool_size(spec, config, room, may_shorten=True)
+        else:
+            assert pool_size(spec, config, room, may_shorten=True) == (num_blocks, window)
 
 
 def test_slots_move_together_in_all_layers_and_planes():

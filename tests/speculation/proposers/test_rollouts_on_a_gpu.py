@@ -139,6 +139,24 @@ def test_a_step_of_a_head_is_a_replay(head_sampler, node):
     assert (hidden.shape, logits.shape) == ((1, WIDTH), (1, HEAD_VOCAB_SIZE))
 
 
+def test_as_many_forwards_are_captured_as_a_rehearsal_counts(forward, monkeypatch):
+    """It reserves memory for them."""
+    from outrider.engine import rollouts  # imports triton
+
+    captured, make = [], rollouts.Rollouts.__init__
+
+    def counting(self, rolling, *others, **options):
+        def counted(*arguments):
+            captured.append(arguments)
+            return rolling.forward(*arguments)
+
+        make(self, rolling._replace(forward=counted), *others, **options)
+
+    monkeypatch.setattr(rollouts.Rollouts, "__init__", counting)
+    open_rollouts(forward, str(GPU))
+    assert len(captured) == rollouts.Rollouts.num_forwards == 132
+
+
 def test_what_cannot_be_captured_is_told_once_and_drafts_token_by_token(forward, monkeypatch, caplog):
     def failing(_run):
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -1,0 +1,39 @@
+"""Several processes that load models on one GPU: one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from outrider.cache_directory import locked, user_cache_directory
+from outrider.engine.device import device_type
+
+TURN_SECONDS = 600.0
+"""For those before this process to load their models. Memory is measured by process, so it may then go on beside them.
+"""
+
+
+@contextlib.contextmanager
+def loading_turn(devices: Sequence[str], progress: Callable[[str, int, int], object]) -> Iterator[None]:
+    """Holds the locks of these GPUs while this process loads a model, tries its steps and allocates its KV cache.
+
+    So nobody's peak meets another's. Locks are files in the cache directory, named by the GPU's UUID, which is the same
+    in all processes and containers; these may share the directory. All are taken in one order, and the system releases
+    those of a process that dies. Nothing is locked for a CPU, nor where no file can be written; after TURN_SECONDS in
+    vain, both told on standard error. While it waits, `progress` is told of a stage "gpu" every second.
+    """
+    with contextlib.ExitStack() as stack:
+        for uuid in sorted({_uuid(device) for device in devices if device_type(device) == "cuda"}):
+            path = user_cache_directory() / "locks" / f"gpu-{uuid}"
+            try:
+                stack.enter_context(locked(path, while_waiting=lambda: progress("gpu", 0, 0), seconds=TURN_SECONDS))
+            except OSError as error:  # TimeoutError is one
+                sys.stderr.write(f"nodes on GPU {uuid} may load at the same time: {error}\n")
+        yield
+
+
+def _uuid(device: str) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
