@@ -362,8 +362,6 @@ class PrefillLoop:
             if task is None or task.is_cancelled:
                 continue
             add_part(task.chunks, TimedPart(started_at, self._last_end, item.num_rows))
-            task.compute_started_at = task.compute_started_at or started_at
-            task.num_computed_tokens += item.num_rows
             self.prompt_tokens.set_outstanding(item.sequence.key, task.num_outstanding_tokens)
             if item.reaches_end:
                 self._end_compute(task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections import Counter
 from collections.abc import Iterator
 
@@ -20,20 +20,20 @@ class PushPlaces:
     def __init__(self, max_pushes: int) -> None:
         self._max_pushes = max_pushes
         self._num_taken: Counter[str] = Counter()  # by KV address
-        self._waiting: dict[str, list[tuple[int, int, PrefillTask]]] = {}  # by KV address, heaps
+        self._waiting: dict[str, list[tuple[int, int, PrefillTask]]] = {}  # by KV address, in order
         self.num_waiting = 0
         """May be read by any thread."""
 
     def add(self, task: PrefillTask) -> None:
         """The task waits until `take` gives it out."""
-        heapq.heappush(self._waiting.setdefault(task.job.call.kv_address, []), _entry(task))
+        bisect.insort(self._waiting.setdefault(task.job.call.kv_address, []), _entry(task))
         self.num_waiting += 1
 
     def take(self) -> Iterator[PrefillTask]:
         """Those for which there is room now; they hold a place until they leave."""
         while True:
             num_free = self._max_pushes - self._num_taken.total()
-            heads = [heap[0] for address, heap in self._waiting.items() if self._num_taken[address] < num_free]
+            heads = [waiting[0] for address, waiting in self._waiting.items() if self._num_taken[address] < num_free]
             if not heads:
                 return
             task = min(heads)[2]
@@ -53,13 +53,9 @@ class PushPlaces:
             del self._num_taken[address]
 
     def _remove(self, task: PrefillTask) -> None:
-        heap = self._waiting[task.job.call.kv_address]
-        if heap[0][2] is task:
-            heapq.heappop(heap)
-        else:
-            heap.remove(_entry(task))
-            heapq.heapify(heap)
-        if not heap:
+        waiting = self._waiting[task.job.call.kv_address]
+        waiting.remove(_entry(task))
+        if not waiting:
             del self._waiting[task.job.call.kv_address]
         self.num_waiting -= 1
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.trace import SpanKind
@@ -112,8 +111,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             fault_point("prefill.received")
             call = CALL.from_proto(request)
             check_call(call, self._served)
-            with traced(self._tracer, call, context.invocation_metadata()) as outcome:
-                figures = outcome.figures = await self._jobs.run(call)
+            figures = await traced(self._tracer, call, context.invocation_metadata(), self._jobs.run(call))
             fault_point("prefill.answered")
             return figures_to_proto(figures)
         raise AssertionError("rpc_errors ends the call")
@@ -149,31 +147,27 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
             raise InvalidRequestError(f"{field} {message}", field=field)
 
 
-@dataclass(slots=True)
-class Outcome:
-    """Filled in by the block that is `traced`."""
-
-    figures: PrefillFigures | None = None
-
-
-@contextmanager
-def traced(tracer: Tracer, call: PrefillCall, metadata: Metadata | None) -> Iterator[Outcome]:
-    """Records the call's span, and its push's below it, however the block ends. `metadata`: of the router's call."""
-    outcome, whole = Outcome(), tracer.join("prefill", caller_of_call(metadata))
+async def traced(
+    tracer: Tracer, call: PrefillCall, metadata: Metadata | None, job: Awaitable[PrefillFigures]
+) -> PrefillFigures:
+    """Records the call's span, and its push's below it, however the job ends. `metadata`: of the router's call."""
+    whole = tracer.join("prefill", caller_of_call(metadata))
     if not whole.is_recording():
-        yield outcome
-        return
+        return await job
     started_at = time.time_ns()
+    figures = PrefillFigures()
     try:
-        yield outcome
+        figures = await job
     except asyncio.CancelledError:  # its router has given it up, as with a client that leaves
         whole.add_event("cancelled")
         raise
     except BaseException as failure:
         fail(whole, getattr(failure, "reason", type(failure).__name__))
         raise
+    else:
+        return figures
     finally:
-        ended_at, figures = time.time_ns(), outcome.figures or PrefillFigures()
+        ended_at = time.time_ns()
 
         def since_start(seconds: float) -> int:
             return started_at + round(seconds * 1e9)
@@ -191,7 +185,7 @@ def traced(tracer: Tracer, call: PrefillCall, metadata: Metadata | None) -> Iter
         )
         for chunk in figures.chunks:
             whole.add_event("chunk", {"outrider.num_tokens": chunk.amount}, since_start(chunk.end_seconds))
-        if outcome.figures is not None:
+        if figures.connector:  # else it did not end well
             pushed_at = since_start(figures.pushed[0].start_seconds) if figures.pushed else ended_at
             push = tracer.child(whole, "kv_push", kind=SpanKind.CLIENT, started_at=pushed_at)
             push.set_attributes(

@@ -31,11 +31,9 @@ class PrefillTask:
     is_reading: bool = False  # its push writes the held prefix into its blocks
     is_cancelled: bool = False
     num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
     num_read_tokens: int = 0
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed, in pieces
     chunks: list[TimedPart] = field(default_factory=list)  # by the monotonic clock
-    compute_started_at: float | None = None
     compute_ended_at: float | None = None
 
     @classmethod
@@ -56,8 +54,12 @@ class PrefillTask:
     @property
     def num_outstanding_tokens(self) -> int:
         """That are still to be computed, as far as others wait for them."""
-        num_known = self.num_cached_tokens + self.num_read_tokens + self.num_computed_tokens
+        num_known = self.num_cached_tokens + self.num_read_tokens + self._num_computed_tokens
         return min(len(self.sequence.token_ids) - num_known, self.job.call.most_outstanding_tokens)
+
+    @property
+    def _num_computed_tokens(self) -> int:
+        return sum(chunk.amount for chunk in self.chunks)
 
     def reserve_to_read(self, pool: BlockPool) -> bool:
         """Takes blocks for the whole prompt, into which its push reads what only the decode node holds of it.
@@ -110,12 +112,13 @@ class PrefillTask:
         exposed_from = self.compute_ended_at
         if outcome.first_frame_at is not None:
             exposed_from = max(exposed_from, outcome.first_frame_at)
-        started_at, arrived_at = self.compute_started_at, self.job.arrived_at
+        started_at = self.chunks[0].start_seconds if self.chunks else self.compute_ended_at
+        arrived_at = self.job.arrived_at
         return PrefillFigures(
             num_cached_tokens=self.num_cached_tokens,
-            num_computed_tokens=self.num_computed_tokens,
+            num_computed_tokens=self._num_computed_tokens,
             num_read_tokens=self.num_read_tokens,
-            compute_seconds=0.0 if started_at is None else self.compute_ended_at - started_at,
+            compute_seconds=self.compute_ended_at - started_at,
             connector=outcome.connector,
             kv_bytes=outcome.kv_bytes,
             transfer_seconds=outcome.committed_at - first_frame_at,

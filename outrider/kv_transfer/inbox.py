@@ -152,11 +152,11 @@ class TransferInbox:
         with transfer.changed:
             if transfer.state is not TransferState.COMMITTED:
                 transfer.state = TransferState.CLOSED
-        drain = self.wait_until_drained(transfer_id, timeout_seconds=timeout_seconds)
-        if drain is DrainState.DRAINED:
-            with self._lock:
-                self._transfers.pop(transfer_id, None)
-        return drain
+            if not transfer.wait_until_drained(timeout_seconds):
+                return DrainState.UNKNOWN
+        with self._lock:
+            self._transfers.pop(transfer_id, None)
+        return DrainState.DRAINED
 
     def received_until(self, transfer_id: bytes) -> int | None:
         """The token up to which the KV is there, checked and written. Ends the transfer: no frame is taken any more.

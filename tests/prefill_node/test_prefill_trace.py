@@ -28,9 +28,13 @@ CALL = PrefillCall(
     ],
     ids=["given up", "refused", "bug"],
 )
-def test_a_call_that_its_router_gives_up_is_no_error_and_others_say_why(raised, error, events):
+async def test_a_call_that_its_router_gives_up_is_no_error_and_others_say_why(raised, error, events):
     tracer = KeptSpans()
-    with pytest.raises(type(raised)), traced(tracer, CALL, [("traceparent", TRACEPARENT)]):
+
+    async def job():
         raise raised
+
+    with pytest.raises(type(raised)):
+        await traced(tracer, CALL, [("traceparent", TRACEPARENT)], job())
     (span,) = tracer.spans
     assert (span.name, span.error, [event.name for event in span.events]) == ("prefill", error, events)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ class PanelPlane:
     def __init__(self, library: KernelLibrary, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> None:
         """`plane` is of float32 or bfloat16, and its head_dim a multiple of 16."""
         num_slots = num_blocks * block_size
-        self._block_size = block_size
         self._functions = library.functions
         self._plane = plane
         self._type = ElementType[plane.dtype.upper()]
@@ -52,21 +50,10 @@ class PanelPlane:
         """Writes what `read` gave."""
         self._move_rows(self._functions.outrider_write_rows, layers, slots, heads, rows)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """As PagedKVCache.copy_blocks."""
-        block_size = self._block_size
-        if block_size % PANEL_SLOTS == 0:
-            sources, destinations = map(list, zip(*pairs, strict=True))
-            blocks = self.layers.reshape(len(self.layers), -1, block_size * self._plane.bytes_per_token_per_layer)
-            for layer in blocks:
-                layer[destinations] = layer[sources]
-        else:
-            self.move_slots([(s * block_size + i, d * block_size + i) for s, d in pairs for i in range(block_size)])
-
-    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def move_slots(self, moves: Slots) -> None:
         """As PagedKVCache.move_slots."""
         layers, heads = range(self._plane.num_layers), range(self._plane.num_heads)
-        sources, destinations = np.array(pairs, dtype=np.int64).T
+        sources, destinations = moves
         self.write(layers, destinations, heads, self.read(layers, sources, heads))
 
     def _move_rows(self, function: Any, layers: range, slots: Slots, heads: range, rows: Bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,13 +31,8 @@ class ArrayPlane:
         """Of each layer [num_blocks, block_size, heads, dim]."""
         return self._array
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, destinations = map(list, zip(*pairs, strict=True))
-        for layer in self._array:
-            layer[destinations] = layer[sources]
-
-    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, destinations = map(list, zip(*pairs, strict=True))
+    def move_slots(self, moves: Slots) -> None:
+        sources, destinations = moves
         rows = self._rows(range(len(self._array)), range(self._array.shape[3]))
         rows[:, destinations] = rows[:, sources]
 

@@ -22,6 +22,11 @@ def slots_of(block_ids: npt.ArrayLike, num_tokens: int, block_size: int) -> Slot
     return slots
 
 
+def slots_of_blocks(pairs: Sequence[tuple[int, int]], block_size: int) -> list[tuple[int, int]]:
+    """(source, destination) of each slot of blocks that are copied, (source, destination) each."""
+    return [(source * block_size + i, to * block_size + i) for source, to in pairs for i in range(block_size)]
+
+
 class CachePlane(Protocol):
     """One plane of a cache, laid out as whoever attends over it wants. Rows go in and out token-major, as bytes."""
 
@@ -35,10 +40,8 @@ class CachePlane(Protocol):
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: Any) -> None:
         """Writes what `read` gave."""
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """As PagedKVCache.copy_blocks; at least one pair. So `move_slots`."""
-
-    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+    def move_slots(self, moves: Slots) -> None:
+        """As PagedKVCache.move_slots; at least one. `moves`: [2, num_moves], sources and destinations."""
 
 
 class PlaneMaker(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.engine.kv_cache.base import Bytes, CachePlane, PlaneMaker, Slots
+from outrider.engine.kv_cache.base import Bytes, CachePlane, PlaneMaker, Slots, slots_of_blocks
 from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
 from outrider.errors import InternalError
 
@@ -69,15 +69,14 @@ class PagedKVCache:
 
         All sources are read before any destination is written, so a block may be both.
         """
-        if pairs:
-            for plane in self._planes.values():
-                plane.copy_blocks(pairs)
+        self.move_slots(slots_of_blocks(pairs, self.block_size))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies single slots, (source, destination) each, in all layers and planes; sources are read first."""
         if pairs:
+            moves = np.array(pairs, dtype=np.int64).T
             for plane in self._planes.values():
-                plane.move_slots(pairs)
+                plane.move_slots(moves)
 
     def fence(self) -> Any:
         """Marks the work that is queued by now, for `read` and `write`; None on a CPU, which has done it."""

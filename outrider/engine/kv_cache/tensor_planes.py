@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,12 +159,8 @@ class TensorPlane:
         """Of each layer [num_blocks, block_size, heads, dim]."""
         return self._tensor.unbind(0)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, destinations = self._upload(pairs)
-        self._tensor.index_copy_(1, destinations, self._tensor.index_select(1, sources))
-
-    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, destinations = self._upload(pairs)
+    def move_slots(self, moves: Slots) -> None:
+        sources, destinations = upload(moves, self._tensor.device)
         rows = self._tensor.flatten(1, 2).flatten(2)  # [layers, slots, heads * dim]
         rows.index_copy_(1, destinations, rows.index_select(1, sources))
 
@@ -176,10 +171,6 @@ class TensorPlane:
 
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes | DeviceBytes, after: Any) -> None:
         self._copies.scatter(self.rows(layers, heads), slots, rows, after or self._copies.fence())
-
-    def _upload(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        sources, destinations = upload(np.asarray(pairs, dtype=np.int64).T, self._tensor.device)
-        return sources, destinations
 
     def rows(self, layers: range, heads: range) -> Tensor:
         """Some layers and heads of all slots: [layers, slots, heads * dim], a view."""

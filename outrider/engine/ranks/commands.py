@@ -26,11 +26,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyBlocks:
-    pairs: tuple[tuple[int, int], ...]  # (source, destination)
-
-
-@dataclass(frozen=True, slots=True)
 class MoveSlots:
     pairs: tuple[tuple[int, int], ...]  # (source, destination)
 
@@ -40,7 +35,7 @@ class Stop:
     """The last command."""
 
 
-Command = Step | CopyBlocks | MoveSlots | Stop
+Command = Step | MoveSlots | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from outrider.engine.kv_cache.base import Bytes, Slots
+from outrider.engine.kv_cache.base import Bytes, Slots, slots_of_blocks
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import find_plane
-from outrider.engine.ranks.commands import CopyBlocks, KvRequest, Mark, MoveSlots
+from outrider.engine.ranks.commands import KvRequest, Mark, MoveSlots
 from outrider.engine.ranks.group import RankGroup
 from outrider.errors import InternalError
 
@@ -90,9 +90,7 @@ class ShardedKVCache:
         return self.local.layers(plane)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if pairs:
-            with self._ranks.running(CopyBlocks(tuple(pairs))):
-                self.local.copy_blocks(pairs)
+        self.move_slots(slots_of_blocks(pairs, self.block_size))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:

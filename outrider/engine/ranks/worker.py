@@ -11,7 +11,6 @@ from outrider.engine.device import device_type
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import (
     Command,
-    CopyBlocks,
     KvRefused,
     KvRequest,
     Mark,
@@ -75,8 +74,6 @@ class RankWorker:
                 case Step():
                     # The logits are rank 0's business: here they are left over from the last collective.
                     self._runner.forward(command.batch, on_layer_done=self._progress.layer_done)
-                case CopyBlocks():
-                    self._kv_cache.copy_blocks(command.pairs)
                 case MoveSlots():
                     self._kv_cache.move_slots(command.pairs)
             self._progress.command_done()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.ranks.channel import Channel, RankLostError
-from outrider.engine.ranks.commands import CopyBlocks, KvRequest, Mark, Stop
+from outrider.engine.ranks.commands import KvRequest, Mark, MoveSlots, Stop
 from outrider.engine.ranks.group import Member, RankGroup
 from outrider.engine.ranks.worker import RankProgress
 
@@ -60,7 +60,7 @@ def test_a_rank_that_is_killed_while_the_node_serves_is_told_at_once(rig):
 
 def test_a_step_that_fails_because_a_rank_was_killed_says_so(rig):
     def fail():
-        with rig.group.running(CopyBlocks(())):
+        with rig.group.running(MoveSlots(())):
             rig.process.kill()
             raise RuntimeError("Connection closed by peer")  # what a collective says
 
@@ -88,7 +88,7 @@ def test_a_group_that_is_closed_tells_the_others_to_stop_and_reports_no_loss(rig
 def test_a_message_to_a_rank_whose_end_is_closed_is_its_loss(rig):
     rig.commands.close()
     rig.process.kill()
-    with pytest.raises(RankLostError, match="status -9"), rig.group.running(CopyBlocks(())):
+    with pytest.raises(RankLostError, match="status -9"), rig.group.running(MoveSlots(())):
         raise AssertionError("this rank must not begin what the others do not do")
 
 
