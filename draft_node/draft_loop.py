@@ -1,9 +1,9 @@
 """READ FIRST. The draft node's engine thread: receive newest states → catch up → propose → look ahead → push.
 
-One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. A step makes at most one forward pass and
-takes a limited number of updates of each decode node, so that a new state waits for no more than that. Sequences that
-wait for a draft come first. While the targets of the others verify, their next drafts are made ahead, until each target
-is expected to be done.
+One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. A step makes at most one forward pass and a
+rollout, and takes a limited number of updates of each decode node, so that a new state waits for no more than that.
+Sequences that wait for a draft come first. While the targets of the others verify, their next drafts are made ahead,
+until each target is expected to be done.
 
 The event loop (`DraftServicer`) only moves messages between the streams and the peers' boxes. No state here is
 essential: the decode node sends a sequence again if its prefix is not known here, and continues without drafts if it
@@ -159,7 +159,7 @@ class DraftLoop:
         refused, self._refused = self._refused, []  # unknown prefixes, no room, nonsense
         requests = self._requests(started)  # unanswered updates, then look-ahead
         num_wasted = self._proposer.num_wasted_tokens
-        proposals = self._proposer.propose(requests)  # bounded work: at most one forward
+        proposals = self._proposer.propose(requests)  # bounded work: at most one forward and a rollout
         answers = self._answers(requests, proposals)
         self._push([*refused, *answers])
         self._learn_time(requests, self._clock() - started)

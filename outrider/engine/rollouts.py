@@ -61,7 +61,8 @@ class _Shape:
     buffer: Tensor  # [bytes] uint8, of the batch
     words: Tensor  # [most tokens, TABLE_WORDS + 3, num_seqs] int64: see `Rollouts.queue`
     states: Tensor  # [1 + most tokens, num_seqs, width]: first those before the rollout
-    decided: Tensor  # [1 + most tokens, num_races + 1, num_seqs] int64: likewise
+    decided: Tensor  # [1 + most tokens, num_races, num_seqs] int64: likewise
+    confidences: Tensor  # [most tokens, num_seqs] float64
     replays: dict[int, Replay] = field(default_factory=dict)  # by number of tokens
 
 
@@ -112,13 +113,14 @@ class Rollouts:
             buffer,
             words=zeros((self.max_tokens, TABLE_WORDS + 3, num_seqs), dtype=torch.int64),
             states=zeros((1 + self.max_tokens, num_seqs, rolling.width), dtype=rolling.dtype),
-            decided=zeros((1 + self.max_tokens, num_races + 1, num_seqs), dtype=torch.int64),
+            decided=zeros((1 + self.max_tokens, num_races, num_seqs), dtype=torch.int64),
+            confidences=zeros((self.max_tokens, num_seqs), dtype=torch.float64),
         )
 
     @torch.inference_mode()
     def queue(
         self, sequences: Sequence[RolledSequence], winners: Tensor, states: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One rollout; the host does not wait. Read what it decided before the next.
 
         Args:
@@ -127,9 +129,9 @@ class Rollouts:
             states: [len(sequences), width], a head's own hidden states before these tokens.
 
         Returns:
-            Of n tokens, at least as many as any sequence wants: [n, num_races + 1, at least len(sequences)] int64, the
-            winner of each race and then the bits of the confidence as a float64; and own hidden states before these
-            tokens, [n, at least len(sequences), width].
+            Of n tokens, at least as many as any sequence wants, and of at least as many sequences: the winner of each
+            race [n, num_races, num_seqs] int64, confidences [n, num_seqs] float64, and own hidden states before these
+            tokens [n, num_seqs, width].
         """
         number = len(sequences)
         shape = self._shapes[1 << (number - 1).bit_length()]
@@ -146,6 +148,7 @@ class Rollouts:
                 if token < num_tokens:
                     words[token, _SLOT, place] = block_ids[block] * self._block_size + offset
                 words[token, _DEPTH, place] = depth + token
+        # The last row of each, for whose keys attention is planned: those before it are at earlier positions.
         fed = [SequenceRows([0], each.position + each.num_tokens - 1, each.block_ids, 1) for each in sequences]
         packed = self._padded(fed, shape.batch.num_seqs).packed()
         shape.words[:most].copy_(page_locked(words, self._device), non_blocking=True)
@@ -154,7 +157,7 @@ class Rollouts:
         if states is not None:
             shape.states[0, :number].copy_(states)
         shape.replays[most]()
-        return shape.decided[1 : 1 + most], shape.states[1 : 1 + most]
+        return shape.decided[1 : 1 + most], shape.confidences[:most], shape.states[1 : 1 + most]
 
     def _padded(self, fed: Sequence[SequenceRows], num_seqs: int) -> InputBatch:
         """With sequences of one row in the scratch block."""
@@ -173,6 +176,5 @@ class Rollouts:
             temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # of a greedy row
             states, logits, confidences = rolling.forward(shape.batch, shape.states[token], words[_DEPTH], temperatures)
             shape.states[token + 1].copy_(states)
-            decided = shape.decided[token + 1]
-            decided[-1].view(torch.float64).copy_(confidences)
-            self._decider.race(logits, words[:TABLE_WORDS], decided[:-1])
+            shape.confidences[token].copy_(confidences)
+            self._decider.race(logits, words[:TABLE_WORDS], shape.decided[token + 1])

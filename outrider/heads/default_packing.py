@@ -39,7 +39,7 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
         digest.update(name.encode())
         digest.update(tensors[name].data)
     packing = DecoderPacking(kernels, quantise=True)
-    packing.add_named_layer(0, tensors, _LAYER)
+    packing.add_layer(0, tensors, _LAYER)
     packing.add_rotation(inverse_frequencies(layer["rope_theta"], layer["head_dim"]), max_model_len)
     packing.add("embedding", map_tensors(target / "model.safetensors")["model.embed_tokens.weight"])
     packing.add_norm("feature_norm", tensors[f"{_LAYER}hidden_norm.weight"])

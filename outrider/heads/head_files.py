@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.cpu_kernels.matrices import PlainLinear
-from outrider.engine.cpu_kernels.operators import plain_linear
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.spec import HeadSpec
@@ -210,13 +208,3 @@ class Linear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.nn.functional.linear(rows, self.weight, self.bias)
-
-    def plain(self) -> PlainLinear:
-        """For the kernels, in the same memory."""
-        return plain_linear(self.weight, self.bias)
-
-    def halves(self) -> tuple[Linear, Linear]:
-        """Of the outputs."""
-        biases = (None, None) if self.bias is None else self.bias.chunk(2)
-        first, second = map(Linear, self.weight.chunk(2), biases)
-        return first, second

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.features import rms_norm
-from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.base import Attend
 from outrider.heads.head_files import HeadFiles
@@ -153,15 +151,3 @@ class DecoderLayer:
 
     def _by(self, norm: Tensor | None, rows: Tensor) -> Tensor:
         return rows if norm is None else rms_norm(rows, norm, self._shape.epsilon)
-
-    def pack(self, packing: DecoderPacking) -> None:
-        """For the kernels."""
-        norms = (self._input_norm, self._norm, self._query_norm, self._key_norm)
-        packing.add_layer(
-            self._index,
-            [None if norm is None else words_of(norm) for norm in norms],
-            qkv=[self._projections.plain()],
-            output=self._output.plain(),
-            gate_up=[half.plain() for half in self._gate_and_up.halves()],
-            down=self._down.plain(),
-        )

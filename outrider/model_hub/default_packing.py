@@ -90,7 +90,7 @@ def pack_default_model(
     )
     packing = DecoderPacking(kernels, quantise=config.weights == INT8)
     for layer in range(spec.num_layers):
-        packing.add_named_layer(layer, tensors, f"model.layers.{layer}.")
+        packing.add_layer(layer, tensors, f"model.layers.{layer}.")
     packing.add_rotation(inverse_frequencies(about["rope_parameters"]["rope_theta"], spec.head_dim), spec.max_model_len)
     packing.add_matrix("head", [PlainLinear(tensors["model.embed_tokens.weight"])])
     packing.add_norm("final_norm", tensors["model.norm.weight"])

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import ProposalRequest, ProposerInfo
+from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.row_budget import FIRST_ROWS, LEAST_ROWS, CatchUpBudget
+from tests.draft_node.simulated_pair import ScriptedForward
+from tests.support.fake_clock import FakeClock
 
 
 def test_rows_are_what_the_time_allows_by_what_they_have_cost():
@@ -25,3 +31,19 @@ def test_few_rows_say_nothing():
     budget = CatchUpBudget(max_rows=512, seconds=0.1)
     budget.observe(LEAST_ROWS - 1, 30.0)
     assert budget.num_rows == FIRST_ROWS
+
+
+def test_what_rows_cost_is_learnt_beside_drafts_of_several_tokens():
+    """Such a call may be several forwards. Its time says at most too much."""
+    clock = FakeClock()
+    forward = ScriptedForward(clock)
+    forward.max_tokens = 8
+    proposer = DraftModelProposer(forward, ProposerInfo(name="scripted"), clock=clock)
+    start = SequenceStart(
+        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=999)), sample=0, prompt_length=9
+    )
+    long, short = [5] * 1000, [7]
+    while len(short) < 20:
+        short.append(7)
+        proposer.propose([ProposalRequest(1, long, 0, start), ProposalRequest(2, short, 4, start)])
+    assert max(num_rows for _, num_rows in forward.calls) > 2 * FIRST_ROWS

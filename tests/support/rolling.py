@@ -47,7 +47,7 @@ class Graphs:
 def by_kernels(sampler: Sampler) -> Sampler:
     """Deciding as on a GPU."""
     editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
-    sampler._editor, sampler._decider = editor, TritonDecider(editor)
+    sampler._editor, sampler.decider = editor, TritonDecider(editor)
     return sampler
 
 

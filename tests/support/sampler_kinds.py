@@ -45,4 +45,4 @@ def as_taken_by(sampler: Sampler, logits: Array) -> Array:
     """Logits of either library, as this sampler is to be given them."""
     if isinstance(sampler, SamplerOfKind):
         return sampler.array(logits)
-    return np.asarray(logits) if isinstance(sampler._decider, NativeDecider) else logits
+    return np.asarray(logits) if isinstance(sampler.decider, NativeDecider) else logits

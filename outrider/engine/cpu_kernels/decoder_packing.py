@@ -85,7 +85,7 @@ def pack_decoder(
     is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
     dtype = head.weight.dtype
     for index, layer in enumerate(base.layers):
-        packing.add_named_layer(index, {name: words_of(each) for name, each in layer.named_parameters()})
+        packing.add_layer(index, {name: words_of(each) for name, each in layer.named_parameters()})
         _drop_weights(layer)
     rotary = base.rotary_emb
     tables = packing.add_rotation(_frequencies(rotary), spec.max_model_len, rotary.attention_scaling)

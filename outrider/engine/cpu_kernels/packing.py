@@ -47,41 +47,22 @@ class DecoderPacking:
         for part, values in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
             self.add(f"{name}.{part}", values)
 
-    def add_layer(
-        self,
-        index: int,
-        norms: Sequence[Words | None],
-        *,
-        qkv: Sequence[PlainLinear],
-        output: PlainLinear,
-        gate_up: Sequence[PlainLinear],
-        down: PlainLinear,
-    ) -> None:
-        """`norms`: by LAYER_NORMS."""
-        for name, norm in zip(LAYER_NORMS, norms, strict=True):
-            self.add_norm(f"{index}.{name}", norm)
-        self.add_matrix(f"{index}.qkv", qkv)
-        self.add_matrix(f"{index}.output", [output])
-        self.add_matrix(f"{index}.gate_up", gate_up, interleave=True)
-        self.add_matrix(f"{index}.down", [down])
-
-    def add_named_layer(self, index: int, tensors: Mapping[str, Words], prefix: str = "") -> None:
+    def add_layer(self, index: int, tensors: Mapping[str, Words], prefix: str = "") -> None:
         """One of a model in the shape of Llama: its tensors have transformers' names, behind the prefix."""
 
-        def linear(name: str) -> PlainLinear:
-            name = f"{prefix}{name}_proj"
-            return PlainLinear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+        def add_matrix(name: str, *parts: str, interleave: bool = False) -> None:
+            names = [f"{prefix}{part}_proj" for part in parts]
+            linears = [PlainLinear(tensors[f"{each}.weight"], tensors.get(f"{each}.bias")) for each in names]
+            self.add_matrix(f"{index}.{name}", linears, interleave=interleave)
 
         norms = [tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")]
         by_head = [tensors.get(f"{prefix}self_attn.{name}_norm.weight") for name in "qk"]
-        self.add_layer(
-            index,
-            [*norms, *by_head],
-            qkv=[linear(f"self_attn.{name}") for name in "qkv"],
-            output=linear("self_attn.o"),
-            gate_up=[linear("mlp.gate"), linear("mlp.up")],
-            down=linear("mlp.down"),
-        )
+        for name, norm in zip(LAYER_NORMS, [*norms, *by_head], strict=True):
+            self.add_norm(f"{index}.{name}", norm)
+        add_matrix("qkv", *(f"self_attn.{name}" for name in "qkv"))
+        add_matrix("output", "self_attn.o")
+        add_matrix("gate_up", "mlp.gate", "mlp.up", interleave=True)
+        add_matrix("down", "mlp.down")
 
     def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0) -> tuple[Floats, Floats]:
         """Cosines and sines of all positions times these frequencies [head_dim / 2], multiplied by `scaling`.

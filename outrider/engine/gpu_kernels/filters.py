@@ -58,7 +58,7 @@ def _lane_bounds(scratch, log_min_p, LANES: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def raise_lanes(
     values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
-    table,  # [8, num_rows] int64, see `decision_table`
+    table,  # [8, num_rows] int64, see `TritonDecider.table`
     scratch,  # [num_rows, LANES + 3] int64
     row_stride,
     num_ids,
@@ -220,7 +220,7 @@ def limits_of(values: Tensor, table: Tensor) -> Tensor:
 
     Args:
         values: [num_rows, num_ids] float32 after step 4, a row's side by side.
-        table: [8, num_rows] int64, see `outrider.engine.sampler.triton_decider.decision_table`.
+        table: [8, num_rows] int64, see `outrider.engine.sampler.triton_decider.TritonDecider.table`.
     """
     num_rows, num_ids = values.shape
     device = values.device

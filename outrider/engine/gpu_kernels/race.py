@@ -73,7 +73,7 @@ def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def best_scores(
     values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
-    table,  # [8, num_rows] int64, see `decision_table`
+    table,  # [8, num_rows] int64, see `TritonDecider.table`
     limits,  # [num_rows] int64: the order key of the last token that takes part; with HAS_LIMITS
     best,  # [num_rows, num_chunks] int64: order key of the best score
     row_stride,
@@ -128,7 +128,7 @@ def winners_of(values: Tensor, table: Tensor, limits: Tensor | None, token_ids: 
 
     Args:
         values: [num_rows, num_ids] float32 after step 4, a row's side by side.
-        table: [8, num_rows] int64, see `outrider.engine.sampler.triton_decider.decision_table`.
+        table: [8, num_rows] int64, see `outrider.engine.sampler.triton_decider.TritonDecider.table`.
         limits: [num_rows] int64, the order key of the last token that takes part; None: all do.
         token_ids: [num_rows] int64, written and returned; None: a new one.
 

@@ -33,12 +33,8 @@ if TYPE_CHECKING:
     from outrider.engine.sampler.triton_decider import TritonDecider
 
 _WARM_UP_STEPS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
     {},
-    {"min_p": 0.1},
-    {"top_k": 2},
-    {"top_p": 0.9},
-    {"top_k": 2, "top_p": 0.9},
+    {"min_p": 0.1, "top_k": 2, "top_p": 0.9},
     {"logit_bias": ((0, 1.0),), "min_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1},
 )
 """Parameters of one step each: kernels are compiled for what any row of a step asks for."""
@@ -80,20 +76,15 @@ class Sampler:
         vocabulary = Vocabulary.of(np.asarray(known_token_ids))
         has_triton = kernels is None and not why_no_triton(device)
         self._editor = LogitEditor(vocabulary, apply_by_kernel if has_triton else apply_to_array)
-        self._decider: NativeDecider | TritonDecider | ArrayDecider
+        self.decider: NativeDecider | TritonDecider | ArrayDecider
         if kernels is not None:
-            self._decider = NativeDecider(kernels, vocabulary)
+            self.decider = NativeDecider(kernels, vocabulary)
         elif has_triton:
             from outrider.engine.sampler.triton_decider import TritonDecider
 
-            self._decider = TritonDecider(self._editor)
+            self.decider = TritonDecider(self._editor)
         else:
-            self._decider = ArrayDecider(self._editor)
-
-    @property
-    def decider(self) -> NativeDecider | TritonDecider | ArrayDecider:
-        """What decides, where the logits are."""
-        return self._decider
+            self.decider = ArrayDecider(self._editor)
 
     def warm_up(self) -> None:
         """Decides rows in each of the ways that are compiled: seconds that no request should wait for.
@@ -199,7 +190,7 @@ class Sampler:
         Deciders decide alike, to the last id: they are made of the same float32 operations in the same order. A row
         with NaN is decided for the first of them, one where nothing is left for id 0.
         """
-        return self._decider.decide(self._checked(logits, rows), rows)
+        return self.decider.decide(self._checked(logits, rows), rows)
 
     def with_logprobs(self, logits: Array, rows: Sequence[SampleRows], token_ids: Array) -> Pending[SampledRows]:
         """These tokens [num_rows] int64, with the logprobs that were asked for. Arguments as for `sample`."""

@@ -19,24 +19,7 @@ from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import upload
 
 TABLE_WORDS = 8
-"""Of a row in a decision table, which is all that kernels know of the rows: [TABLE_WORDS, num_rows] int64."""
-
-
-def decision_table(decisions: Sequence[Decision], *, num_ids: int) -> npt.NDArray[np.int64]:
-    """[TABLE_WORDS, num_rows]: position, sample, low and high word of the seed; temperature (0: greedy) and log of
-    min_p as the bits of a float32; top_k (0: none); top_p as the bits of a float64.
-    """
-    words = np.empty((TABLE_WORDS, len(decisions)), dtype=np.int64)
-    for row, decision in enumerate(decisions):
-        key, params = decision.key, decision.params
-        low, high = split_seed(key.seed)
-        words[:4, row] = (key.position & WORD, key.sample, low, high)
-        words[6, row] = params.top_k if params.top_k < num_ids else 0
-    params_of = [decision.params for decision in decisions]
-    words[4] = _bits([0.0 if each.is_greedy else each.temperature for each in params_of])
-    words[5] = _bits([math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params_of])
-    words[7] = np.asarray([each.top_p for each in params_of], dtype=np.float64).view(np.int64)
-    return words
+"""Of each row in a decision table, see `TritonDecider.table`."""
 
 
 def _bits(numbers: Sequence[float]) -> np.ndarray:
@@ -59,8 +42,21 @@ class TritonDecider:
         return winners_of(values, table, limits_of(values, table) if is_filtered else None)
 
     def table(self, decisions: Sequence[Decision]) -> npt.NDArray[np.int64]:
-        """Their decision table, on the host."""
-        return decision_table(decisions, num_ids=self._editor.vocabulary.num_ids)
+        """All that kernels know of these rows: [TABLE_WORDS, num_rows].
+
+        Position, sample, low and high word of the seed; temperature (0: greedy) and log of min_p as the bits of a
+        float32; top_k (0: none); top_p as the bits of a float64.
+        """
+        words = np.empty((TABLE_WORDS, len(decisions)), dtype=np.int64)
+        for row, decision in enumerate(decisions):
+            key, params = decision.key, decision.params
+            words[:4, row] = (key.position & WORD, key.sample, *split_seed(key.seed))
+            words[6, row] = params.top_k if params.top_k < self._editor.vocabulary.num_ids else 0
+        params_of = [decision.params for decision in decisions]
+        words[4] = _bits([0.0 if each.is_greedy else each.temperature for each in params_of])
+        words[5] = _bits([math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params_of])
+        words[7] = np.asarray([each.top_p for each in params_of], dtype=np.float64).view(np.int64)
+        return words
 
     @torch.inference_mode()
     def race(self, logits: Tensor, table: Tensor, winners: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES
+from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, plain_linear
 from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP, WIDTH_STEP, DecoderPacking
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.engine.kv_cache.tensor_planes import words_of
@@ -76,13 +76,18 @@ class Eagle3(HeadModel):
         self._feeds_back_normed = bool(files.config.get("norm_output"))
         self._embedding = files.embedding(hidden)
         has_layers = self._layout.is_nested or "layers.0.hidden_norm.weight" in files.names
-        first = "layers.0." if has_layers else "midlayer."
-        self._hidden_norm = files.take(f"{first}hidden_norm.weight", hidden)
-        self._layers = [DecoderLayer(files, first, shape, 0, width=2 * hidden)]
-        self._layers += [DecoderLayer(files, f"layers.{index}.", shape, index) for index in range(1, shape.num_layers)]
+        self._prefixes = [f"layers.{index}." for index in range(shape.num_layers)]
+        if not has_layers:
+            self._prefixes[0] = "midlayer."
+        self._hidden_norm = files.take(f"{self._prefixes[0]}hidden_norm.weight", hidden)
+        self._layers = [
+            DecoderLayer(files, prefix, shape, index, width=0 if index else 2 * hidden)
+            for index, prefix in enumerate(self._prefixes)
+        ]
         self._norm = files.take("norm.weight", hidden)
         self._output = files.output_layer(hidden, self.target_ids)
         self._rotation = self._layout.rotation(files)
+        self._places = files.places
         self.spec = self._layout.spec(files, self.form)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
@@ -104,15 +109,17 @@ class Eagle3(HeadModel):
         shape, element_type = self._shape, ELEMENT_TYPES[self._embedding.dtype]
         # A draft token takes as long as reading the weights. Rounding them changes few drafts, and no answer.
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
-        for layer in self._layers:
-            layer.pack(packing)
+        for index, prefix in enumerate(self._prefixes):
+            of_layer = {name: place for name, place in self._places.items() if name.startswith(prefix)}
+            tensors = {name: words_of(place.weight[place.rows]) for name, place in of_layer.items()}
+            packing.add_layer(index, tensors, prefix)
         packing.add_rotation(self._rotation.frequencies.numpy(), self.spec.max_model_len, self._rotation.scale)
         packing.add("embedding", words_of(self._embedding))
         packing.add_norm("feature_norm", words_of(self._hidden_norm))
         packing.add_norm("final_norm", words_of(self._norm))
-        packing.add_matrix("head", [self._output.plain()])
+        packing.add_matrix("head", [plain_linear(self._output.weight, self._output.bias)])
         packing.add("target_ids", None if self.target_ids is None else self.target_ids.numpy())
-        del self._layers, self._output
+        del self._layers, self._output, self._places
         weights = DecoderWeights(
             DecoderShape(
                 **asdict(shape),

@@ -111,9 +111,9 @@ class Proposer(Protocol):
         """One proposal for each request, in their order.
 
         At most `num_wanted` tokens each, besides siblings where the sequence takes trees. Work in one call is bounded:
-        a model makes at most one forward pass, and a request that needs more comes back as DRAFTING or CATCHING_UP.
-        A call that raises leaves what is remembered of each sequence as good as it was: it
-        may be made again.
+        a model makes at most one forward pass and a rollout, and a request that needs more comes back as DRAFTING or
+        CATCHING_UP. A call that raises leaves what is remembered of each sequence as good as it was: it may be made
+        again.
         """
 
     def forget(self, sequence_id: int) -> None:

@@ -145,6 +145,8 @@ class DraftForward(Protocol):
             if again:
                 logits = _without(logits, again, sampled)
             deciding = [deciding[at] for at in again]
+        # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
+        own = repeat(None) if states is None else iter([namespace(states).asarray(each, copy=True) for each in states])
         sure = Pending(() if confidences is None else (confidences,), lambda arrays: [each.tolist() for each in arrays])
         found, confident, rolled, *winners = read(distributions, sure, rollout, *(pending for _, pending in rounds))
         token_ids: list[list[int]] = [[] for _ in places]
@@ -155,8 +157,6 @@ class DraftForward(Protocol):
         made = [Decided(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)]
         firsts = iter(range(0, len(places), num_parallel))
         sure_of = iter(confident[0]) if confident else repeat(1.0)
-        # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
-        own = repeat(None) if states is None else iter([namespace(states).asarray(each, copy=True) for each in states])
         return [
             replace(
                 made[first := next(firsts)],
@@ -184,21 +184,22 @@ class DraftForward(Protocol):
             decision = next(_sample_rows(row, 0).decisions())
             fed_at, depth = decision.position - is_head, decision.position + 1 - row.num_committed
             sequences.append(RolledSequence(decision, row.max_tokens - 1, fed_at, row.block_ids, depth))
-        decided, own = rollouts.queue(sequences, winners[at], None if states is None else states[at])
+        decided, confidences, own = rollouts.queue(sequences, winners[at], None if states is None else states[at])
         states_of = [own[:, index].clone() if is_head else repeat(None) for index in range(len(rolled))]
 
         def finish(arrays: Arrays) -> dict[int, tuple[Decided, ...]]:
             found = {}
             for index, (place, row) in enumerate(zip(places, rolled, strict=True)):
                 token_ids = arrays[0][: row.max_tokens - 1, : row.num_decisions, index].tolist()
-                sure_of = arrays[0][:, -1, index].copy().view(np.float64).tolist()
                 found[place] = tuple(
                     Decided(tuple(ids), state=state, confidence=confidence)
-                    for ids, state, confidence in zip(token_ids, states_of[index], sure_of, strict=False)
+                    for ids, confidence, state in zip(
+                        token_ids, arrays[1][:, index].tolist(), states_of[index], strict=False
+                    )
                 )
             return found
 
-        return Pending((decided,), finish)
+        return Pending((decided, confidences), finish)
 
     def _distributions(
         self, logits: Array, samples: Sequence[SampleRows], places: Sequence[int]

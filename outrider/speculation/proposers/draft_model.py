@@ -62,9 +62,10 @@ SHARE_ALONE = 1.0
 class DraftModelProposer:
     """Ragged batches over the draft model's own paged KV cache. One owner thread.
 
-    A call makes one forward. Its rows are, first, those of unanswered updates: missing prefixes within the catch-up
-    budget, shortest first, then one token for each draft. The time that is left goes to the look-ahead. A draft that is
-    known already, because the committed tokens followed a path, needs no forward.
+    A call makes one forward, which a rollout may follow (see `outrider.engine.rollouts`). Its rows are, first, those of
+    unanswered updates: missing prefixes within the catch-up budget, shortest first, then one token for each draft. The
+    time that is left goes to the look-ahead. A draft that is known already, because the committed tokens followed a
+    path, needs no forward.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class DraftModelProposer:
         self.num_wasted_tokens = 0
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request, after at most one forward."""
+        """One proposal for each request, after at most one forward and a rollout."""
         plan = Plan()
         trees = [self._tree(request) for request in requests]
         served = [(request, tree) for request, tree in zip(requests, trees, strict=True) if tree]
@@ -325,9 +326,10 @@ class DraftModelProposer:
             self._give_up_copies(plan)
             raise
         num_rows, seconds = sum(len(row.rows.token_ids) for row in plan.rows), self._clock() - started
-        if all(row.rows.max_tokens <= 1 for row in plan.rows):  # else it may have been several forwards
-            budget = self._budget if num_rows == len(plan.rows) else self._catch_up
-            budget.observe(num_rows, seconds)
+        if num_rows > len(plan.rows):
+            self._catch_up.observe(num_rows, seconds)  # with a rollout too much, which is safe
+        elif all(row.rows.max_tokens <= 1 for row in plan.rows):
+            self._budget.observe(num_rows, seconds)
         for row, outcome in zip(plan.rows, decided, strict=True):
             row.take(outcome)
 

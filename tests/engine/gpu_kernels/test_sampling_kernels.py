@@ -36,7 +36,7 @@ def _small_programs(monkeypatch):
 def by_kernels(sampler):
     """The sampler, deciding as on a GPU."""
     editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
-    sampler._editor, sampler._decider = editor, kernels.TritonDecider(editor)
+    sampler._editor, sampler.decider = editor, kernels.TritonDecider(editor)
     return sampler
 
 
@@ -74,7 +74,7 @@ def check_limits(values, params):
     sampler = Sampler(vocab_size=num_ids, known_token_ids=torch.ones(num_ids, dtype=torch.bool))
     states = [sampler.start(each, sample=0, prompt_token_ids=[]) for each in params]
     decisions = [decision for state in states for decision in SampleRows(state, 5).decisions()]
-    table = torch.from_numpy(kernels.decision_table(decisions, num_ids=num_ids))
+    table = torch.from_numpy(by_kernels(sampler).decider.table(decisions))
     found = kernels.limits_of(values, table)
 
     divided = values / torch.tensor([[each.temperature] for each in params])
