@@ -238,7 +238,7 @@ $(REPLICA)/.installed: checks/gpu_replica.txt
 	test -x $(REPLICA)/bin/python || $(REPLICA_PYTHON) -m venv $(REPLICA)
 	$(REPLICA_INSTALL) -r $<
 	$(REPLICA_INSTALL) --no-deps --upgrade --target $(REPLICA)/interpreter 'numpy<2.4'
-	$(REPLICA)/bin/python -c 'import accelerate, grpc, hypothesis, pytest, torch, transformers.models.llama, triton'
+	$(REPLICA)/bin/python -c 'import accelerate, grpc, hypothesis, pytest, torch, transformers.models.llama.modeling_llama, triton'
 	touch $@
 
 .whl/.complete: checks/gpu_wheels.txt constraints.txt $(REPLICA)/.installed

@@ -38,14 +38,13 @@ node = TinyNode(model, head=head, draft_rows="all", draft_trees="auto")
 groups = [node.open(sampling=sampling) for sampling in ({"n": 2, "temperature": 1.0}, {})]
 node.run()
 drafted = sum(sum(stats.num_draft_tokens_by_source.values()) for stats in node.stats)
-{more}
 print(json.dumps([node.parts.model.proposer, drafted, node.tokens(groups[1]), "torch" in sys.modules]))
 """
 
 
 @pytest.fixture(scope="module")
 def run_nodes(tmp_path_factory):
-    """`run_nodes(more)` opens both nodes, drafts and verifies in a process of its own: all share a cache."""
+    """`run_nodes()` opens both nodes, drafts and verifies in a process of its own: all share a cache."""
     choice = choose_kernels()
     if choice.library is None:
         pytest.skip(str(choice))
@@ -54,8 +53,8 @@ def run_nodes(tmp_path_factory):
     head, _ = make_random_eagle3(folder, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
     kept = {"OUTRIDER_CACHE_DIR": str(folder / "cache"), LIBRARIES_VARIABLE: str(libraries_directory())}
 
-    def run(more=""):
-        command = [sys.executable, "-c", PROGRAM.replace("{more}", more), str(model), str(head)]
+    def run():
+        command = [sys.executable, "-c", PROGRAM, str(model), str(head)]
         done = subprocess.run(
             command, env={**os.environ, **kept}, capture_output=True, text=True, timeout=240, check=False
         )
@@ -74,7 +73,6 @@ def test_nodes_with_a_packed_head_draft_and_verify_without_torch(run_nodes):
     proposer, num_drafted, tokens = found
     assert proposer == "eagle3:head"
     assert num_drafted > len(tokens) == 40
-    assert run_nodes("import torch")[-1], "the test would notice it"
 
 
 def test_what_cannot_be_packed_is_told_by_the_process_that_asked(tmp_path):

@@ -32,7 +32,7 @@ REACH_SECONDS = 20.0
 RESUME_SECONDS = 30.0  # without a window a client's connection is its request
 ANSWER_SECONDS = 40.0
 """Bound of every answer, on a machine that is busy with other things."""
-MAX_TRIES = 3
+MAX_TRIES = 6
 NUM_IN_CROWD = 12
 NUM_SHORT = 80
 NUM_TO_FORGET = 6

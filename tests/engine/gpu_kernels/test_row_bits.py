@@ -58,8 +58,19 @@ def rows(start, end, blocks=BLOCKS, parents=()):
     return SequenceRows([0] * (end - start), start, blocks, 0, parents)
 
 
-@pytest.mark.parametrize("options", [PLAIN, AttentionOptions(0.25, sliding_window=37, softcap=1.5)])
-@pytest.mark.parametrize("position", [0, 31, 32, 70])
+WINDOW = AttentionOptions(0.25, sliding_window=37, softcap=1.5)
+
+
+@pytest.mark.parametrize(
+    ("position", "options"),
+    [
+        *((0, PLAIN), (31, WINDOW), (32, PLAIN), (70, WINDOW)),
+        *(
+            pytest.param(*other, marks=pytest.mark.full)
+            for other in ((0, WINDOW), (31, PLAIN), (32, WINDOW), (70, PLAIN))
+        ),
+    ],
+)
 def test_a_row_has_the_same_bits_alone_and_in_company(memory, position, options):
     alone = attend(memory, rows(position, position + 1), options=options)[0]
     for start, end in ((max(position - 3, 0), position + 1), (position, position + 5)):
@@ -69,8 +80,16 @@ def test_a_row_has_the_same_bits_alone_and_in_company(memory, position, options)
     assert torch.equal(attend(memory, *crowd, options=options)[1], alone)
 
 
-@pytest.mark.parametrize("options", [PLAIN, AttentionOptions(0.25, sliding_window=37, softcap=1.5)])
-@pytest.mark.parametrize("parents", [(), (-1, -1, 0, 0)], ids=["chain", "tree"])
+TREE = (-1, -1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "parents"),
+    [
+        *((WINDOW, ()), (PLAIN, TREE)),
+        *(pytest.param(*other, marks=pytest.mark.full) for other in ((PLAIN, ()), (WINDOW, TREE))),
+    ],
+)
 def test_however_a_tile_is_cut_its_rows_have_the_same_bits(memory, options, parents, monkeypatch):
     crowd = [rows(66, 71, parents=parents), rows(0, 9, (24,)), rows(60, 61, (20, 21, 22, 23))]
     monkeypatch.setattr(work_list, "ITEMS_PER_PROGRAM", 1)
