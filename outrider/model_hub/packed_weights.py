@@ -280,9 +280,10 @@ def _remove_old(key: PackedKey) -> None:
     for path in key.cache.glob(f".{key.model}-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in key.cache.glob(f"{key.model}-*.refused"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # as in a folder that several users share
+            path.unlink()
     remove_unused(path for path in key.cache.iterdir() if path.suffix != ".lock")
-    same = [path for path in key.cache.glob(f"{key.model}-*") if path != key.folder]
+    same = [path for path in key.cache.glob(f"{key.model}-*") if path.is_dir() and path != key.folder]
     for path in sorted(same, key=lambda path: path.stat().st_mtime, reverse=True)[KEPT_FOR_A_MODEL:]:
         shutil.rmtree(path, ignore_errors=True)
 
