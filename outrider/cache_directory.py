@@ -1,16 +1,21 @@
-"""Where this user's cache is, and who may write there. Standard library only."""
+"""Where this user's cache is, who may write there, and what leaves it again. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 CACHE_VARIABLE = "OUTRIDER_CACHE_DIR"
 """The directory in place of the user's cache."""
 LOCK_POLL_SECONDS = 0.05
+REPORT_SECONDS = 1.0
+"""How often a process that waits for a lock tells so."""
+KEPT_SECONDS = 30 * 24 * 3600
+"""How long what nobody uses stays in a cache."""
 
 
 def user_cache_directory() -> Path:
@@ -21,13 +26,11 @@ def user_cache_directory() -> Path:
 
 
 @contextlib.contextmanager
-def locked(
-    path: Path, *, while_waiting: Callable[[], object], every_seconds: float = 1.0, seconds: float = float("inf")
-) -> Iterator[None]:
+def locked(path: Path, *, while_waiting: Callable[[], object], seconds: float = float("inf")) -> Iterator[None]:
     """Holds the lock of this file, whose folder is made if need be, for this process alone.
 
-    `while_waiting` is called every so often. The system releases the lock of a process that dies, however it dies.
-    Raises TimeoutError after `seconds`, OSError where the file cannot be written.
+    `while_waiting` is called every `REPORT_SECONDS`. The system releases the lock of a process that dies, however it
+    dies. Raises TimeoutError after `seconds`, OSError where the file cannot be written.
     """
     import fcntl  # not on Windows, where clients are installed and nothing is made
 
@@ -41,8 +44,24 @@ def locked(
             now = time.monotonic()
             if now >= reported_at:
                 while_waiting()
-                reported_at = now + every_seconds
+                reported_at = now + REPORT_SECONDS
             if now > began_at + seconds:
                 raise TimeoutError(f"{path} has been locked by another process for {seconds / 60:.0f} minutes")
             time.sleep(LOCK_POLL_SECONDS)
         yield
+
+
+def remove_unused(paths: Iterable[Path]) -> None:
+    """Removes the files and folders that were not modified for `KEPT_SECONDS`: whoever uses one touches it.
+
+    Another process may remove them at the same time.
+    """
+    oldest = time.time() - KEPT_SECONDS
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime >= oldest:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from outrider.cache_directory import remove_unused
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 
@@ -23,7 +24,6 @@ FORMATS = ("model.safetensors", "pytorch_model.bin")
 """Of weights, as transformers prefers them: one file of this name, else those that the index beside it names."""
 RACY_SECONDS = 2.0
 """A file that was changed later before it was hashed may change again within one tick of its file system's clock."""
-REMEMBERED_SECONDS = 30 * 24 * 3600
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Of config.json: how and by what it was saved, not what it says."""
 
@@ -162,10 +162,7 @@ def _state(path: Path) -> str:
 def _remember(entry: Path, content: str) -> None:
     """Complete or not at all; forgets what was remembered long ago. Raises OSError."""
     entry.parent.mkdir(parents=True, exist_ok=True)
-    for other in entry.parent.iterdir():
-        with suppress(FileNotFoundError):  # another process forgets it at this moment
-            if other.stat().st_mtime < time.time() - REMEMBERED_SECONDS:
-                other.unlink()
+    remove_unused(entry.parent.iterdir())
     unfinished = entry.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}")
     unfinished.write_text(content)
     unfinished.replace(entry)

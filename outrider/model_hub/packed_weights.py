@@ -21,8 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +32,7 @@ import numpy as np
 import xxhash
 
 import outrider
-from outrider.cache_directory import locked
+from outrider.cache_directory import locked, remove_unused
 from outrider.engine.cpu_kernels.decoder_weights import PACKED
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.model_hub.config import ModelConfig
@@ -54,14 +53,11 @@ PACKER = "outrider.heads.packer"
 packs_here = False
 """Set by that process itself."""
 
-WAIT_REPORT_SECONDS = 1.0
 WAIT_SECONDS = 1800.0
 """For another process that packs the same; a killed one is not waited for."""
 
 KEPT_FOR_A_MODEL = 2
 """Of one model or head, made by different versions: the most recently used, beside the new one."""
-KEPT_SECONDS = 30 * 24 * 3600
-"""How long weights that no node asks for stay."""
 
 _PAGE, _LINE = 4096, 64
 _HASHED_AT_ONCE = 64 << 20
@@ -148,7 +144,6 @@ def open_packed(
                 locked(
                     key.cache / f"{key.model}.lock",
                     while_waiting=lambda: progress("wait", 0, 0),
-                    every_seconds=WAIT_REPORT_SECONDS,
                     seconds=WAIT_SECONDS,
                 )
             )
@@ -284,23 +279,13 @@ def _remove_old(key: PackedKey) -> None:
     """What other versions made of this model, what nobody used for long, and what killed processes left behind."""
     for path in key.cache.glob(f".{key.model}-*"):
         shutil.rmtree(path, ignore_errors=True)
-    found = sorted(_folders(key.cache), reverse=True)
-    same = [path for _, path in found if path.name.startswith(key.model) and path != key.folder]
-    old = [path for used, path in found if used < time.time() - KEPT_SECONDS]
-    for path in {*same[KEPT_FOR_A_MODEL:], *old}:
+    for path in key.cache.glob(f"{key.model}-*.refused"):
+        with contextlib.suppress(OSError):  # as in a folder that several users share
+            path.unlink()
+    remove_unused(path for path in key.cache.iterdir() if path.suffix != ".lock")
+    same = [path for path in key.cache.glob(f"{key.model}-*") if path.is_dir() and path != key.folder]
+    for path in sorted(same, key=lambda path: path.stat().st_mtime, reverse=True)[KEPT_FOR_A_MODEL:]:
         shutil.rmtree(path, ignore_errors=True)
-    for path in key.cache.glob("*.refused"):
-        with contextlib.suppress(OSError):  # another process removes it at this moment
-            if path.name.startswith(key.model) or path.stat().st_mtime < time.time() - KEPT_SECONDS:
-                path.unlink()
-
-
-def _folders(cache: Path) -> Iterator[tuple[float, Path]]:
-    """(last use, folder) of all packed weights."""
-    for path in cache.iterdir():
-        with contextlib.suppress(OSError):  # another process removes it at this moment
-            if path.is_dir():
-                yield path.stat().st_mtime, path
 
 
 def _source_hash() -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cache_directory import locked
+from outrider.cache_directory import KEPT_SECONDS, locked
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -236,7 +236,7 @@ def test_of_one_model_only_the_versions_last_used_are_kept(opened, cache, monkey
 def test_weights_that_no_node_asked_for_in_a_month_are_removed(opened, cache, tmp_path):
     opened()
     (folder,) = folders(cache)
-    long_ago = time.time() - packed_weights.KEPT_SECONDS - 1
+    long_ago = time.time() - KEPT_SECONDS - 1
     os.utime(folder, (long_ago, long_ago))
     opened()  # which is asking for it
     opened(make_tiny_model(tmp_path / "llama"))
@@ -315,7 +315,6 @@ def test_a_damaged_checkpoint_is_refused_whatever_is_packed(opened, tiny, tmp_pa
 
 
 def test_a_node_that_waits_too_long_for_another_serves_by_itself(opened, cache, monkeypatch):
-    monkeypatch.setattr(packed_weights, "WAIT_REPORT_SECONDS", 0.01)
     monkeypatch.setattr(packed_weights, "WAIT_SECONDS", 0.0)
     opened()
     (folder,) = folders(cache)

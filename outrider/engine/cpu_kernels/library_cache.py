@@ -13,12 +13,11 @@ import platform
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from outrider.cache_directory import locked, user_cache_directory
+from outrider.cache_directory import locked, remove_unused, user_cache_directory
 from outrider.engine.cpu_kernels.compiler import (
     COMPILE_FLAGS,
     LINK_FLAGS,
@@ -36,8 +35,6 @@ LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
 """Names the folder of compiled libraries, in place of `kernels` in the user's cache."""
 
 CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
-KEPT_SECONDS = 30 * 24 * 3600
-"""How long a library that nobody asks for stays in the cache."""
 LOCK_SECONDS = 3600.0
 
 Progress = Callable[[int, int], None]
@@ -89,7 +86,9 @@ def compiled_libraries(
         with locked(folder / "lock", while_waiting=lambda: progress(0, 0), seconds=LOCK_SECONDS):
             missing = [path for path in missing if not _is_intact(entries[path])]
             left_out = {path: reason for path in missing if (reason := compiler.knows(paths[path]))}
-            _remove_unused(folder)
+            for leftover in folder.glob("objects-*"):  # of processes that were killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            remove_unused(path for path in folder.iterdir() if path.is_dir())
             _compile(compiler, {path: paths[path] for path in missing if path not in left_out}, entries, progress)
     return {path: entry / CACHED_LIBRARY for path, entry in entries.items() if path not in left_out}, left_out
 
@@ -156,11 +155,3 @@ def _is_intact(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         folder.touch()
     return True
-
-
-def _remove_unused(cache: Path) -> None:
-    """Old libraries, and what processes that were killed left behind. Call it with the lock held."""
-    oldest = time.time() - KEPT_SECONDS
-    for folder in cache.iterdir():
-        if folder.is_dir() and (folder.name.startswith("objects-") or folder.stat().st_mtime < oldest):
-            shutil.rmtree(folder, ignore_errors=True)
