@@ -60,7 +60,7 @@ def cases() -> Iterator[Case]:
     types |= dict.fromkeys(("split_values", "split_largest", "split_totals"), "*fp32")
     types |= dict.fromkeys(("block_tables", "plan"), "*i32")
     types |= dict.fromkeys(("positions", "path_starts", "path_slots"), "*i64")
-    types |= dict.fromkeys(("first_merged", "window"), "i32")
+    types |= {"window": "i32"}
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
     sizes = {"HEADS_PER_KV": 4, "HEADS_PER_TILE": 4, "NUM_KV_HEADS": 8, "HEAD": 128, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
     sizes |= {"LINES": TILE.lines, "KEYS": TILE.keys, "SPLIT_KEYS": TILE.split_keys}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.gpu_kernels import work_list
-from outrider.engine.gpu_kernels.work_list import HEADER_INTS, ITEM_INTS, MERGE_INTS, Tile, WorkLists
+from outrider.engine.gpu_kernels.work_list import HEADER_INTS, ITEM_INTS, Tile, WorkLists
 from outrider.engine.graph_shapes import GraphShapes, pad
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 
@@ -28,12 +28,13 @@ def batch_of(*sequences):
 
 
 def parts(plan, batch, lists):
-    """Items [n, 7] and merged rows [m, 2]."""
-    num_items, num_merged = plan[:2]
+    """Items [n, 7], and the first partial of each row."""
+    num_items, rows_start, num_rows, num_merged = plan[:HEADER_INTS]
     room = lists.max_items(batch.num_rows) if batch.is_padded else num_items
-    numbers = np.asarray(plan)[HEADER_INTS:]
-    items, merged = numbers[: room * ITEM_INTS].reshape(room, -1), numbers[room * ITEM_INTS :].reshape(-1, MERGE_INTS)
-    return items[:num_items, :7], merged[:num_merged]
+    items, partials = np.split(np.asarray(plan)[HEADER_INTS:], [rows_start - HEADER_INTS])
+    assert (items.size, len(partials)) == (room * ITEM_INTS, batch.num_rows)
+    assert (num_rows, num_merged) == (batch.num_rows, (partials >= 0).sum())
+    return items.reshape(room, ITEM_INTS)[:num_items], partials.tolist()
 
 
 def test_splits_are_as_many_as_a_long_sequence_can_bear():
@@ -72,21 +73,23 @@ def test_every_row_meets_each_of_its_splits_once(lists):
         padded = batch if bucket is None else pad(batch, bucket, 9)
         for each in {batch, padded}:
             arrays = each.arrays
-            items, merged = parts(lists.plan(each), each, lists)
-            met, places = [[] for _ in range(each.num_rows)], {}
+            items, partials = parts(lists.plan(each), each, lists)
+            met, num_items_of = [[] for _ in range(each.num_rows)], [0] * each.num_rows
             sequence_of = np.repeat(np.arange(each.num_seqs), np.diff(arrays.query_start_loc))
             for first_row, num_rows, table_start, first, end, partial, num_splits in items.tolist():
                 assert 1 <= num_rows <= lists.rows_per_tile
                 for row in range(first_row, first_row + num_rows):
                     assert arrays.table_starts[sequence_of[row]] == table_start
                     met[row] += range(first, end)
-                    if partial >= 0:
-                        places[row] = partial + (row - first_row) * num_splits
+                    num_items_of[row] += 1
+                    assert partials[row] == (-1 if partial < 0 else partial + (row - first_row) * num_splits)
             for row, splits in enumerate(met):
                 assert sorted(splits) == list(range(len(splits)))
                 assert len(splits) > int(lists.split_of(np.array(arrays.positions[row])))
-            assert dict(merged.tolist()) == places
-            taken = [at + split for row, at in places.items() for split in met[row]]
+            assert [number > 1 for number in num_items_of] == [first >= 0 for first in partials]
+            taken = [
+                first + split for first, splits in zip(partials, met, strict=True) if first >= 0 for split in splits
+            ]
             assert len(set(taken)) == len(taken)
             assert max(taken, default=-1) < lists.max_partials
 
@@ -122,8 +125,8 @@ def test_programs_are_busy_to_the_end(sequences, allowed):
 
 
 def test_tiles_enough_are_not_cut():
-    assert LLAMA_8B.plan(batch_of(*[(1, 511)] * 128))[1] == 0
-    assert LLAMA_8B.plan(batch_of((4096, 0)))[1] == 0
+    assert LLAMA_8B.plan(batch_of(*[(1, 511)] * 128))[3] == 0
+    assert LLAMA_8B.plan(batch_of((4096, 0)))[3] == 0
 
 
 def test_plans_of_a_bucket_are_of_one_length_and_memory_does_not_grow_with_the_context():
@@ -140,6 +143,6 @@ def test_plans_of_a_bucket_are_of_one_length_and_memory_does_not_grow_with_the_c
 def test_tiles_beyond_the_room_for_partials_are_whole(monkeypatch):
     monkeypatch.setattr(work_list, "MAX_PARTIALS", 32 * 600)
     lists = WorkLists(Tile(), num_heads=32, num_kv_heads=8, num_programs=PROGRAMS)
-    items, merged = parts(lists.plan(batch := batch_of((4, 131_000), (4, 131_000))), batch, lists)
-    assert merged[:, 0].tolist() == [0, 1, 2, 3]
-    assert items[items[:, 5] < 0][:, :2].tolist() == [[4, 4]]
+    items, partials = parts(lists.plan(batch := batch_of((4, 131_000), (4, 131_000))), batch, lists)
+    assert [first >= 0 for first in partials] == [True] * 4 + [False] * 4
+    assert [item[:2] for item in items.tolist()].count([4, 4]) == 1

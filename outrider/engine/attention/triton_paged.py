@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.gpu_kernels.attention import attend, merge_splits
-from outrider.engine.gpu_kernels.work_list import HEADER_INTS, ITEM_INTS, Tile, WorkLists
+from outrider.engine.gpu_kernels.work_list import HEADER_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -73,11 +73,10 @@ class TritonAttention:
         assert (num_heads, num_kv_heads) == (self._num_heads, self._num_kv_heads), "made for a model of other heads"
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
         keys_per_block = min(tile.keys, max(16, MAX_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
-        num_items, num_merged = batch.arrays.attention_plan[:2]
-        num_partials = num_merged and self._lists.max_partials
+        num_items, _, num_rows, num_merged = batch.arrays.attention_plan[:HEADER_INTS]
         if batch.is_padded:  # then numbers are those of any batch of its shape
-            num_items, num_merged = self._lists.max_items(batch.num_rows), batch.num_rows
-            num_partials = self._lists.max_partials
+            num_items, num_merged = self._lists.max_items(num_rows), num_rows
+        num_partials = num_merged and self._lists.max_partials
         query = query.contiguous()
         output = torch.empty_like(query)
         # Three tensors, not parts of one: a kernel is compiled for each alignment of its arguments that it meets.
@@ -98,9 +97,8 @@ class TritonAttention:
                 num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
             )  # fmt: skip
             if num_merged:
-                merge_splits[min(num_merged, MAX_MERGING_PROGRAMS), num_heads](
-                    values, largest, totals, output, fields.positions, fields.attention_plan,
-                    HEADER_INTS + ITEM_INTS * num_items, window,
+                merge_splits[min(num_rows, MAX_MERGING_PROGRAMS), num_heads](
+                    values, largest, totals, output, fields.positions, fields.attention_plan, window,
                     NUM_HEADS=num_heads, HEAD=head_dim, HEAD_DIM=padded_dim, **splits,
                     num_warps=1, enable_fp_fusion=False,
                 )  # fmt: skip

@@ -21,7 +21,6 @@ from outrider.engine.gpu_kernels import work_list
 LOG2_E = tl.constexpr(1.4426950408889634)
 HEADER_INTS = tl.constexpr(work_list.HEADER_INTS)
 ITEM_INTS = tl.constexpr(work_list.ITEM_INTS)
-MERGE_INTS = tl.constexpr(work_list.MERGE_INTS)
 MERGED_AT_ONCE = tl.constexpr(8)
 
 
@@ -239,7 +238,7 @@ def attend(
         tl.store(output + places, result.to(output.dtype.element_ty), mask=is_place & is_whole)
 
 
-@triton.jit(do_not_specialize=["first_merged"])
+@triton.jit
 def merge_splits(
     split_values,  # [partials, num_heads, HEAD_DIM] float32
     split_largest,  # [partials, num_heads] float32
@@ -247,7 +246,6 @@ def merge_splits(
     output,  # [num_rows, num_heads, head_dim]
     positions,  # [num_rows] int64
     plan,  # [ints] int32, see work_list.py
-    first_merged,  # where in the plan the merged rows begin
     window,
     NUM_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -256,34 +254,36 @@ def merge_splits(
     SPLITS_PER_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Grid: any number of programs, which share the merged rows; heads."""
+    """Grid: any number of programs, which share the rows; heads."""
     head = tl.program_id(1)
     dims = tl.arange(0, HEAD_DIM)
-    for index in range(tl.program_id(0), tl.load(plan + 1), tl.num_programs(0)):
-        row = tl.load(plan + first_merged + index * MERGE_INTS)
-        first_partial = tl.load(plan + first_merged + index * MERGE_INTS + 1)
-        position = tl.load(positions + row).to(tl.int32)
-        first_split = 0
-        if HAS_WINDOW:
-            first_split = _split_of(tl.maximum(position - window + 1, 0), SPLIT_KEYS, SPLITS_PER_SIZE)
-        end_split = _split_of(position, SPLIT_KEYS, SPLITS_PER_SIZE) + 1
-        largest = tl.full([1], float("-inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        values = tl.zeros([1, HEAD_DIM], tl.float32)
-        for start in range(first_split, end_split, MERGED_AT_ONCE):
-            # Unrolled, so that the loads of several splits are under way together.
-            for offset in tl.static_range(MERGED_AT_ONCE):
-                split = start + offset + tl.zeros([1], tl.int32)
-                is_split = split < end_split
-                at = (first_partial + split).to(tl.int64) * NUM_HEADS + head
-                largest, total, values = _merge(
-                    largest,
-                    total,
-                    values,
-                    tl.load(split_largest + at, mask=is_split, other=float("-inf")),
-                    tl.load(split_totals + at, mask=is_split, other=0.0),
-                    tl.load(split_values + at[:, None] * HEAD_DIM + dims[None, :], mask=is_split[:, None], other=0.0),
-                )
-        result = values / total[:, None]
-        at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD + dims
-        tl.store(output + at[None, :], result.to(output.dtype.element_ty), mask=(dims < HEAD)[None, :])
+    first_partials = plan + tl.load(plan + 1)
+    for row in range(tl.program_id(0), tl.load(plan + 2), tl.num_programs(0)):
+        first_partial = tl.load(first_partials + row)
+        if first_partial >= 0:
+            position = tl.load(positions + row).to(tl.int32)
+            first_split = 0
+            if HAS_WINDOW:
+                first_split = _split_of(tl.maximum(position - window + 1, 0), SPLIT_KEYS, SPLITS_PER_SIZE)
+            end_split = _split_of(position, SPLIT_KEYS, SPLITS_PER_SIZE) + 1
+            largest = tl.full([1], float("-inf"), tl.float32)
+            total = tl.zeros([1], tl.float32)
+            values = tl.zeros([1, HEAD_DIM], tl.float32)
+            for start in range(first_split, end_split, MERGED_AT_ONCE):
+                # Unrolled, so that the loads of several splits are under way together.
+                for offset in tl.static_range(MERGED_AT_ONCE):
+                    split = start + offset + tl.zeros([1], tl.int32)
+                    is_split = split < end_split
+                    at = (first_partial + split).to(tl.int64) * NUM_HEADS + head
+                    value_places = at[:, None] * HEAD_DIM + dims[None, :]
+                    largest, total, values = _merge(
+                        largest,
+                        total,
+                        values,
+                        tl.load(split_largest + at, mask=is_split, other=float("-inf")),
+                        tl.load(split_totals + at, mask=is_split, other=0.0),
+                        tl.load(split_values + value_places, mask=is_split[:, None], other=0.0),
+                    )
+            result = values / total[:, None]
+            at = (row * NUM_HEADS + head) * HEAD + dims
+            tl.store(output + at[None, :], result.to(output.dtype.element_ty), mask=(dims < HEAD)[None, :])

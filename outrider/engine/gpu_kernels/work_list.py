@@ -19,13 +19,11 @@ import numpy.typing as npt
 
 from outrider.engine.input_batch import InputBatch
 
-HEADER_INTS = 8
-"""Of a plan, before its items: the numbers of items and of merged rows."""
-ITEM_INTS = 8
-"""Of an item, the last one unused: first row, number of rows, where the block table starts, first split, end split,
-first partial or -1, and partials of each row."""
-MERGE_INTS = 2
-"""Of a row whose tile was cut: its number, and its first partial."""
+HEADER_INTS = 4
+"""Of a plan: the number of items, where the partials of rows begin, the number of rows, and of rows to be merged."""
+ITEM_INTS = 7
+"""First row, number of rows, where the block table starts, first split, end split, first partial or -1, and partials of
+each row."""
 MAX_PARTIALS = 1 << 17
 """Partial sums of a forward, each of a row, a query head and a split: 68 MB with heads of 128 numbers, however long the
 sequences are. Tiles that come after are not cut."""
@@ -46,14 +44,15 @@ class Tile:
 
 
 _Numbers = npt.NDArray[Any]
-_OF_TILES, _FIRST_SPLIT, _END_SPLIT = [0, 1, 2, 5, 6], 3, 4
-"""Of an item: what all items of its tile have, and its own."""
 _NUM_SIZES = 20
 """Of splits: more than positions of 31 bits need."""
 
 
 class WorkLists:
-    """Makes plans for one model: [ints] int32, a header, items and merged rows. They fit every layer."""
+    """Makes plans for one model: [ints] int32. They fit every layer.
+
+    A plan is a header, items, and of each row the place of its first partial sum, or -1 where its tile was not cut.
+    """
 
     def __init__(self, tile: Tile, *, num_heads: int, num_kv_heads: int, num_programs: int) -> None:
         """`num_programs`: of the kernel, which the GPU runs at a time."""
@@ -92,7 +91,6 @@ class WorkLists:
                 break
         is_cut = (num_pieces > 1) & (end_partials <= self.max_partials)
         first_partials = np.where(is_cut, end_partials - num_partials, -1)
-
         num_pieces = np.where(is_cut, num_pieces, 1)
         tiles, places = _runs(num_pieces)  # of each item
         first_splits = self.split_of(num_keys[tiles] * places // num_pieces[tiles])
@@ -100,25 +98,18 @@ class WorkLists:
         end_splits[:-1] = first_splits[1:]
         end_splits[np.cumsum(num_pieces) - 1] = num_splits
         lengths = np.minimum(self._split_starts[end_splits], num_keys[tiles]) - self._split_starts[first_splits]
-        order = self._in_turns(np.argsort(-lengths, kind="stable"))
-        items = np.zeros((self.max_items(batch.num_rows) if batch.is_padded else len(order), ITEM_INTS), dtype=np.int32)
         table_starts = np.frombuffer(batch.arrays.table_starts, dtype=np.int32)[seqs]
-        of_tiles = np.stack((first_rows, num_rows, table_starts, first_partials, num_splits), axis=1)
-        items[: len(order), _OF_TILES] = of_tiles[tiles[order]]
-        items[: len(order), _FIRST_SPLIT], items[: len(order), _END_SPLIT] = first_splits[order], end_splits[order]
+        of_tiles = (each[tiles] for each in (first_rows, num_rows, table_starts))
+        of_partials = (each[tiles] for each in (first_partials, num_splits))
+        listed = np.stack((*of_tiles, first_splits, end_splits, *of_partials), axis=1)
+        room = self.max_items(batch.num_rows) if batch.is_padded else len(listed)
+        items = np.zeros((room, ITEM_INTS), dtype=np.int32)
+        items[: len(listed)] = listed[self._in_turns(np.argsort(-lengths, kind="stable"))]
 
-        cut = np.flatnonzero(is_cut)
-        tiles, places = _runs(num_rows[cut])  # of each merged row
-        tiles = cut[tiles]
-        merged = np.zeros((batch.num_rows if batch.is_padded else len(tiles), MERGE_INTS), dtype=np.int32)
-        merged[: len(tiles), 0] = first_rows[tiles] + places
-        merged[: len(tiles), 1] = first_partials[tiles] + places * num_splits[tiles]
-
-        plan = array("i", bytes(4 * HEADER_INTS))
-        plan[0], plan[1] = len(order), len(tiles)
-        plan.frombytes(items.tobytes())
-        plan.frombytes(merged.tobytes())
-        return plan
+        tiles, places = _runs(num_rows)  # of each row
+        partials = np.where(is_cut[tiles], first_partials[tiles] + places * num_splits[tiles], -1).astype(np.int32)
+        header = (len(listed), HEADER_INTS + items.size, batch.num_rows, int((partials >= 0).sum()))
+        return array("i", header) + array("i", items.tobytes() + partials.tobytes())
 
     def split_of(self, positions: _Numbers) -> _Numbers:
         """The number of the split of each position."""

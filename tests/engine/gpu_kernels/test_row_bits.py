@@ -102,7 +102,7 @@ def test_however_a_tile_is_cut_its_rows_have_the_same_bits(memory, options, pare
             plans.add(planned(crowd[0], *company, num_programs=num_programs).tobytes())
     assert len(plans) >= 5
     monkeypatch.setattr(work_list, "MAX_PARTIALS", 0)
-    assert not planned(crowd[0], num_programs=100)[1]
+    assert not planned(crowd[0], num_programs=100)[3]
     assert torch.equal(attend(memory, crowd[0], options=options, num_programs=100), whole)
 
 
