@@ -116,7 +116,7 @@ class DecodeLoop:
 
     def run(self) -> None:
         """The thread's target. What it raises is a bug of ours: the process must not go on serving."""
-        while not self._stopping.is_set():
+        while self._launched is not None or not self._stopping.is_set():
             self.iterate()
         self._report()
         self._profiler.end()
@@ -160,7 +160,8 @@ class DecodeLoop:
         self._delayed += self._inbox.take_some()
         while self._delayed and only_admits(self._delayed[0]):
             self._handle(self._delayed.popleft())
-        self._groups.tend_groups()
+        if not self._delayed:  # a retarget among them must come before its group is given up
+            self._groups.tend_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
@@ -209,6 +210,7 @@ class DecodeLoop:
         Nothing happens where nothing could be planned (every block is held by transfers under way).
         """
         fault_point("decode.step")
+        started = self.progress.clock()
         step, self._launched = self._launched or self._launch(), None
         if step is None:
             return
@@ -227,6 +229,7 @@ class DecodeLoop:
                 batch = lay_out_next(step, self._engine)
                 self._time.mark(Part.BATCH)
         verified, *scores = read(pending, *scored)  # the one place that waits for the device
+        self._time.mark(Part.SAMPLING)
         if batch is not None and self._may_go_on():
             self._launched = launch_next(batch, step, verified, self._engine, self.progress.clock)
         self._cpu_turns.give()  # the rest of the step needs one thread
@@ -234,13 +237,13 @@ class DecodeLoop:
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, verified)
         self._drafts.observe_step(
-            seconds=self.progress.clock() - step.launched_at,
+            seconds=self.progress.clock() - max(started, step.launched_at),
             num_rows=plan.num_rows,
             num_sequences=len(plan.scheduled),
             num_prompt_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
         )
         self._time.mark(Part.COMMIT)
-        seconds, nanoseconds = self.progress.clock() - step.started, self._time.take()
+        seconds, nanoseconds = self.progress.clock() - started, self._time.take()
         stats = partial(step_stats, step, verifying, verdicts, seconds=seconds, nanoseconds=nanoseconds)
         self._unreported = StepReport(
             [item.sample for item in verifying], verdicts, step.drafts.requested, step.drafts.hits, stats
@@ -253,7 +256,6 @@ class DecodeLoop:
 
     def _launch(self) -> LaunchedStep | None:
         """Plans the next step and begins its forward pass. None: nothing could be planned."""
-        started = self.progress.clock()
         drafts = self._gather()  # what is here; waits within its budget
         plan, planned = self._plan(drafts)
         self._time.mark(Part.SCHEDULE)
@@ -272,7 +274,7 @@ class DecodeLoop:
         self._verifier.prepare([each.draft_rows() for each in constrained])
         launched_at = self.progress.clock()
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
-        return LaunchedStep(plan, planned, logits, started, launched_at, drafts, preempted)
+        return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
 
     def _may_go_on(self) -> bool:
         """Whether the next step may begin before any command is handled."""

@@ -77,8 +77,7 @@ class LaunchedStep:
     plan: StepPlan
     planned: Sequence[PlannedSequence]
     logits: Array  # as of Engine.forward
-    started: float  # in seconds of a monotonic clock; when drafts were gathered for it
-    launched_at: float  # same; when the forward pass began
+    launched_at: float  # when the forward pass was queued, in seconds of a monotonic clock
     drafts: StepDrafts = NO_DRAFTS
     preempted: Sequence[Sample] = ()
 

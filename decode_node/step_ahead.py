@@ -52,7 +52,7 @@ def launch_next(
             return None
     launched_at = clock()
     logits = engine.run(batch, token_ids)
-    return LaunchedStep(StepPlan(step.plan.scheduled), step.planned, logits, launched_at, launched_at)
+    return LaunchedStep(StepPlan(step.plan.scheduled), step.planned, logits, launched_at)
 
 
 def _decodes_and_may_go_on(item: PlannedSequence) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from decode_node import decode_loop
+from outrider.profile import Capture, ProfileOptions, StartProfile
 from outrider.request import FinishReason
-from outrider.session import KvFailed, SampleDone
-from tests.decode_node.conftest import Node
+from outrider.session import Granted, KvFailed, SampleDone, SequenceGroupFailed
+from tests.decode_node.conftest import SHORT_PROMPT, Node
 from tests.decode_node.tiny_node import PROMPT
+from tests.support.fake_clock import FakeClock
 from tests.support.fake_device import snapshot_of
 from tests.support.fake_drafts import TextDrafts
 
@@ -158,3 +162,68 @@ def test_a_real_models_answers_are_the_same(early, make_node, sampling):
 
     assert answers(is_asynchronous=True) == answers(is_asynchronous=False)
     assert len(early) > 20
+
+
+def test_the_wait_for_the_device_belongs_to_sampling(node, early):
+    """As without a step ahead: what is laid out beside it is there before."""
+    now = [0]
+    node.engine.clock.__init__(lambda: now[0])
+    node.engine.runner.on_wait = lambda: now.__setitem__(0, now[0] + 1000)
+    node.open(sampling={"max_tokens": 6})
+    node.run()
+    assert len(early) == 4
+    assert [stats.nanoseconds for stats in node.stats if stats.nanoseconds["batch"]] == []
+    assert [stats.nanoseconds["sampling"] for stats in node.stats] == [1000] * 6
+
+
+def test_the_seconds_of_steps_add_up_to_the_time_that_has_passed(node, early):
+    """With those that a profile takes to begin a trace: they are no step's."""
+    clock = node.loop.progress.clock = FakeClock()
+    observed = []
+    node.loop._drafts.observe_step = lambda *, seconds, **_: observed.append(seconds)
+    commit = node.loop._commit
+    node.loop._commit = lambda *verified: (clock.advance(1.0), commit(*verified))[1]
+    node.engine.runner.on_wait = lambda: clock.advance(10.0)
+    node.loop._profiler._start_trace = lambda: (
+        clock.advance(500.0),
+        SimpleNamespace(step_ended=int, stop=int, export=bytes),
+    )[1]
+    node.loop.submit(StartProfile(Capture(ProfileOptions(num_steps=3, num_traced_steps=2), on_done=lambda _: None)))
+    node.open(sampling={"max_tokens": 6})
+    node.run()
+    assert len(early) == 4
+    assert [stats.seconds for stats in node.stats] == observed == [11.0] * 6
+    assert clock() == 500.0 + 6 * 11.0
+
+
+def test_a_node_that_stops_waits_for_the_step_that_the_device_computes(node, early):
+    group = node.open(sampling={"max_tokens": 40})
+    commit = node.loop._commit
+    node.loop._commit = lambda *verified: (early and node.loop.stop(), commit(*verified))[1]
+    free_all = node.groups.free_all
+    node.groups.free_all = lambda: (computing.append(node.engine.runner.is_computing), free_all())
+    computing = []
+    node.loop.run()
+    assert computing == [False]
+    assert node.tokens(group) == node.model.generate(SHORT_PROMPT, 3)
+    node.assert_nothing_is_held()
+
+
+def test_a_retarget_behind_a_cancel_comes_before_its_deadline_counts(node):
+    running = node.open(sampling={"max_tokens": 60})
+    waiting = node.open(prompt=LONG_PROMPT)
+    node.iterate()
+    node.ingest.inbox.fail(waiting[::-1], "scripted failure")
+    node.iterate()
+    assert node.find(KvFailed, waiting)
+
+    def say():
+        node.clock.advance(node.transfer_timeout_seconds)
+        node.cancel(running)
+        node.retarget(waiting, bytes(15) + b"2")
+
+    say()
+    node.iterate()
+    node.run()
+    assert not node.find(SequenceGroupFailed, waiting)
+    assert len(node.find(Granted, waiting)) == 2

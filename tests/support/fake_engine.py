@@ -255,9 +255,11 @@ class ScriptedEngine:
         return [ScriptedRows((), row.start_position, tuple(row.block_ids), row.num_logits) for row in rows]
 
     def run(self, batch: Sequence[ScriptedRows], token_ids: Sequence[int]) -> Sequence[Sequence[float]]:
-        return self.runner.forward(
-            [replace(row, token_ids=(token_id,)) for row, token_id in zip(batch, token_ids, strict=True)]
-        )
+        rows = [replace(row, token_ids=(token_id,)) for row, token_id in zip(batch, token_ids, strict=True)]
+        self.clock.mark(Part.BATCH)
+        logits = self.runner.forward(rows)
+        self.clock.mark(Part.FORWARD)
+        return logits
 
 
 def _path(parents: Sequence[int], draft: int) -> list[int]:
