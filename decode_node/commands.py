@@ -61,7 +61,10 @@ EventsBySession = Mapping[int, Sequence[SequenceGroupEvent]]
 
 
 def only_admits(command: Command) -> bool:
-    """Whether it ends no running sequence: it takes free blocks, or concerns groups that wait for their KV."""
+    """Whether it leaves running sequences as they are.
+
+    It opens a group, concerns one that waits for its KV, or refuses new ones.
+    """
     if isinstance(command, RouterCommand):
         return not isinstance(command.message, CancelSequenceGroup)
     return isinstance(command, TransferCompleted | TransferFailed | DrainStarted)

@@ -277,7 +277,7 @@ class DecodeLoop:
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
 
     def _may_go_on(self) -> bool:
-        """Whether the next step may begin before any command is handled."""
+        """Whether the next step may begin before commands are handled: what they open joins the step after it."""
         self._delayed += self._inbox.take_some()
         return not self._stopping.is_set() and all(map(only_admits, self._delayed))
 

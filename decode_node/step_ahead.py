@@ -19,13 +19,13 @@ UNKNOWN_TOKEN_ID = 0
 
 
 def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
-    """The batch that follows if each sequence of the step goes on with one token. It has blocks for it.
+    """The batch that follows if each sequence of the step goes on with one token. Blocks for it are reserved.
 
     None: the scheduler may plan something else.
     """
     scheduler, planned = engine.scheduler, step.planned
-    is_whole = scheduler.num_running == len(planned) and not scheduler.num_waiting
-    if not is_whole or engine.pool.num_free_blocks < len(planned) or not all(map(_decodes_and_may_go_on, planned)):
+    all_run = scheduler.num_running == len(planned) and not scheduler.num_waiting
+    if not all_run or engine.pool.num_free_blocks < len(planned) or not all(map(_decodes_and_may_go_on, planned)):
         return None
     rows: list[SequenceRows] = []
     for item in planned:

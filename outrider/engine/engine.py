@@ -57,7 +57,7 @@ class PromptEngine:
         return self.runner.lay_out(build_input_batch(rows, self.pool.block_size))
 
     def run(self, batch: InputBatch, token_ids: Sequence[int]) -> Array:
-        """As `forward`, of what `lay_out` has made, with a token id for each row."""
+        """Runs a batch of `lay_out` with these token ids, one for each row. Returns what `forward` does."""
         batch.arrays.token_ids[: len(token_ids)] = array("q", token_ids)
         self.clock.mark(Part.BATCH)
         logits = self.runner.forward(batch)[: len(token_ids)]

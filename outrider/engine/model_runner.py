@@ -46,7 +46,7 @@ class ModelRunner(Protocol):
         """
 
     def lay_out(self, batch: InputBatch) -> InputBatch:
-        """What `forward` may be given in place of the batch: with all that the host does for it but the upload.
+        """The batch as far as the host can prepare it for `forward`: padded and planned, but not uploaded.
 
         Token ids may still be set. Its logits may have more rows, after those of the batch.
         """

@@ -105,7 +105,7 @@ class StepGraphs:
             self._graphs[bucket] = self._capture(partial(_write_logits, forward, padded, logits))
 
     def padded(self, batch: InputBatch) -> InputBatch | None:
-        """The batch as `run` uploads it, but for token ids that may still be set. None: no graph is of its shape."""
+        """The batch as `run` uploads it. Its token ids may still be set. None: no graph is of its shape."""
         bucket = self._shapes.bucket_of(batch)
         return self._padded(batch, bucket) if bucket is not None and bucket in self._graphs else None
 

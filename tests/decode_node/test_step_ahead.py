@@ -1,4 +1,4 @@
-"""Steps of plain decoding that are laid out and launched before the step ahead of them is committed."""
+"""Steps of plain decoding that are laid out, and launched, before the step before them is committed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def node():
 
 @pytest.fixture
 def early(monkeypatch):
-    """The numbers of sequences of steps that were launched before the one ahead of them was committed."""
+    """The numbers of sequences of steps that were launched before the step before them was committed."""
     found = []
 
     def launch_next(batch, step, *arguments):
@@ -69,7 +69,7 @@ def test_the_passes_are_those_of_a_node_that_prepares_nothing(early, monkeypatch
     assert passes() == prepared
 
 
-def test_a_step_is_launched_before_the_one_ahead_of_it_is_committed(node):
+def test_a_step_is_launched_before_the_one_before_it_is_committed(node):
     node.open(sampling={"max_tokens": 4})
     node.iterate()
     (sequence,) = node.engine.scheduler.running
