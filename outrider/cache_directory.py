@@ -11,6 +11,7 @@ from pathlib import Path
 CACHE_VARIABLE = "OUTRIDER_CACHE_DIR"
 """The directory in place of the user's cache."""
 LOCK_POLL_SECONDS = 0.05
+LOCK_REPORT_SECONDS = 1.0
 
 
 def user_cache_directory() -> Path:
@@ -21,12 +22,10 @@ def user_cache_directory() -> Path:
 
 
 @contextlib.contextmanager
-def locked(
-    path: Path, *, while_waiting: Callable[[], object], every_seconds: float = 1.0, seconds: float = float("inf")
-) -> Iterator[None]:
+def locked(path: Path, *, while_waiting: Callable[[], object], seconds: float = float("inf")) -> Iterator[None]:
     """Holds the lock of this file, whose folder is made if need be, for this process alone.
 
-    `while_waiting` is called every so often. The system releases the lock of a process that dies, however it dies.
+    `while_waiting` is called every second. The system releases the lock of a process that dies, however it dies.
     Raises TimeoutError after `seconds`, OSError where the file cannot be written.
     """
     import fcntl  # not on Windows, where clients are installed and nothing is made
@@ -41,7 +40,7 @@ def locked(
             now = time.monotonic()
             if now >= reported_at:
                 while_waiting()
-                reported_at = now + every_seconds
+                reported_at = now + LOCK_REPORT_SECONDS
             if now > began_at + seconds:
                 raise TimeoutError(f"{path} has been locked by another process for {seconds / 60:.0f} minutes")
             time.sleep(LOCK_POLL_SECONDS)

@@ -40,8 +40,6 @@ NEEDED_BYTES = 800 << 20
 FULL_BYTES = 16 << 20
 """Less than this is left on a disk that is taken for full."""
 POLL_SECONDS = 0.25
-WAIT_REPORT_SECONDS = 1.0
-"""How often a process that waits for another one's download tells how far it is."""
 
 
 def default_directory(cache_directory: Path) -> Path:
@@ -65,7 +63,7 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
                 progress("wait", sum(_bytes_under(work) for work in _work_directories(cache_directory)), 0)
 
             lock = cache_directory / f"{DIRECTORY_NAME}.lock"
-            with locked(lock, while_waiting=report, every_seconds=WAIT_REPORT_SECONDS):
+            with locked(lock, while_waiting=report):
                 if not directory.is_dir():  # another process may have made it meanwhile
                     for work in _work_directories(cache_directory):  # of processes that were killed
                         shutil.rmtree(work, ignore_errors=True)

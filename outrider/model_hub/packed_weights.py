@@ -54,7 +54,6 @@ PACKER = "outrider.heads.packer"
 packs_here = False
 """Set by that process itself."""
 
-WAIT_REPORT_SECONDS = 1.0
 WAIT_SECONDS = 1800.0
 """For another process that packs the same; a killed one is not waited for."""
 
@@ -148,7 +147,6 @@ def open_packed(
                 locked(
                     key.cache / f"{key.model}.lock",
                     while_waiting=lambda: progress("wait", 0, 0),
-                    every_seconds=WAIT_REPORT_SECONDS,
                     seconds=WAIT_SECONDS,
                 )
             )

