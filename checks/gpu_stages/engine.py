@@ -63,7 +63,7 @@ def open_engine(
         keep_packed=False,
     )
     loaded = open_model(config) if loaded is None else loaded
-    loaded, cache, runner = open_runner(
+    cache, runner, _ = open_runner(
         loaded,
         attention_of(config, loaded.device),
         KVCacheConfig(num_blocks=num_blocks),

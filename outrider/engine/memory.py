@@ -43,14 +43,15 @@ class KVRoom:
 
         Of a GPU the process counts what it has itself, whatever others take or free meanwhile.
         """
-        free_bytes = max(free_memory_bytes(device) - reserved_bytes, 0)
         if device_type(device) == "cpu":
-            return cls(free_bytes=free_bytes, whole_bytes=free_bytes)
+            free = max(free_main_memory_bytes() - reserved_bytes, 0)
+            return cls(free_bytes=free, whole_bytes=free)
         import torch
 
+        free, whole = torch.cuda.mem_get_info(device)
         return cls(
-            free_bytes=free_bytes,
-            whole_bytes=torch.cuda.mem_get_info(device)[1],
+            free_bytes=max(free - reserved_bytes, 0),
+            whole_bytes=whole,
             own_bytes=torch.cuda.memory_reserved(device) + CONTEXT_BYTES + reserved_bytes,
             default_share=GPU_SHARE,
             num_windows=0,
@@ -94,15 +95,6 @@ def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVRoom, *, may_short
         f"one window of {spec.max_model_len} tokens needs {window_blocks * block_bytes:,} bytes of KV, and "
         f"kv_cache.{source} gives {num_blocks * block_bytes:,}{others}: set it higher{shorter}"
     )
-
-
-def free_memory_bytes(device: str) -> int:
-    """Bytes that may still be allocated: of the GPU, by anybody, or of this machine within the process's limits."""
-    if device_type(device) == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
-    return free_main_memory_bytes()
 
 
 def free_main_memory_bytes(

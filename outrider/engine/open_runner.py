@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from outrider.engine.attention import AttentionBackend, make_attention_backend
 from outrider.engine.device import device_type
@@ -24,11 +24,9 @@ GRAPH_LAYER_BYTES = 1 << 18
 FUSED_LAYER_BYTES = GRAPH_LAYER_BYTES // 4
 """The same of about 10 kernels."""
 
-Model = TypeVar("Model", bound=RunnableModel)
-
 
 def open_runner(
-    model: Model,
+    model: RunnableModel,
     attention: str,
     kv_cache: KVCacheConfig,
     *,
@@ -38,13 +36,14 @@ def open_runner(
     main_memory_bytes: int = 0,
     features: FeatureSpec | None = None,
     may_shorten: bool = False,
-) -> tuple[Model, PagedKVCache, ModelRunner]:
-    """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
+) -> tuple[PagedKVCache, ModelRunner, int]:
+    """A cache in the memory that the largest step, of `num_rows`, leaves free; a warmed-up runner over it; and the
+    window: tokens of the longest sequence that is served.
 
     `attention`: as in settings, of a model that torch computes. `num_logits`: rows of that step with logits, at most.
     `main_memory_bytes`: of that memory, for other things.
     `features`: of every row; the model's specification has their plane.
-    `may_shorten`: serve a shorter window than the model's where memory holds no more; the model is returned with it.
+    `may_shorten`: the window may be shorter than the model's, where memory holds no more.
 
     Raises what make_attention_backend and pool_size do.
     """
@@ -65,11 +64,10 @@ def open_runner(
         reserved_bytes += main_memory_bytes
     room = KVRoom.of(model.device, reserved_bytes)
     num_blocks, window = pool_size(model.spec, kv_cache, room, may_shorten=may_shorten)
-    model = model.with_window(window)
     cache = model.make_cache(num_blocks, kv_cache.block_size)
     runner = make_runner(model, cache, backend, graphs=graphs, features=features)
     warm_up(runner, cache, window)
-    return model, cache, runner
+    return cache, runner, window
 
 
 def rehearse(

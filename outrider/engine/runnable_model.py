@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -32,10 +32,6 @@ class RunnableModel:
     def cpu_kernels(self) -> CpuKernels | None:
         """Library and threads that compute the model, for what else computes beside it; None without them."""
         return None if self.native is None else self.native.kernels
-
-    def with_window(self, max_model_len: int) -> Self:
-        """The same, for sequences of so many tokens at most."""
-        return replace(self, spec=replace(self.spec, max_model_len=max_model_len))
 
     def make_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
         """For its steps; on a GPU with a scratch block, for those that are padded."""

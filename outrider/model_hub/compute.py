@@ -113,7 +113,7 @@ def open_compute(
         model = open_model(config, progress=progress)
         reduction = None if features is None else features(model)
         model = model.with_features(reduction)
-        model, cache, runner = open_runner(
+        cache, runner, window = open_runner(
             model,
             attention_of(config, model.device),
             kv_cache,
@@ -124,4 +124,4 @@ def open_compute(
             features=reduction,
             may_shorten=not config.max_model_len,
         )
-    return Compute(model, cache, runner, nullcontext(), num_rows)
+    return Compute(model.with_window(window), cache, runner, nullcontext(), num_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +52,8 @@ class LoadedModel(RunnableModel):
             info=replace(self.info, features=features.format(dtype)),
         )
 
-    def with_window(self, max_model_len: int) -> Self:
-        """As RunnableModel; it says so too."""
+    def with_window(self, max_model_len: int) -> LoadedModel:
+        """The same, for sequences of so many tokens at most, which says so."""
         return replace(
             self,
             spec=replace(self.spec, max_model_len=max_model_len),

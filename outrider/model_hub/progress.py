@@ -9,7 +9,7 @@ Progress = Callable[[str, int, int], None]
 
 Stages: "download" (bytes), "convert" (steps), "wait" (bytes that another process has by
 now), "check" (bytes), "kernels" (compiled files), "weights" (tensors, or bytes of
-packed ones).
+packed ones), "gpu" (waits for its turn on one).
 """
 
 

@@ -255,7 +255,7 @@ def test_a_runner_that_is_opened_has_room_for_them(bfloat16):
     assert model.spec.features == reduction.plane("bfloat16")
     assert model.spec.bytes_per_token == bfloat16.spec.bytes_per_token + 2 * reduction.width
     config = KVCacheConfig(block_size=BLOCK_SIZE, num_blocks=1000)
-    _, cache, runner = open_runner(model, "auto", config, num_rows=16, features=reduction)
+    cache, runner, _ = open_runner(model, "auto", config, num_rows=16, features=reduction)
     runner.forward(build_input_batch([SequenceRows(PROMPT[:4], 0, [0], 1)], BLOCK_SIZE))
     assert cache.layers(reduction.plane_name)[0][0].any()
 

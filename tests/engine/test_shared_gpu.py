@@ -94,7 +94,7 @@ class Node:
                 self.gpu.take(self.kind.weight_bytes // 8)
                 time.sleep(0.001)
             model = RunnableModel(model=self, native=None, fused=self, device="cuda", spec=spec)
-            self.model, self.cache, self.runner = open_runner.open_runner(
+            self.cache, self.runner, self.window = open_runner.open_runner(
                 model,
                 "auto",
                 self.config,
@@ -163,7 +163,7 @@ def shares_of(**config):
 
 
 def windows(nodes):
-    return {name: node.model.spec.max_model_len for name, node in nodes.items()}
+    return {name: node.window for name, node in nodes.items()}
 
 
 @pytest.mark.parametrize("attempt", range(2))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider import cache_directory
 from outrider.cache_directory import KEPT_SECONDS, locked
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
@@ -315,6 +316,7 @@ def test_a_damaged_checkpoint_is_refused_whatever_is_packed(opened, tiny, tmp_pa
 
 
 def test_a_node_that_waits_too_long_for_another_serves_by_itself(opened, cache, monkeypatch):
+    monkeypatch.setattr(cache_directory, "REPORT_SECONDS", 0.01)
     monkeypatch.setattr(packed_weights, "WAIT_SECONDS", 0.0)
     opened()
     (folder,) = folders(cache)

@@ -59,7 +59,7 @@ class ModelForward(DraftForward):
 
         `features`: of every row; the model's specification has their plane. `may_shorten`: see `open_runner`.
         """
-        model, cache, runner = open_runner(
+        cache, runner, window = open_runner(
             model,
             attention,
             kv_cache,
@@ -76,7 +76,7 @@ class ModelForward(DraftForward):
             hash_seed=model.info.fingerprint.encode(),
             enable_prefix_cache=kv_cache.prefix_cache,
         )
-        return cls(pool, cache, runner, model.open_sampler(), model.spec.max_model_len, model.spec.vocab_size)
+        return cls(pool, cache, runner, model.open_sampler(), window, model.spec.vocab_size)
 
     def rolling(self) -> RolloutForward | None:
         capturable = self.runner.capturable
