@@ -176,7 +176,6 @@ def _send(connector_name: str, device: str, address: str, count: int, num_tokens
                 address=address,
                 spec=_spec(bytes.fromhex(transfer_id), num_tokens),
                 block_ids=_blocks(index, num_tokens),
-                keep_alive_seconds=config.keep_alive_seconds,
                 on_ended=outcomes.put,
             )
             push.start()

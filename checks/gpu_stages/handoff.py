@@ -96,7 +96,7 @@ def _push_all(
     """All at once; (how each ended, seconds until the last one was committed)."""
     config = KvTransferConfig()
     outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()
-    groups = LayerGroups.of(cache.planes, num_tokens=specs[0].end_token, frame_bytes=config.frame_bytes)
+    groups = LayerGroups.of(cache.planes, frame_bytes=config.frame_bytes)
     started = time.perf_counter()
     for place, spec in enumerate(specs):
         push = KvPush(
@@ -105,12 +105,11 @@ def _push_all(
             address=address,
             spec=spec,
             block_ids=_blocks(place, spec),
-            keep_alive_seconds=config.keep_alive_seconds,
             on_ended=outcomes.put,
         )
         push.start()
         for layer in range(groups.num_layers):  # as after the forward of a whole prompt
-            if (layers := groups.ending_at(layer)) is not None:
+            if (layers := groups.ending_at(layer, num_tokens=spec.end_token)) is not None:
                 push.offer(layers, 0, spec.end_token)
         push.finish()
     done = [outcomes.get(timeout=TRANSFER_SECONDS) for _ in specs]

@@ -114,7 +114,7 @@ def test_times_are_the_device_s(rig):
         assert chunk.end_seconds >= computed_at[number] - 0.005
         if number:
             assert chunk.start_seconds == pytest.approx(chunks[number - 1].end_seconds)
-    assert rig.result(job).compute_seconds >= 0.1
+    assert rig.result(job).compute_seconds >= 5 * 0.015  # the first chunk may be launched late
 
 
 def test_a_cancelled_job_costs_the_chunks_that_the_device_has(rig):
