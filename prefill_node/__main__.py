@@ -79,7 +79,6 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             engine=engine,
             connector=connector,
             frame_bytes=config.kv_transfer.frame_bytes,
-            keep_alive_seconds=config.kv_transfer.keep_alive_seconds,
             profiler=StepProfiler(
                 engine.clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock()
             ),

@@ -65,7 +65,6 @@ class PrefillLoop:
         engine: PromptEngine,
         connector: Connector,
         frame_bytes: int,
-        keep_alive_seconds: float,
         profiler: StepProfiler,
         emit: Callable[[Sequence[JobEnded], StepStats | None], None],
         cpu_turns: CpuTurns | None = None,
@@ -82,7 +81,6 @@ class PrefillLoop:
         self._scheduler = engine.scheduler
         self._connector = connector
         self._layers = LayerGroups.of(engine.kv_cache.planes, frame_bytes=frame_bytes)
-        self._keep_alive_seconds = keep_alive_seconds
         self._profiler = profiler
         self._time = engine.clock
         self._emit = emit
@@ -276,7 +274,6 @@ class PrefillLoop:
             ),
             # Blocks were reserved for the whole prompt and begin after the shared ones: the table stays.
             block_ids=kv.block_ids,
-            keep_alive_seconds=self._keep_alive_seconds,
             on_ended=lambda outcome: self._push_ended(job_id, outcome),
             read_from=kv.num_tokens if task.is_reading else None,
             on_read=lambda has_read: self._inbox.put(HeldRead(job_id, has_read)),

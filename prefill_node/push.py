@@ -58,7 +58,6 @@ class KvPush:
         address: str,
         spec: TransferSpec,
         block_ids: Sequence[int],  # of the prompt's tokens from position 0
-        keep_alive_seconds: float,
         on_ended: Callable[[PushOutcome], None],
         read_from: int | None = None,
         on_read: Callable[[bool], None] = lambda _has_read: None,
@@ -75,7 +74,6 @@ class KvPush:
         self._blocks = ReservedBlocks(kv_cache, block_ids)
         self._read_from = read_from
         self._on_read = on_read
-        self._keep_alive_seconds = keep_alive_seconds
         self._on_ended = on_ended
         # None: everything has been offered, the push is interrupted, or the receiver wants no more.
         self._items: queue.SimpleQueue[_Available | None] = queue.SimpleQueue()
@@ -187,7 +185,7 @@ class KvPush:
         """What is offered, until the end; shows the receiver meanwhile that this process lives."""
         while True:
             try:
-                item = self._items.get(timeout=self._keep_alive_seconds)
+                item = self._items.get(timeout=sender.keep_alive_seconds)
             except queue.Empty:
                 sender.keep_alive()
                 continue

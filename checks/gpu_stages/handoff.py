@@ -145,7 +145,6 @@ def _push_all(
             address=address,
             spec=spec,
             block_ids=_blocks(place, spec.end_token),
-            keep_alive_seconds=config.keep_alive_seconds,
             on_ended=outcomes.put,
         )
         push.start()

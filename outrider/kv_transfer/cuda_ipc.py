@@ -43,7 +43,7 @@ class SharedGpu:
         self._driver = driver
         self._context: Any = None
         self._context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", copies.device.index or 0))
-        self.left: list[LeftMemory] = []
+        self.left: list[LeftMemory] = []  # for later arenas
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What a function of the driver returns, in the context that torch uses."""
@@ -82,7 +82,7 @@ class SharedGpu:
 
 
 class LeftMemory(NamedTuple):
-    """Of an arena that is no more."""
+    """Memory of an arena that was dropped."""
 
     pointer: int
     handle: bytes
@@ -90,12 +90,12 @@ class LeftMemory(NamedTuple):
     taken: dict[int, object]  # its slots that were not acknowledged
 
     def is_unread(self) -> bool:
-        """Whether nobody reads of it any more: all slots were acknowledged, or the receiver has unmapped it or died."""
+        """Whether nobody reads it any more: all slots were acknowledged, or the receiver has unmapped it or died."""
         try:
             if self.taken:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False  # a receiver that is frozen may read of it once it is thawed
+            return False  # a frozen receiver may read it once it is thawed
         return True
 
 
@@ -138,7 +138,7 @@ class DeviceArenaReader(ArenaReader):
             copy_out = functools.partial(self._copy_out, pointer)
             mapping = ArenaMapping(arena_id, nonce, num_bytes, copy_out)
             weakref.finalize(mapping, self._unmap, pointer, os.dup(descriptor)).atexit = False
-            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # between two GPUs, too, as frames are copied
+            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # read as frames are: from GPU to GPU
                 raise OSError("other bytes are read than were written")
         except OSError as error:
             if not self._has_warned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -270,3 +271,11 @@ def test_the_table_has_a_line_for_each_batch(capsys):
     assert gpu_floor.main(["--kernels", "9"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["1", "8", "32", "128"]
+
+
+def test_the_stage_handoff_pushes_kv_between_two_processes_by_each_connector(tmp_path):
+    """It uses the parts of nodes as they are now: what they no longer take would cost a GPU day its figures."""
+    command = [sys.executable, "-m", "checks.gpu_day", "--stage", "handoff", "--device", "cpu"]
+    subprocess.run([*command, "--out", tmp_path, "--scratch", tmp_path / "scratch"], cwd=gpu_day.ROOT, check=True)
+    pushed = {(line["connector"], line["at_once"]) for line in lines_of(tmp_path) if "gb_s" in line}
+    assert pushed == {(name, number) for name in ("shared_memory", "grpc") for number in (1, 4)}

@@ -123,7 +123,6 @@ def push(source, destination, table, *, max_frame_bytes=700):
         address="decode",
         spec=spec,
         block_ids=TABLE,
-        keep_alive_seconds=PATIENCE_SECONDS,
         on_ended=ended.put,
     )
     kv_push.start()

@@ -157,7 +157,6 @@ class Rig:
             connector=connector
             or InMemoryConnector({side.address: side.inbox for side in (self.decode, self.other_decode)}),
             frame_bytes=frame_bytes,
-            keep_alive_seconds=0.05,
             profiler=StepProfiler(self.engine.clock),
             emit=self.emit,
             **turns,

@@ -97,7 +97,6 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
         engine=engine,
         connector=connector,
         frame_bytes=8192,
-        keep_alive_seconds=1.0,
         profiler=StepProfiler(engine.clock, runner.phases),
         emit=lambda ends, stats: [ended.put(end.result) for end in ends],
     )

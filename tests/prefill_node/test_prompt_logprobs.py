@@ -100,7 +100,6 @@ class Node:
             engine=engine,
             connector=InMemoryConnector({ADDRESS: self.inbox}),
             frame_bytes=8192,
-            keep_alive_seconds=1.0,
             profiler=StepProfiler(engine.clock, self.runner.phases),
             emit=lambda ends, stats: [self.ended.put(end) for end in ends],
         )

@@ -46,7 +46,7 @@ class InMemorySender:
     """A `Sender` that writes in the caller's thread."""
 
     connector = InMemoryConnector.name
-    keep_alive_seconds = 2.5
+    keep_alive_seconds = 0.05
 
     def __init__(self, spec: TransferSpec, inbox: TransferInbox, *, max_frame_bytes: int) -> None:
         self._spec = spec

@@ -132,7 +132,7 @@ class DeviceBytes:
             return int((words * factors).sum()) % 2**64
 
     def to_host(self) -> bytes:
-        """The host waits for them."""
+        """A copy of them, for which the host waits."""
         with torch.cuda.stream(self.copies.stream):
             return self.tensor.cpu().numpy().tobytes()
 
