@@ -168,12 +168,12 @@ class Rollouts:
     def _roll(self, rolling: RolloutForward, shape: _Shape, num_tokens: int) -> None:
         """What is captured."""
         fields = shape.batch.on(self._device)
+        temperatures = shape.words[0, 4].to(torch.int32).view(torch.float32)[:, None]
+        temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # of a greedy row
         for token, words in enumerate(shape.words[:num_tokens].unbind(0)):
             fields.token_ids.copy_(shape.decided[token, 0])
             fields.positions.copy_(words[_POSITION])
             fields.slot_mapping.copy_(words[_SLOT])
-            temperatures = words[4].to(torch.int32).view(torch.float32)[:, None]
-            temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # of a greedy row
             states, logits, confidences = rolling.forward(shape.batch, shape.states[token], words[_DEPTH], temperatures)
             shape.states[token + 1].copy_(states)
             shape.confidences[token].copy_(confidences)

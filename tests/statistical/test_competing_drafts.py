@@ -80,7 +80,7 @@ class ToyHead(DraftForward):
             for row, end in zip(deciding, ends, strict=True)
         ]
         logits = np.stack([logits_at(self.logits, end) for end in ends])
-        return self._decide(logits, rows, confidences=(np.asarray(sure),))
+        return self._decide(logits, rows, confidences=np.asarray(sure))
 
 
 class EndsWhereUnsure(DraftModelProposer):
