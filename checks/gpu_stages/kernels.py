@@ -14,7 +14,7 @@ from pathlib import Path
 from checks.gpu_stages.day import Day
 
 GPU_TESTS = ("tests/gpu", "tests/engine/gpu_kernels", "tests/contract/test_attention_backends.py")
-CHOSEN = "frames_arrive or store_rows or (gpu_step and triton)"
+CHOSEN = "frames_arrive or bits_in_a_tree_and_in_a_chain or (waits_for_the_gpu_once and triton)"
 """On a CPU."""
 NUM_WORKERS = 12
 TEST_SECONDS = 90

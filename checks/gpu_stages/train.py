@@ -53,11 +53,11 @@ def run(day: Day) -> None:
                 rate = round(num_steps * BATCH_SIZE / max(seconds, 1), 1)
                 day.tell("training", seconds=seconds, steps=num_steps, samples_per_second=rate)
         status = training.wait()
-    phases = json.loads((out / "work" / "state.json").read_text(encoding="utf-8"))["seconds"]
-    day.tell("train", exit_status=status, phases={name: round(each, 1) for name, each in phases.items()})
     day.expect(f"train-head ends with status {status}", status == 0)
     day.expect("train-head writes a report", (out / "report.md").exists())
     day.expect("a head is trained", num_steps > 0)
+    phases = json.loads((out / "work" / "state.json").read_text(encoding="utf-8"))["seconds"]
+    day.tell("train", exit_status=status, phases={name: round(each, 1) for name, each in phases.items()})
 
 
 def texts_of(line: str) -> tuple[int, int] | None:
