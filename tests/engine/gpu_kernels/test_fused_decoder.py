@@ -39,7 +39,17 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 MODELS = {
-    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "llama, groups of 3 heads": (
+        "llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": LLAMA3,
+        },
+    ),
     "llama, heads of 80, no groups": ("llama", {"head_dim": 80, "num_key_value_heads": 4}),
     "mistral": ("mistral", {"sliding_window": 13, "head_dim": 24, "rope_parameters": YARN}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -52,6 +62,7 @@ MODELS = {
         "gemma3_text",
         {
             "head_dim": 32,
+            "num_key_value_heads": 1,
             "sliding_window": 9,
             "query_pre_attn_scalar": 20,
             "layer_types": ["sliding_attention", "full_attention"],
