@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.host_gap import RunningLoop
-from checks.gpu_floor import Sizes, floor_ms
+from checks.gpu_floor import Code, Machine, Sizes, floor_ms, predict
 from checks.gpu_stages.day import Day
 from checks.gpu_stages.engine import OpenEngine
+from checks.gpu_stages.kernel_spans import busy_and_pauses, kernel_spans
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.scheduler import Scheduler
@@ -52,7 +53,11 @@ def measure_loop(
             times.append(time.perf_counter() - started)
         ms = 1e3 * median(times[NUM_WARM_UP_STEPS:])
         floor = floor_ms(sizes, num_seqs, context, bandwidth)
-        busy = _busy(loop) if day.is_gpu else None
+        expected = predict(sizes, num_seqs, context, machine=Machine(bytes_per_second=bandwidth), code=Code())
+        busy = None
+        if day.is_gpu:  # the profiler slows the host down, so the share is of a step without it
+            busy_us, _ = busy_and_pauses([span[:2] for span in kernel_spans(loop.step, NUM_PROFILED_STEPS)])
+            busy = round(1e-3 * busy_us / NUM_PROFILED_STEPS / ms, 3)
         day.tell(
             "loop",
             seqs=num_seqs,
@@ -61,23 +66,10 @@ def measure_loop(
             mean_ms=round(1e3 * sum(times[NUM_WARM_UP_STEPS:]) / NUM_STEPS, 3),
             floor_ms=round(floor, 3),
             times_floor=round(ms / floor, 2),
+            predicted_ms=round(expected.total, 2) if day.is_gpu else None,
             tokens_per_second=round(1e3 * num_seqs / ms),
             busy=busy,
             prompts_seconds=round(prompts_seconds, 1),
         )
         if busy is not None:
             day.expect(f"the GPU computes for {MIN_BUSY:.0%} of the time with {num_seqs} sequences", busy >= MIN_BUSY)
-
-
-def _busy(loop: RunningLoop) -> float:
-    """The share of the time in which the GPU computes."""
-    import torch
-
-    loop.step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        started = time.perf_counter()
-        for _ in range(NUM_PROFILED_STEPS):
-            loop.step()
-        passed = time.perf_counter() - started
-    return round(sum(event.self_device_time_total for event in profile.key_averages()) * 1e-6 / passed, 3)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from checks.gpu_floor import Code, Machine, Sizes, floor_ms, predict
+from checks.gpu_floor import Sizes, floor_ms
 from checks.gpu_stages.day import SHAPES, WINDOW, Day
 from checks.gpu_stages.engine import OpenEngine, open_engine, tables
 from checks.gpu_stages.env import bytes_per_second
+from checks.gpu_stages.kernel_spans import busy_and_pauses, kernel_spans
 from checks.gpu_stages.loop import measure_loop
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampleRows
@@ -124,11 +125,6 @@ class _Steps:
         times = self._times(self._step_of(case, sampling), 3 if not self._day.is_gpu else 30 if self._graphs else 8)
         ms = 1e3 * median(times)
         floor = floor_ms(self._sizes, case.num_seqs, case.context, self._bandwidth)
-        predicted = {}
-        if self._day.is_gpu and self._graphs and case.name == "decode" and not sampling:
-            machine = Machine(bytes_per_second=self._bandwidth)
-            expected = predict(self._sizes, case.num_seqs, case.context, machine=machine, code=Code())
-            predicted = {"predicted_ms": round(expected.total, 2)}
         self._day.tell(
             "step",
             case=case.name,
@@ -140,7 +136,6 @@ class _Steps:
             p90_ms=round(1e3 * sorted(times)[int(0.9 * len(times))], 3),
             floor_ms=round(floor, 3),
             times_floor=round(ms / floor, 2),
-            **predicted,
         )
 
     def _profile(self, case: Case) -> None:
@@ -148,19 +143,10 @@ class _Steps:
 
         The profiler slows the host down, so the share is of a step without it. Its own record has only the pauses.
         """
-        import torch
-
         num_steps = 5
         step = self._step_of(case, {})
         step_seconds = median(self._times(step, 10))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(num_steps):
-                step()
-        kernels = [
-            (event.time_range.start, event.time_range.end, event.name)
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-        ]
+        kernels = kernel_spans(step, num_steps)
         busy_us, pauses_us = busy_and_pauses([(start, end) for start, end, _ in kernels])
         by_name: dict[str, list[float]] = {}
         for start, end, name in kernels:
@@ -205,17 +191,6 @@ class _Steps:
             self._sampler.sample(self._engine.forward(rows), asked)
 
         return step
-
-
-def busy_and_pauses(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
-    """Of (start, end) of kernels, some of which may run at the same time: how long any ran; the pauses between."""
-    busy, pauses, until = 0.0, [], float("-inf")
-    for start, end in sorted(spans):
-        if start > until > float("-inf"):
-            pauses.append(start - until)
-        busy += max(end - max(start, until), 0.0)
-        until = max(until, end)
-    return busy, pauses
 
 
 def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:

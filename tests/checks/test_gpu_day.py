@@ -218,7 +218,7 @@ def test_steps_and_texts_are_found_in_what_train_head_says():
 
 
 def test_kernels_that_run_at_the_same_time_count_once():
-    from checks.gpu_stages.steps import busy_and_pauses
+    from checks.gpu_stages.kernel_spans import busy_and_pauses
 
     assert busy_and_pauses([(5.0, 7.0), (0.0, 3.0), (1.0, 2.0), (2.5, 4.0), (7.0, 8.0)]) == (7.0, [1.0])
     assert busy_and_pauses([]) == (0.0, [])
