@@ -179,15 +179,22 @@ def test_cuda_ipc_lends_memory_again_once_a_lost_receiver_is_dead(child, gpu_and
             put_until_it_blocks(sender, gpu)
         assert sender.cancel() is DrainState.UNKNOWN
         connector.close()
-        del sender, connector
-        gc.collect()
         return receiver
 
-    lose().end()
+    def wait_until_left(number):
+        """Threads of the streams end in their own time; until then they keep what they have sent."""
+        wait_for(lambda: gc.collect() >= 0 and len(gpu.left) == number)
+
+    first = lose()
+    wait_until_left(1)
+    first.end()
     frozen = lose()
+    wait_until_left(1)
     assert driver.num_allocated == 1
-    lose().end()
+    second = lose()
+    wait_until_left(2)
     assert driver.num_allocated == 2, "who is frozen may still read"
+    second.end()
     frozen.end()
     arenas = [DeviceArena(gpu, config) for _ in range(2)]
     assert driver.num_allocated == 2
