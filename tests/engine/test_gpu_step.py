@@ -242,26 +242,19 @@ def test_a_draft_model_waits_once_for_siblings_and_what_they_were_drawn_from(nod
     assert [len(each.token_ids) for each in decided] == [1, 3, 2, 0]
 
 
-CHUNK_AT_THE_END = SequenceRows(range(300), 1700, [*range(24)] * 6, num_logits=1)
-
-
 @pytest.mark.usefixtures("gpu_memory")
 def test_no_step_without_graphs_compiles_attention_or_takes_more_memory_than_were_tried(node, monkeypatch):
     """Where a context is long, its keys are split, and FlashAttention's are laid side by side."""
-    gathered = []
-    if isinstance(node.attention, FlashAttention):
-        own_attend = FlashAttention.attend
-
-        def attend(attention, plan, *arguments):
-            gathered.append(getattr(plan, "max_seq_len", 0))
-            return own_attend(attention, plan, *arguments)
-
-        monkeypatch.setattr(FlashAttention, "attend", attend)
+    gathered, own = [], FlashAttention.attend
+    monkeypatch.setattr(
+        FlashAttention, "attend", lambda *args: gathered.append(getattr(args[1], "max_seq_len", 0)) or own(*args)
+    )
     Kernel.compiled.clear()
     open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16)
     warm, most = set(Kernel.compiled), max(gathered, default=0)
     assert {name for name, *_ in warm} == (set() if node.attention.name == "torch_sdpa" else {"attend", "merge_splits"})
-    for rows in (BATCH, [BATCH[1]] * 3, [CHUNK_AT_THE_END], [SequenceRows([5], 2000, [*range(24)] * 6, 1), *BATCH]):
+    chunk, step = (SequenceRows(range(num), 2000 - num, [*range(24)] * 6, num_logits=1) for num in (300, 1))
+    for rows in (BATCH, [BATCH[1]] * 3, [chunk], [step, *BATCH]):
         node.runner.forward(build_input_batch(rows, 16))
     assert warm == Kernel.compiled
     assert most == max(gathered, default=0) == (node.loaded.spec.max_model_len if gathered else 0)
