@@ -76,6 +76,11 @@ class QueuedRequest:
         self.lacks_decode = self.lacks_prefill = False  # it has found no such node with room, and others would pass it
 
     @property
+    def is_leaving(self) -> bool:
+        """Its task is cancelled, and has not run since: it is in its lane still."""
+        return self.place is not None and self.place.cancelled()
+
+    @property
     def num_tokens(self) -> int:
         return len(self.demand.token_ids)
 
@@ -332,8 +337,8 @@ class RequestQueue:
 
 
 def _drop_gone(lane: list[_Entry]) -> bool:
-    """Those at the front that left. Returns whether anybody is there."""
-    while lane and lane[0][1].lane is not lane:
+    """Those at the front that left, or are leaving. Returns whether anybody is there."""
+    while lane and (lane[0][1].lane is not lane or lane[0][1].is_leaving):
         heapq.heappop(lane)
     return bool(lane)
 

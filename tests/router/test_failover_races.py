@@ -10,6 +10,7 @@ import pytest
 import structlog
 
 from outrider.node import NodeState
+from outrider.v1 import router_pb2
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.router_fakes import FakeDecodeNode, fake_model_info
 from tests.support.router_fakes.decode_node import letters
@@ -165,3 +166,29 @@ async def test_a_hand_off_that_fails_unexpectedly_moves_its_request(pair):
     assert len(answer.token_ids()) == 8
     assert answer.summary.metrics.attempts >= 2
     assert [line["log_level"] for line in log].count("error") == 1
+
+
+async def test_a_request_that_ends_as_its_turn_comes_takes_no_place_and_costs_no_other_request_its_own(
+    cluster, monkeypatch
+):
+    """It is aborted in the turn of the event loop in which room comes: its task has not left the queue yet."""
+    await cluster.serve(prefill_outstanding_tokens=64, liveness_timeout_seconds=FOREVER_SECONDS)
+    requests, placement = cluster.service.requests, cluster.services.placement
+    release_prefill = placement.release_prefill
+
+    def release_after_abort(*arguments):
+        monkeypatch.undo()
+        assert requests._by_key["waiting"].abort()
+        release_prefill(*arguments)
+
+    monkeypatch.setattr(placement, "release_prefill", release_after_abort)
+    cluster.prefill.freeze()
+    first = asyncio.ensure_future(cluster.generate(text="x" * 60, max_tokens=4))
+    await cluster.eventually(lambda: placement.num_placed == 1)
+    waiting = asyncio.ensure_future(cluster.generate(request_id="waiting", text="y" * 60, max_tokens=4))
+    await cluster.eventually(lambda: cluster.services.queue.num_waiting == 1)
+    cluster.prefill.thaw()
+    assert (await waiting).finished[0].reason == router_pb2.FINISH_REASON_ABORTED
+    assert len((await asyncio.wait_for(first, PATIENCE_SECONDS)).token_ids()) == 4
+    assert requests.cluster_status().num_moves == 0
+    await cluster.is_empty()

@@ -76,6 +76,21 @@ async def test_a_place_given_to_someone_who_has_just_left_is_given_back():
     assert queue.num_waiting == 0
 
 
+async def test_someone_who_has_just_left_is_given_no_place():
+    """Room may come in the same turn of the event loop, before the task has taken its cancellation."""
+    places = FakePlaces()
+    queue = make_queue(places)
+    left, other, last = await queue_up(queue, waiting(), waiting(), waiting())
+    for task in (left, last):
+        task.cancel()
+    places.num_free = 3
+    queue.pump()
+    await asyncio.gather(left, other, last, return_exceptions=True)
+    assert [task.cancelled() for task in (left, other, last)] == [True, False, True]
+    assert places.num_free == 2
+    assert queue.num_waiting == queue.num_waiting_tokens == 0
+
+
 async def test_those_who_leave_from_the_middle_do_not_pile_up():
     places = FakePlaces()
     queue = make_queue(places, max_waiting=4)
