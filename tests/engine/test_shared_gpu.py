@@ -55,6 +55,8 @@ KINDS = {
 class Runner:
     """Takes memory as its node's steps do."""
 
+    is_asynchronous = True
+
     def __init__(self, gpu, kind, graphs):
         self.gpu, self._kind = gpu, kind
         self.padded_rows = () if graphs is None else graphs.row_counts
