@@ -257,7 +257,7 @@ def cut_frames(
 
 
 def add_part(parts: list[TimedPart], part: TimedPart) -> None:
-    """What there is no room for is added to the last part."""
+    """Appends a part. Once there are MAX_TIMED_PARTS, it is merged into the last one."""
     if len(parts) < MAX_TIMED_PARTS:
         parts.append(part)
     else:

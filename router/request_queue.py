@@ -77,7 +77,7 @@ class QueuedRequest:
 
     @property
     def is_leaving(self) -> bool:
-        """Its task is cancelled, and has not run since: it is in its lane still."""
+        """Whether its task is cancelled but has not run since: then it is still in its lane."""
         return self.place is not None and self.place.cancelled()
 
     @property
@@ -337,7 +337,7 @@ class RequestQueue:
 
 
 def _drop_gone(lane: list[_Entry]) -> bool:
-    """Those at the front that left, or are leaving. Returns whether anybody is there."""
+    """Removes requests at the front that left, or are leaving. Returns whether any is left."""
     while lane and (lane[0][1].lane is not lane or lane[0][1].is_leaving):
         heapq.heappop(lane)
     return bool(lane)

@@ -92,7 +92,7 @@ class Day:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Of a stage, which goes on after an error in it, and fails at its end."""
+        """A part of a stage. An error in it does not end the stage, which then fails at its end."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 the next part may show something else

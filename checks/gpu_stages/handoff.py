@@ -167,7 +167,7 @@ def _new_spec(num_tokens: int) -> TransferSpec:
 
 
 def _blocks(place: int, num_tokens: int) -> range:
-    """Of one of several pushes at once, in either cache."""
+    """The blocks of one of several pushes at once, in either cache."""
     num_blocks = num_tokens // BLOCK_SIZE
     return range(place * num_blocks, (place + 1) * num_blocks)
 

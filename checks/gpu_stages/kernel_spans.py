@@ -20,7 +20,7 @@ def kernel_spans(step: Callable[[], object], num_steps: int) -> list[tuple[float
 
 
 def busy_and_pauses(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
-    """Of (start, end) of kernels, some of which may run at the same time: how long any ran; the pauses between."""
+    """How long any kernel ran, and the pauses between them. `spans`: (start, end) of each; some may overlap."""
     busy, pauses, until = 0.0, [], float("-inf")
     for start, end in sorted(spans):
         if start > until > float("-inf"):

@@ -19,7 +19,7 @@ NUM_WARM_UP_STEPS = 20
 NUM_STEPS = 60
 NUM_PROFILED_STEPS = 10
 MIN_BUSY = 0.9
-"""Of the time, in which the GPU computes."""
+"""The least share of the time in which the GPU has to compute."""
 
 
 def measure_loop(

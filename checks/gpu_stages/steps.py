@@ -27,7 +27,7 @@ CHUNK = 32
 """Prompt tokens in a mixed step."""
 LONGEST_PROMPT = WINDOW - 16
 SHOWN_KERNELS, SHOWN_NAME = 12, 48
-"""In a profile: how many, and characters of a name."""
+"""How many kernels a profile shows, and how many characters of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def max_tokens(self) -> int:
-        """Of a sequence, or of the prompt."""
+        """Tokens of a sequence, or of the prompt."""
         return self.context + self.num_rows
 
     @property
@@ -139,7 +139,7 @@ class _Steps:
         )
 
     def _profile(self, case: Case) -> None:
-        """In how many kernels the device computes a step, which share of the step, and which take longest.
+        """Tells how many kernels a step has, for which share of it the device computes, and which take longest.
 
         The profiler slows the host down, so the share is of a step without it. Its own record has only the pauses.
         """
@@ -168,7 +168,7 @@ class _Steps:
 
     @staticmethod
     def _times(step: Callable[[], None], num_steps: int) -> list[float]:
-        """Seconds of each, after three that do not count."""
+        """Seconds of each step, after three that do not count."""
         times = []
         for _ in range(3 + num_steps):
             started = time.perf_counter()

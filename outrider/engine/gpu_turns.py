@@ -10,8 +10,8 @@ from outrider.cache_directory import locked, user_cache_directory
 from outrider.engine.device import device_type
 
 TURN_SECONDS = 600.0
-"""For those before this process to load their models. Memory is measured by process, so it may then go on beside them.
-"""
+"""How long a process waits for others to load their models. After that it loads beside them, since memory is measured
+by process."""
 
 
 @contextlib.contextmanager

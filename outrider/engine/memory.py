@@ -39,9 +39,9 @@ class KVRoom:
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVRoom:
-        """As it is now. `reserved_bytes`: what this process will take besides.
+        """The room at present. `reserved_bytes`: what this process will take besides.
 
-        Of a GPU the process counts what it has itself, whatever others take or free meanwhile.
+        On a GPU the process counts its own memory, whatever others take or free meanwhile.
         """
         if device_type(device) == "cpu":
             free = max(free_main_memory_bytes() - reserved_bytes, 0)

@@ -41,7 +41,7 @@ def open_runner(
     window: tokens of the longest sequence that is served.
 
     `attention`: as in settings, of a model that torch computes. `num_logits`: rows of that step with logits, at most.
-    `main_memory_bytes`: of that memory, for other things.
+    `main_memory_bytes`: main memory that the cache leaves for other things.
     `features`: of every row; the model's specification has their plane.
     `may_shorten`: the window may be shorter than the model's, where memory holds no more.
 

@@ -160,7 +160,7 @@ class Rollouts:
         return shape.decided[1 : 1 + most], shape.confidences[:most], shape.states[1 : 1 + most]
 
     def _padded(self, fed: Sequence[SequenceRows], num_seqs: int) -> InputBatch:
-        """With sequences of one row in the scratch block."""
+        """The batch of `fed`, padded with sequences of one row in the scratch block."""
         padding = [SequenceRows([0], 0, (self._scratch_block,), 1)] * (num_seqs - len(fed))
         arrays = build_input_batch([*fed, *padding], self._block_size).arrays
         return self._plan(InputBatch(arrays, self._block_size, is_padded=True))

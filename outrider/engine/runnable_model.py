@@ -34,7 +34,7 @@ class RunnableModel:
         return None if self.native is None else self.native.kernels
 
     def make_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
-        """For its steps; on a GPU with a scratch block, for those that are padded."""
+        """A cache for the model's steps. On a GPU it has a scratch block for padded ones."""
         return PagedKVCache(
             self.spec.planes,
             num_blocks=num_blocks,

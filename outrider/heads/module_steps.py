@@ -21,7 +21,7 @@ from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.heads.base import HeadModel, HeadRows
 
 MAX_GRAPH_ROWS = 64
-"""Of a captured forward. Its logits are kept for as many: 33 MB of 128,256 ids."""
+"""Rows of the largest captured forward. Logits are kept for as many: 33 MB with 128,256 ids."""
 
 
 class ModuleHeadSteps:

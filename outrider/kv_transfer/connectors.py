@@ -71,7 +71,7 @@ class Connector:
     def __init__(
         self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT, *, gpu: SharedGpu | None = None
     ) -> None:
-        """`gpu`: that has the cache, where it can share memory."""
+        """`gpu`: the GPU of the KV cache, if it can share memory."""
         self.name = config.connector  # "auto" or one of CONNECTORS
         self._security = security
         self._sources: list[CarrierSource] = []

@@ -34,7 +34,7 @@ class _Plan:
         self._by_window: dict[int | None, list[_SequencePlan]] = {}
 
     def sequences(self, window: int | None) -> list[_SequencePlan]:
-        """Those that have rows."""
+        """The plans of all sequences with rows."""
         if window not in self._by_window:
             bounds = enumerate(pairwise(self._batch.arrays.query_start_loc))
             self._by_window[window] = [self._plan(seq, *rows, window) for seq, rows in bounds if rows[0] < rows[1]]
@@ -99,7 +99,10 @@ class TorchSdpaAttention:
 def _attend(
     plan: _SequencePlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Of one sequence's rows: [num_rows, num_heads, head_dim]. KV heads are torch's batch, so keys are not copied."""
+    """The output of one sequence's rows: [num_rows, num_heads, head_dim].
+
+    KV heads are torch's batch, so keys are not copied.
+    """
     num_kv_heads = key_cache.shape[2]
     rows = query.unflatten(1, (num_kv_heads, -1)).permute(
         1, 2, 0, 3

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from outrider.engine.input_batch import InputBatch
 
 HEADER_INTS = 4
-"""Of a plan: the number of items, where the partials of rows begin, the number of rows, and of rows to be merged."""
+"""A plan begins with the numbers of its items, where the partials of rows begin, and the numbers of rows and of rows to
+be merged."""
 ITEM_INTS = 7
 """First row, number of rows, where the block table starts, first split, end split, first partial or -1, and partials of
 each row."""

@@ -19,7 +19,7 @@ from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import upload
 
 TABLE_WORDS = 8
-"""Of each row in a decision table, see `TritonDecider.table`."""
+"""Words of a row in a decision table, see `TritonDecider.table`."""
 
 
 def _bits(numbers: Sequence[float]) -> np.ndarray:
