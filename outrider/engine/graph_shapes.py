@@ -15,6 +15,10 @@ MIN_TREE_ROWS = 4
 """A tree needs three rows, a known token and two siblings; rounded to a power of two."""
 MAX_TABLE_BLOCKS = 1 << 20
 """Of all block tables of a batch, which take 4 bytes each on the device. Blocks that sequences share count for each."""
+ROLLOUT_TOKENS = (1, 2, 3, 4, 5, 7)
+"""Tokens of a rollout (see `rollouts`) of which there are graphs. Other numbers are rounded up."""
+MAX_ROLLED_SEQUENCES = 32
+"""Of a rollout: with more, launches and the host take a smaller part of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,12 @@ class GraphShapes:
         trees = [Bucket(num_rows, has_trees=True) for num_rows in tree_rows]
         plain = [Bucket(num_rows) for num_rows in falling]
         return (*trees[:1], *plain[:1]) if self.is_rehearsal else (*trees, *plain)
+
+    @property
+    def num_forwards(self) -> int:
+        """How many forwards all graphs have together."""
+        num_rolled = sum(ROLLOUT_TOKENS) * MAX_ROLLED_SEQUENCES.bit_length() if self.has_rollouts else 0
+        return len(self.buckets) + num_rolled
 
     def bucket_of(self, batch: InputBatch) -> Bucket | None:
         """The smallest that holds the batch. None: it runs as it is, as long chunks of prompts do."""

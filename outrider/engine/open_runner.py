@@ -107,12 +107,7 @@ def rehearse(
     taken = torch.cuda.max_memory_reserved(device) - before  # the pool of graphs is beside what steps have left
     if graphs is not None and runner.padded_rows:
         layer_bytes = GRAPH_LAYER_BYTES if model.fused is None else FUSED_LAYER_BYTES
-        num_forwards = len(graphs.buckets)
-        if graphs.has_rollouts:
-            from outrider.engine.rollouts import Rollouts
-
-            num_forwards += Rollouts.num_forwards
-        taken += num_forwards * model.spec.num_layers * layer_bytes
+        taken += graphs.num_forwards * model.spec.num_layers * layer_bytes
     del runner, cache
     gc.collect()  # whatever else has come to hold them
     torch.cuda.empty_cache()

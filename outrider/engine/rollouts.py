@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.graph_shapes import MAX_ROLLED_SEQUENCES, ROLLOUT_TOKENS
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.sampler import Sampler
@@ -69,10 +70,9 @@ class _Shape:
 class Rollouts:
     """The graphs of one drafter. One owner thread."""
 
-    token_counts = (1, 2, 3, 4, 5, 7)  # of which there are graphs; others are rounded up
+    token_counts = ROLLOUT_TOKENS
     max_tokens = token_counts[-1]  # of a sequence in a rollout
-    max_sequences = 32  # of a rollout: with more, launches and the host take a smaller part of the time
-    num_forwards = sum(token_counts) * max_sequences.bit_length()  # in all graphs
+    max_sequences = MAX_ROLLED_SEQUENCES
 
     @torch.inference_mode()
     def __init__(
