@@ -23,7 +23,7 @@ LAST_FOLDERS = ("statistical", "faults", "e2e", "gpu")
 LONG_FILES = (
     "tests/model_hub/test_real_model.py",
     "tests/router/test_router_process.py",
-    "tests/router/test_two_routers.py",
+    "tests/router/durability/test_two_routers.py",
     "tests/speculation/test_source_order.py",
 )
 """They take about half a minute, and come late by their names: of several workers, none shall begin with one when the

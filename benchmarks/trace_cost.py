@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from outrider.request import Request, RequestOptions, SamplingParams
 from outrider.service.telemetry.otel_tracer import OtelTracer
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer, traceparent_of
-from router.timeline import SpanKind
-from router.timelines import Timelines
-from router.trace_spans import request_attributes
+from router.observe.timeline import SpanKind
+from router.observe.timelines import Timelines
+from router.observe.trace_spans import request_attributes
 
 COLLECTOR = """
 import sys

@@ -9,7 +9,7 @@ from outrider.extras import run_role
 def main() -> int:
     """Raises: ConfigError."""
     from outrider.service.server import ServiceProcess
-    from router.clients import TokenFile
+    from router.api.clients import TokenFile
     from router.config import SECTIONS, RouterConfig
     from router.router import Router
 

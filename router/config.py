@@ -9,7 +9,7 @@ from outrider.config.settings import fixed, setting
 from outrider.request import VerificationMethod
 from outrider.rpc.tls import TlsConfig
 from outrider.service.config import SERVICE_SECTIONS, GatewayConfig
-from router.store.address import MEMORY, ValkeyAddress
+from router.store_address import MEMORY, ValkeyAddress
 
 STORE = "store"
 """`router.receipts`: in the store that routers share."""

@@ -22,25 +22,25 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2_grpc
-from router.answer_budget import AnswerBudget, LoopClock
-from router.answer_keeper import AnswerKeeper
-from router.clients import Clients
+from router.api.clients import Clients
+from router.api.pages import RouterPages
+from router.api.registry import RequestRegistry
+from router.api.servicer import SERVICE_NAME, RouterServicer
 from router.config import RouterConfig
-from router.node_directory import NodeDirectory
-from router.pages import RouterPages
-from router.placement import Placement
-from router.receipts.keeper import ReceiptKeeper, make_sink
-from router.registry import RequestRegistry
-from router.request_queue import RequestQueue
-from router.servicer import SERVICE_NAME, RouterServicer
-from router.store.address import MEMORY, store_address
-from router.store.base import AnswerStore
-from router.timelines import Timelines
-from router.transport import RouterIdentity
-from router.work import Services
+from router.durability.keeper import AnswerKeeper
+from router.durability.receipts.keeper import ReceiptKeeper, make_sink
+from router.durability.store.base import AnswerStore
+from router.nodes.directory import NodeDirectory
+from router.nodes.transport import RouterIdentity
+from router.observe.timelines import Timelines
+from router.requests.answer_budget import AnswerBudget, LoopClock
+from router.requests.work import Services
+from router.scheduling.placement import Placement
+from router.scheduling.request_queue import RequestQueue
+from router.store_address import MEMORY, store_address
 
 if TYPE_CHECKING:
-    from router.vllm_engine.servicer import VllmEngineServicer
+    from router.api.vllm_engine.servicer import VllmEngineServicer
 
 FINAL_STATUS_SECONDS = 0.5
 """Time for final statuses to be sent."""
@@ -91,7 +91,7 @@ class Router:
         )
         if store is None and config.store != MEMORY:
             address = store_address(config.store)
-            from router.store.valkey import ValkeyAnswerStore
+            from router.durability.store.valkey import ValkeyAnswerStore
 
             store = ValkeyAnswerStore(  # connects on first use
                 address,
@@ -102,7 +102,8 @@ class Router:
         self._store = store
         self._name = identity.name
         self._clock: LoopClock | None = None
-        self._receipts = make_sink(config, incarnation=identity.incarnation)
+        self._receipt_sink = make_sink(config, incarnation=identity.incarnation)
+        self._receipts: ReceiptKeeper | None = None  # None: not started, or `router.receipts` is empty
 
     def add_to(self, server: grpc.aio.Server) -> None:
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)
@@ -130,9 +131,8 @@ class Router:
         metrics.follow_waiting(lambda: queue.num_waiting)
         metrics.follow_waiting_tokens(lambda: queue.num_waiting_tokens)
         metrics.follow_oldest_wait(queue.oldest_wait_seconds)
-        receipts = None
-        if self._receipts is not None:
-            receipts = ReceiptKeeper(self._receipts, router=self._name, on_lost=metrics.add_lost_receipts)
+        if self._receipt_sink is not None:
+            self._receipts = ReceiptKeeper(self._receipt_sink, router=self._name, on_lost=metrics.add_lost_receipts)
         self.services = Services(
             config=config,
             queue=queue,
@@ -141,7 +141,7 @@ class Router:
             metrics=metrics,
             timelines=self._timelines,
             router_address=address,
-            receipts=receipts,
+            receipts=self._receipts,
         )
         self.nodes.on_report(queue.pump)
         if self._store is not None:
@@ -188,8 +188,8 @@ class Router:
         await self.nodes.stop()
         if self._clock is not None:
             self._clock.close()
-        if self.services is not None and self.services.receipts is not None:
-            await self.services.receipts.stop()
+        if self._receipts is not None:
+            await self._receipts.stop()
 
     def describe(self) -> Mapping[str, Any]:
         model = self.requests.model()
@@ -223,7 +223,7 @@ def _make_vllm_engine(wanted: str, requests: RequestRegistry, reasoning_parser: 
     if wanted == "off":
         return None
     try:
-        from router.vllm_engine.servicer import VllmEngineServicer
+        from router.api.vllm_engine.servicer import VllmEngineServicer
     except Exception as error:  # not installed, or not for the protobuf and grpc that are
         if wanted == "on":
             raise ConfigError(

@@ -23,7 +23,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSettings, make_proposer, parse_draft_choice
 from outrider.speculation.proposers.model_forward import ModelForward
-from router.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from benchmarks.three_lines.speed_model import SpeedModel

@@ -146,8 +146,8 @@ def _find(arguments: argparse.Namespace) -> Receipt:
 
 
 async def _find_in_store(url: str, request_id: str) -> Receipt | None:
-    from router.receipts.valkey import ValkeyReceipts
-    from router.store.address import store_address
+    from router.durability.receipts.valkey import ValkeyReceipts
+    from router.store_address import store_address
 
     store = ValkeyReceipts(store_address(url), timeout_seconds=STORE_SECONDS)
     line = await store.find(request_id)

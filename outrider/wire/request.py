@@ -178,3 +178,15 @@ def _from_json(values: Mapping[str, str], field: str) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"{field}[{name!r}] is not JSON: {error}", field=field) from error
     return found
+
+
+def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> router_pb2.GenerateRequest:
+    """The public request that means the same anywhere: prompt as token ids, seed, length and method filled in."""
+    complete = router_pb2.GenerateRequest()
+    complete.CopyFrom(proto)
+    complete.request_id = request.request_id
+    complete.token_ids.ids[:] = request.prompt_token_ids
+    complete.sampling.seed = request.options.sampling.seed
+    complete.sampling.max_tokens = request.options.sampling.max_tokens
+    complete.speculation.method = VERIFICATION_METHODS.to_proto(request.options.verification_method)
+    return complete

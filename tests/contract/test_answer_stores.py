@@ -9,9 +9,9 @@ import pytest
 from valkey.asyncio import Valkey
 
 from outrider.errors import AlreadyRunningError, MismatchError
-from router.store.address import store_address
-from router.store.base import StoredRequest, TokenSpan
-from router.store.valkey import ValkeyAnswerStore
+from router.durability.store.base import StoredRequest, TokenSpan
+from router.durability.store.valkey import ValkeyAnswerStore
+from router.store_address import store_address
 from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 
 LEASE_SECONDS = 300.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outrider.receipt import MAX_LINE_BYTES, Receipt, find_receipt
-from router.receipts.base import ReceiptLine
-from router.receipts.directory import DirectoryReceipts
-from router.receipts.valkey import ValkeyReceipts
-from router.store.address import ValkeyAddress
+from router.durability.receipts.base import ReceiptLine
+from router.durability.receipts.directory import DirectoryReceipts
+from router.durability.receipts.valkey import ValkeyReceipts
+from router.store_address import ValkeyAddress
 from tests.support.receipts import receipt
 
 PATIENCE_SECONDS = 30.0

@@ -7,7 +7,7 @@ import tokenizers
 
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import open_text, read_text, read_vocabulary, resolved_files
-from router.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate
 
 TEXT = "hi <tool>a</tool> <|note|>b <|im_end|> <|new|><x>"
 CHAT = [{"role": "user", "content": "hi"}]

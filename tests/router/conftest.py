@@ -21,7 +21,7 @@ from outrider.service.config import ServerConfig
 from outrider.service.server import make_server
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2, router_pb2_grpc
-from router.clients import TokenFile
+from router.api.clients import TokenFile
 from router.config import RouterConfig
 from router.router import Router
 from tests.support.memory_store import FlakyStore, MemoryRecords

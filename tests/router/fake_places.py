@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from router.placement import Demand
-from router.request_queue import QueuedRequest, RequestQueue
+from router.scheduling.placement import Demand
+from router.scheduling.request_queue import QueuedRequest, RequestQueue
 
 NODES = frozenset({b"large", b"small"})
 

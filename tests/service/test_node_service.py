@@ -10,7 +10,7 @@ from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, N
 from outrider.rpc.tls import PLAINTEXT
 from outrider.service.node_service import NodeServicer, default_node_name
 from outrider.v1 import node_pb2_grpc
-from router.transport import NodeTransport
+from router.nodes.transport import NodeTransport
 
 MODEL = ModelInfo(
     name="tiny", vocab_size=320, max_model_len=64, eos_token_ids=(2,), dtype="float32", fingerprint="f" * 64,

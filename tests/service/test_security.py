@@ -18,7 +18,7 @@ from outrider.service.config import ServerConfig
 from outrider.service.node_service import NodeServicer
 from outrider.service.server import bind, make_server
 from outrider.v1 import node_pb2, node_pb2_grpc
-from router.transport import NodeTransport
+from router.nodes.transport import NodeTransport
 from tests.service.conftest import INFO, REPORT
 from tests.support.waiting import PATIENCE_SECONDS
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.errors import StoreError
-from router.store.base import (
+from router.durability.store.base import (
     Renewal,
     StoredAnswer,
     StoredRequest,

@@ -1,0 +1,388 @@
+"""What the router's public services are made on: open a request, read its answer, abort it. It knows no gRPC.
+
+A service turns its own messages into `router_pb2.GenerateRequest`, our public one, and answers' events into its own;
+so whatever a request can ask for, and whatever happens to it, is the same by every service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Protocol
+
+from outrider import __version__
+from outrider.answer import Started
+from outrider.errors import (
+    RESUMED_ELSEWHERE,
+    AbortedError,
+    AlreadyRunningError,
+    NotFoundError,
+    OutriderError,
+    PeerLostError,
+    StoreError,
+)
+from outrider.node import ClusterStatus, Model
+from outrider.request import VerificationMethod
+from outrider.service.telemetry.tracing import NO_TRACER, Tracer
+from outrider.v1 import router_pb2
+from outrider.wire.request import complete_proto
+from router.api.clients import Caller, Clients, Metadata, split_key
+from router.api.request_parsing import read_request, resume_window_seconds
+from router.api.validation import check_request, check_request_id
+from router.durability.keeper import AnswerKeeper, take_known_tokens
+from router.durability.store.base import StoredAnswer, StoredRequest
+from router.nodes.directory import NodeDirectory, ServedModel
+from router.observe.request_figures import CLIENT_LEFT, NOTHING_GENERATED, RequestFigures, Trailers
+from router.observe.timeline import SpanKind
+from router.observe.trace_spans import request_attributes
+from router.requests.answer import Answer, DeliveryBatcher
+from router.requests.live_request import LiveRequest
+from router.requests.losses import Losses
+from router.requests.request_flow import RequestFlow
+from router.requests.work import Services, Work
+
+IDLE_CHECK_SECONDS = 0.02
+"""How often a router that drains looks whether it is idle."""
+
+
+class Call(Protocol):
+    """What a service knows of a client's call, as gRPC's contexts name it."""
+
+    def invocation_metadata(self) -> Metadata | None:
+        """It says who calls."""
+
+    def set_trailing_metadata(self, trailers: Trailers, /) -> object:
+        """What is told when it ends."""
+
+
+class RequestRegistry:
+    """Requests by name. Owned by the event loop.
+
+    `services` gives what requests use; it raises PeerLostError until the router serves.
+    """
+
+    def __init__(
+        self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients, tracer: Tracer = NO_TRACER
+    ) -> None:
+        self._nodes = nodes
+        self._services = services
+        self._clients = clients
+        self._tracer = tracer
+        self._by_key: dict[str, LiveRequest] = {}
+        self._beginning: set[str] = set()  # names of requests that are being encoded
+        self._batcher = DeliveryBatcher()
+        self.keeper: AnswerKeeper | None = None  # None: no shared store, an answer lives and dies with this router
+        self.is_leaving = False  # new requests are taken still, and gateways told to send them elsewhere
+        self.is_draining = False
+
+    def __len__(self) -> int:
+        """Names in use: resumable answers that have ended count."""
+        return len(self._by_key) + len(self._beginning)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._by_key or key in self._beginning
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed and no stream is attached."""
+        return not self._beginning and all(live.is_idle for live in self._by_key.values())
+
+    # ------------------------------------------------------------ who calls
+
+    def identify(self, call: Call) -> Caller:
+        """Raises: UnauthenticatedError."""
+        return self._clients.identify(call.invocation_metadata())
+
+    def charge(self, call: Call) -> Caller:
+        """Counts a call. Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""
+        caller = self.identify(call)
+        self._clients.charge(caller)
+        return caller
+
+    # ------------------------------------------------------------ requests
+
+    @asynccontextmanager
+    async def open(self, proto: router_pb2.GenerateRequest, call: Call) -> AsyncIterator[LiveRequest]:
+        """A new request, which the block reads with `LiveRequest.write`; without a resume window it ends with it.
+
+        However the block ends, the trailers say what there was of an answer. Raises: OutriderError.
+        """
+        call.set_trailing_metadata(NOTHING_GENERATED)
+        self._tracer.enter(call.invocation_metadata())
+        with _reading(await self.begin(proto, self.identify(call)), call) as live:
+            yield live
+
+    @asynccontextmanager
+    async def find(self, request_id: str, next_positions: Mapping[int, int], call: Call) -> AsyncIterator[LiveRequest]:
+        """The caller's request whose answer can be read again, here or from a router that is gone; as `open`.
+
+        Raises: OutriderError.
+        """
+        self._tracer.enter(call.invocation_metadata())
+        key = self.charge(call).key_of(request_id)
+        with _reading(await self._find(key, request_id, next_positions), call) as live:
+            yield live
+
+    async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
+        """Charges the caller and begins a request; one with a resume window is in the store when this returns.
+
+        Raises: OutriderError.
+        """
+        with self.refusals_counted():
+            self._clients.charge(caller)
+            self._check_serving()
+            info = self._nodes.model().info
+            check_request(proto, info)
+            caller.check_priority(proto.priority)
+            live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
+        if live.window_seconds is None or self.keeper is None:
+            return live
+        try:  # while the prompt is being computed; nobody has been told of the request yet
+            stored = StoredRequest(
+                request_id=live.key,
+                fingerprint=info.fingerprint,
+                resume_window_seconds=live.window_seconds,
+                start_position=live.answer.samples[0].start_position,
+                request=complete_proto(proto, live.answer.request).SerializeToString(),
+                numerics=self._nodes.exact_numerics() if live.answer.request.options.is_reproducible else "",
+            )
+            live.is_kept = await self.keeper.keep(live, stored)
+        except BaseException as error:
+            live.close(error if isinstance(error, OutriderError) else None)
+            raise
+        return live
+
+    async def _find(self, key: str, request_id: str, next_positions: Mapping[int, int]) -> LiveRequest:
+        live, is_claiming = self._by_key.get(key), self.keeper is not None and self.keeper.is_claiming(key)
+        if key in self._beginning and not is_claiming:
+            raise NotFoundError(f"request {request_id!r} is being encoded", reason="NOT_RESUMABLE")
+        if live is not None and not is_claiming:
+            if live.window_seconds is None:
+                raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
+            is_ours = await self._is_ours(key)
+            if self._by_key.get(key) is not live:  # its window has ended, or another call has brought it back
+                return await self._find(key, request_id, next_positions)
+            if is_ours:
+                return live
+            live.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
+        self._check_serving()  # a router that drains cannot tell whether another one has it
+        if self.keeper is not None and not self.keeper.is_claiming(key):
+            self._check_known(request_id, await self.keeper.store.read(key), next_positions)
+            if key in self._by_key:
+                return await self._find(key, request_id, next_positions)
+        fingerprint = self._nodes.model().info.fingerprint
+        if self.keeper is None:
+            raise NotFoundError(f"no request {key!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
+        return await self.keeper.resume(key, fingerprint=fingerprint)
+
+    async def _is_ours(self, key: str) -> bool:
+        """Whether no other router has taken the request over: its tokens there may be newer, and differ."""
+        if self.keeper is None:
+            return True
+        try:
+            stored = await self.keeper.store.read(key)
+        except StoreError:
+            return True
+        return stored is None or stored.is_ours
+
+    def _check_known(self, request_id: str, stored: StoredAnswer | None, next_positions: Mapping[int, int]) -> None:
+        """Before the request is claimed from a router that may have all its tokens.
+
+        Raises: NotFoundError when tokens that are not known here would be computed again, and could differ from
+        those that the client has.
+        """
+        if stored is None or self._is_exact(stored):
+            return
+        output = router_pb2.GenerateRequest.FromString(stored.request.request).output
+        known = {} if output.HasField("top_logprobs") else stored.token_ids  # logprobs are not stored
+        start = stored.request.start_position
+        if any(position > start + len(known.get(sample, ())) for sample, position in next_positions.items()):
+            raise NotFoundError(f"request {request_id!r} cannot go on here", reason="NOT_REPRODUCIBLE")
+
+    def _is_exact(self, stored: StoredAnswer) -> bool:
+        """Whether all nodes compute what they computed when the request began."""
+        numerics = stored.request.numerics
+        return bool(numerics) and numerics == self._nodes.exact_numerics()
+
+    async def abort(self, request_id: str, call: Call) -> bool:
+        """Whether there was something of the caller's to stop, here or on another router.
+
+        What frees is never refused; a call that stops nothing here is charged like others.
+        Raises: InvalidRequestError, UnauthenticatedError, StoreError; CapacityError beyond the caller's rate.
+        """
+        check_request_id(request_id)
+        caller = self.identify(call)
+        key = caller.key_of(request_id)
+        live = self._by_key.get(key)
+        was_running = live is not None and live.abort()
+        if not was_running:
+            self._clients.charge(caller)
+        if self.keeper is None:
+            return was_running
+        if live is None:
+            return await self.keeper.store.request_abort(key)
+        with suppress(StoreError):  # which another router may have taken over meanwhile
+            await self.keeper.store.request_abort(key)
+        return was_running
+
+    async def restore(self, stored: StoredAnswer) -> LiveRequest:
+        """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
+        proto = router_pb2.GenerateRequest.FromString(stored.request.request)
+        name, request_id = split_key(stored.request.request_id)
+        with self.refusals_counted():
+            live = await self._begin(request_id, proto, self._clients.named(name), stored=stored)
+        if stored.is_aborted:
+            live.abort()
+        return live
+
+    @contextmanager
+    def refusals_counted(self) -> Iterator[None]:
+        """Around all that comes before a request lives: what the block raises counts as a request that failed.
+
+        Those that live are counted at their end. A router counts nothing before its first node serves.
+        """
+        try:
+            yield
+        except OutriderError as error:
+            self.count_failure(error.reason)
+            raise
+        except asyncio.CancelledError:
+            self.count_failure(CLIENT_LEFT)
+            raise
+
+    def count_failure(self, reason: str) -> None:
+        """Of a request that did not live."""
+        with suppress(PeerLostError):  # no node has served yet
+            self._services().metrics.add_failures(reason, 1)
+
+    # ------------------------------------------------------------ model and cluster
+
+    def served(self) -> ServedModel:
+        """Raises: PeerLostError while no node has served yet."""
+        return self._nodes.model()
+
+    def model(self) -> Model:
+        """Raises: PeerLostError while no node has served yet."""
+        served = self.served()
+        info = served.info
+        proposer, num_speculative_tokens = self._nodes.proposer()
+        return Model(
+            name=info.name,
+            revision=info.revision,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            dtype=info.dtype,
+            proposer=proposer,
+            num_speculative_tokens=num_speculative_tokens,
+            verification_method=VerificationMethod(self._services().config.verification_method),
+            fingerprint=info.fingerprint,
+            version=__version__,
+            default_sampling=served.text.default_sampling,
+        )
+
+    def cluster_status(self) -> ClusterStatus:
+        nodes = tuple(self._nodes.statuses())
+        try:
+            services = self._services()
+        except PeerLostError:  # no node serves yet: nothing runs, nothing waits
+            return ClusterStatus(nodes=nodes, num_requests_running=0, num_requests_waiting=0)
+        queue = services.queue
+        return ClusterStatus(
+            nodes=nodes,
+            num_requests_running=services.placement.num_placed,
+            num_requests_waiting=queue.num_waiting,
+            num_waiting_tokens=queue.num_waiting_tokens,
+            oldest_wait_seconds=queue.oldest_wait_seconds(),
+            num_moves=services.metrics.num_moves,
+        )
+
+    # ------------------------------------------------------------ the router's end
+
+    def fail_all(self, error: OutriderError) -> None:
+        """Every request that runs ends with this error."""
+        for live in tuple(self._by_key.values()):
+            live.fail(error)
+
+    def close_all(self, error: OutriderError) -> None:
+        """Drops every answer; those that have not ended end with this error."""
+        for live in tuple(self._by_key.values()):
+            live.close(error)
+
+    async def wait_until_idle(self) -> None:
+        while not self.is_idle:  # noqa: ASYNC110 only while the router drains
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
+
+    def _check_serving(self) -> None:
+        if self.is_draining:
+            raise PeerLostError("the router is draining", reason="DRAINING")
+
+    # ------------------------------------------------------------ a request's beginning
+
+    @contextmanager
+    def _name(self, key: str) -> Iterator[None]:
+        """Takes the name; it is free again afterwards unless the request lives. Raises: AlreadyRunningError."""
+        if key in self:
+            raise AlreadyRunningError(f"request {key!r} is running", reason="DUPLICATE_REQUEST_ID")
+        self._beginning.add(key)
+        try:
+            yield
+        finally:
+            self._beginning.discard(key)
+
+    async def _begin(
+        self, request_id: str, proto: router_pb2.GenerateRequest, caller: Caller, *, stored: StoredAnswer | None = None
+    ) -> LiveRequest:
+        """Encodes the request, and starts it. `stored`: another router has begun it. Raises: OutriderError."""
+        services, served, key = self._services(), self._nodes.model(), caller.key_of(request_id)
+        method = VerificationMethod(services.config.verification_method)
+        with self._name(key), services.timelines.beginning(request_id) as timeline:
+            encoding = timeline.begin(SpanKind.ENCODE)
+            request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
+            encoding.close()
+            if stored is None:
+                self._check_serving()
+            started = Started(
+                request_id=request.request_id,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                seed=request.options.sampling.seed,
+                model=served.info.name,
+                router=services.router_address,
+            )
+            answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
+            if stored is not None:
+                take_known_tokens(answer, stored)
+                answer.may_be_behind = self._is_exact(stored)
+            timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
+            if timeline.traced.is_recording():
+                timeline.traced.set_attributes(request_attributes(request, model=served.info.name))
+            work = Work(
+                answer=answer,
+                figures=RequestFigures(request, services.metrics, timeline),
+                account=services.answers.open(request, num_made_tokens=answer.num_generated_tokens),
+                losses=Losses(answer),
+                served=served,
+                services=services,
+            )
+            flow = RequestFlow(work, client=caller.share, was_admitted=stored is not None)
+            window_seconds = resume_window_seconds(proto)
+            live = LiveRequest(key, work, flow, proto, window_seconds=window_seconds, on_change=self._take_change)
+            self._by_key[key] = live
+            return live
+
+    def _take_change(self, live: LiveRequest) -> None:
+        if self.keeper is not None:
+            self.keeper.wake(live.key)
+        if live.is_closed and self._by_key.get(live.key) is live:
+            del self._by_key[live.key]
+
+
+@contextmanager
+def _reading(live: LiveRequest, call: Call) -> Iterator[LiveRequest]:
+    try:
+        yield live
+    finally:
+        live.leave()
+        call.set_trailing_metadata(live.trailers())

@@ -1,0 +1,132 @@
+"""Our own public service: proto in, a call of `RequestRegistry`, proto out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from outrider.answer import AnswerEvent
+from outrider.errors import CapacityError, InvalidRequestError, PeerLostError
+from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
+from outrider.service.rpc_errors import Context, rpc_errors
+from outrider.v1 import router_pb2, router_pb2_grpc
+from outrider.wire.answer import CompleteResponseBuilder, event_to_proto
+from outrider.wire.cluster import CLUSTER, MODEL
+from outrider.wire.request import num_samples, skips_special_tokens
+from router.api.clients import host_of_peer
+from router.api.registry import RequestRegistry
+from router.api.request_parsing import encode_prompt
+from router.api.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
+
+SERVICE_NAME = "outrider.v1.RouterService"
+DEFAULT_WATCH_SECONDS = 1.0
+LEAST_WATCH_SECONDS = 0.1
+MAX_WATCHES = 128
+"""WatchCluster calls at a time: each costs a message for every node, ten times a second."""
+MAX_WATCHES_OF_ONE = 32
+"""Those of one client, by the name of its token, else by its address."""
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    def __init__(self, requests: RequestRegistry) -> None:
+        self._requests = requests
+        self._has_ended = asyncio.Event()  # nothing is left to watch
+        self._watches: Counter[str] = Counter()  # by client
+
+    def end_watches(self) -> None:
+        """Every WatchCluster ends, with a status that says why."""
+        self._has_ended.set()
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
+        async with rpc_errors(context), self._requests.open(request, context) as live:
+            await live.write(context.write, event_to_proto)
+
+    async def Complete(  # noqa: N802
+        self, request: router_pb2.GenerateRequest, context: Context
+    ) -> router_pb2.CompleteResponse:
+        async with rpc_errors(context), self._requests.open(request, context) as live:
+            builder = CompleteResponseBuilder(num_samples(request.sampling))
+
+            async def add(event: AnswerEvent) -> None:
+                builder.add(event)
+                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # what cannot be sent is not computed to its end
+                    raise InvalidRequestError(
+                        f"the answer has more than the {DEFAULT_MAX_MESSAGE_BYTES} bytes of a message; "
+                        "Generate streams it",
+                        field="sampling.max_tokens",
+                        reason="ANSWER_TOO_LARGE",
+                    )
+
+            await live.write(add, lambda event: event)
+            return builder.build()
+
+    async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
+        async with rpc_errors(context):
+            check_request_id(request.request_id)
+            if len(request.next_positions) > MAX_SAMPLES:
+                raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
+            next_positions = dict(request.next_positions)
+            async with self._requests.find(request.request_id, next_positions, context) as live:
+                await live.write(context.write, event_to_proto, next_positions)
+
+    async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
+        async with rpc_errors(context):
+            return router_pb2.AbortResponse(aborted=await self._requests.abort(request.request_id, context))
+
+    async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
+        async with rpc_errors(context):
+            caller = self._requests.charge(context)
+            kind = request.WhichOneof("input")
+            if kind is None:
+                raise InvalidRequestError("one of text and chat is needed", field="input")
+            served = self._requests.served()
+            if kind == "chat":
+                check_chat(request.chat, served.info)
+            token_ids = await encode_prompt(request, served, client=caller.share)
+            return router_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(  # noqa: N802
+        self, request: router_pb2.DetokenizeRequest, context: Context
+    ) -> router_pb2.DetokenizeResponse:
+        async with rpc_errors(context):
+            caller = self._requests.charge(context)
+            served = self._requests.served()
+            check_detokenize(request, served.info)
+            text = await served.tokenizer.decode(
+                request.token_ids, skip_special_tokens=skips_special_tokens(request), client=caller.share
+            )
+            return router_pb2.DetokenizeResponse(text=text)
+
+    async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
+        async with rpc_errors(context):
+            return MODEL.to_proto(self._requests.model())
+
+    async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
+        async with rpc_errors(context), self._watch(context):
+            interval = DEFAULT_WATCH_SECONDS
+            if request.HasField("interval"):
+                interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
+            while not self._has_ended.is_set():
+                await context.write(CLUSTER.to_proto(self._requests.cluster_status()))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(interval):
+                        await self._has_ended.wait()
+            raise PeerLostError("the router is stopping", reason="DRAINING")
+
+    @asynccontextmanager
+    async def _watch(self, context: Context) -> AsyncIterator[None]:
+        """Raises: CapacityError beyond `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
+        client = self._requests.identify(context).name or host_of_peer(context.peer())
+        if self._watches.total() >= MAX_WATCHES:
+            raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
+        if self._watches[client] >= MAX_WATCHES_OF_ONE:
+            message = f"{MAX_WATCHES_OF_ONE} calls of this client watch the cluster already"
+            raise CapacityError(message, reason="TOO_MANY_WATCHES")
+        self._watches[client] += 1
+        try:
+            yield
+        finally:
+            self._watches[client] -= 1
+            self._watches += Counter()  # which drops those that have none

@@ -1,0 +1,283 @@
+"""Messages of the engine protocol: a gateway's request as one of our own, and an answer of ours as the engine's.
+
+A request is then checked and served like any other. What the gateway does otherwise than our own service is put right
+here: it encodes the prompts of completions without the tokenizer's special tokens, leaves the schema of tool calls
+open, and may take a constrained answer for a thought.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from smg_grpc_proto import vllm_engine_pb2
+
+from outrider.answer import AnswerEvent, Delta, Finished, Started, Summary
+from outrider.errors import InvalidRequestError, NotSupportedError
+from outrider.node import ModelInfo
+from outrider.request import FinishReason, TokenLogprobs
+from outrider.service.config import NO_PARSER
+from outrider.v1 import router_pb2
+from outrider.wire.request import num_samples
+from router.api.validation import (
+    MAX_CHOICES,
+    MAX_CONSTRAINT_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+from router.nodes.directory import ServedModel
+from router.text.tokenizer import Tokenizer
+
+COMPLETION_PREFIX = "cmpl-"
+"""Of a completion's id, by which alone it is told from a chat's. The prompt of either comes as token ids."""
+OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+NO_THOUGHT = f"{OPEN_TAG}\n\n{CLOSE_TAG}\n\n"
+"""What templates write where a model is not to think."""
+TAG_PARSERS = (
+    *("base", "deepseek_r1", "deepseek_v31", "glm45", "kimi_k25", "kimi_thinking"),
+    *("minimax", "nano_v3", "qwen3", "qwen3_thinking", "step3"),
+)
+"""Reasoning parsers of the gateway that look for these tags, whether they begin inside a thought or not."""
+
+ANY_OBJECT = '{"type": "object"}'
+"""The schema of `json_object`."""
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("max_tokens", "min_tokens", "n", "json_schema", "regex", "grammar"),
+)
+"""Sampling parameters that mean the same on both sides. Zero, where it cannot be told from nothing, is nothing."""
+_TOOL_CALLS = (
+    '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":{"type":"string","enum":['
+)
+"""How the gateway's own schema of tool calls begins, for `tool_choice` "required" and the like."""
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_THOUGHT_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
+_END_TOKENS = 32  # in which the tags are, even where each of their characters is a token
+_UNSUPPORTED = {
+    **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text"),
+    **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "KV is the cluster's own"),
+    "prompt_logprobs": "they are had by our own service",
+    "truncate_prompt_tokens": "prompts are not truncated",
+    "structural_tag": "structural tags are not known",
+}
+MAX_COMPLETE_BYTES = 4 << 20
+"""Larger messages are refused by gRPC clients with default settings, tonic's among them."""
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 9  # with its token; a token has its own and those of its alternatives, whose lengths are as long
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
+
+
+def request_from_engine(
+    proto: Any, served: ServedModel, reasoning_parser: str = ""
+) -> tuple[router_pb2.GenerateRequest, Sequence[int]]:
+    """(our own request, tokens that the gateway gets before each sample's own).
+
+    `proto`: a `vllm.grpc.engine.GenerateRequest`. Values are checked later, with all of our requests.
+    `reasoning_parser`: the gateway's, if it has one. Raises: InvalidRequestError for what is too much to be copied, and
+    for what the gateway would lose or mistake; NotSupportedError for what ours has no place for.
+    """
+    _check_sizes(proto, served.info)
+    params = proto.sampling_params
+    for message, prefix in ((proto, ""), (params, "sampling_params.")):
+        for field, _ in message.ListFields():
+            if field.name in _UNSUPPORTED:
+                why = f"{field.name} is not supported: {_UNSUPPORTED[field.name]}"
+                raise NotSupportedError(why, field=prefix + field.name)
+    request = router_pb2.GenerateRequest(
+        request_id=proto.request_id,
+        sampling=_sampling(params),
+        stop=router_pb2.StopConditions(
+            strings=params.stop,
+            token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        ),
+        output=router_pb2.OutputOptions(
+            top_logprobs=_num_logprobs(params),
+            skip_special_tokens=params.skip_special_tokens,
+            token_ids_only=True,  # the text is the gateway's; stop strings are looked for all the same
+        ),
+    )
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    preface: Sequence[int] = ()
+    if proto.HasField("text"):
+        request.text = proto.text
+        return request, ()
+    if proto.request_id.startswith(COMPLETION_PREFIX):
+        if params.HasField("logprobs"):
+            why = "log-probabilities of completions are lost in the gateway: ask for them in chats, or by gRPC"
+            raise InvalidRequestError(why, field="logprobs")
+        before, after = served.tokenizer.added_around()
+    elif (kind := request.sampling.WhichOneof("constraint")) and reasoning_parser not in ("", NO_PARSER):
+        if reasoning_parser not in TAG_PARSERS:
+            why = f"the reasoning parser {reasoning_parser} may take a constrained answer for a thought"
+            raise InvalidRequestError(f"{why}: ask without the constraint", field=f"sampling_params.{kind}")
+        if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # the gateway looks for them there too
+            why = f"a part of {OPEN_TAG}{CLOSE_TAG}, which comes before a constrained answer, ends it"
+            raise InvalidRequestError(why, field="sampling_params.stop")
+        after, preface = _without_thought(proto.tokenized.input_ids, served.tokenizer)
+    for part in (before, proto.tokenized.input_ids, after):
+        request.token_ids.ids.extend(part)
+    return request, preface
+
+
+def _without_thought(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """(what ends a prompt so that the answer begins at once, what tells every parser that it does)"""
+    found = _THOUGHT_AT_END.search(tokenizer.decode_now(token_ids[-_END_TOKENS:]))
+    begun, is_closed = (found[0], bool(found[2])) if found else ("", False)
+    rest = NO_THOUGHT.removeprefix(begun) if NO_THOUGHT.startswith(begun) else f"{CLOSE_TAG}\n\n"
+    said = CLOSE_TAG if begun and not is_closed else OPEN_TAG + CLOSE_TAG
+    return [] if is_closed else tokenizer.encode_now(rest), tokenizer.encode_now(said)
+
+
+def _check_sizes(proto: Any, model: ModelInfo) -> None:
+    """Raises: InvalidRequestError. A message has room for a million of each: copying them would hold up the router."""
+    params = proto.sampling_params
+    for field, values, limit in (
+        ("tokenized.input_ids", proto.tokenized.input_ids, model.max_model_len),
+        ("sampling_params.stop", params.stop, MAX_STOP_STRINGS),
+        ("sampling_params.stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS),
+        ("sampling_params.logit_bias", params.logit_bias, MAX_LOGIT_BIAS),
+        ("sampling_params.choice.choices", params.choice.choices, MAX_CHOICES),
+    ):
+        if len(values) > limit:
+            raise InvalidRequestError(f"{field} has {len(values)} entries; at most {limit} are allowed", field=field)
+
+
+def _sampling(params: Any) -> router_pb2.SamplingParams:
+    """Raises: InvalidRequestError."""
+    values = {field.name: value for field, value in params.ListFields() if field.name in _SAME}
+    if params.HasField("seed"):
+        values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
+    if params.HasField("choice"):
+        values["choice"] = router_pb2.Choice(options=params.choice.choices)
+    if params.json_object:
+        values["json_schema"] = ANY_OBJECT
+    elif params.json_schema.startswith(_TOOL_CALLS) and len(params.json_schema) <= MAX_CONSTRAINT_BYTES:
+        values["json_schema"] = _closed(params.json_schema)
+    if any(token_id < 0 for token_id in params.logit_bias):
+        raise InvalidRequestError("a token id is not negative", field="sampling_params.logit_bias")
+    return router_pb2.SamplingParams(**values, logit_bias=dict(params.logit_bias))
+
+
+def _closed(schema: str) -> str:
+    """A call is its name and parameters, and then it ends; a function without `parameters` has none.
+
+    Raises: InvalidRequestError.
+    """
+    try:
+        calls = json.loads(schema)
+        for call in calls["items"]["anyOf"]:
+            call["additionalProperties"] = False
+            call["properties"]["parameters"] = call["properties"]["parameters"] or _NO_PARAMETERS
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"no schema of tool calls: {error}", field="sampling_params.json_schema") from error
+    return json.dumps(calls)
+
+
+def _num_logprobs(params: Any) -> int | None:
+    """Raises: InvalidRequestError for all of them (-1)."""
+    if not params.HasField("logprobs"):
+        return None
+    number: int = params.logprobs
+    if number < 0:
+        raise InvalidRequestError(f"logprobs is 0 or more, not {number}", field="sampling_params.logprobs")
+    return number
+
+
+class EngineAnswer:
+    """Folds an answer's events, each once and in their order.
+
+    A stream has a chunk for each delta. At the end comes one Complete for each sample; without a stream it has all
+    tokens. What is counted once for all samples (cached and draft tokens) is in the first, since clients add them up.
+    """
+
+    def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool, preface: Sequence[int] = ()) -> None:
+        """`preface`: tokens that come before each sample's own, and are not counted."""
+        self._preface = preface
+        num = num_samples(request.sampling)
+        self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]
+        self._is_streamed = is_streamed
+        self._stop_token_ids = frozenset(request.stop.token_ids)  # of others that end an answer, nothing is said
+        self._num_prompt_tokens = 0
+        num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
+        self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # of a Complete
+
+    def render(self, event: AnswerEvent) -> list[Any]:
+        """GenerateResponses. Raises: InvalidRequestError where there is too much for a message."""
+        match event:
+            case Delta() if event.token_ids:
+                return self._add(event)
+            case Started():
+                self._num_prompt_tokens = event.num_prompt_tokens
+            case Finished():
+                self._finish(event)
+            case Summary():
+                return self._conclude(event)
+        return []
+
+    def _add(self, delta: Delta) -> list[Any]:
+        complete = self._completes[delta.sample]
+        is_first = not complete.completion_tokens
+        complete.completion_tokens += len(delta.token_ids)
+        if self._is_streamed:
+            messages = []
+            if self._preface and is_first:
+                said = vllm_engine_pb2.GenerateStreamChunk(
+                    token_ids=self._preface, prompt_tokens=self._num_prompt_tokens, index=delta.sample
+                )
+                messages.append(vllm_engine_pb2.GenerateResponse(chunk=said))
+            chunk = vllm_engine_pb2.GenerateStreamChunk(
+                token_ids=delta.token_ids,
+                prompt_tokens=self._num_prompt_tokens,
+                completion_tokens=len(delta.token_ids),
+                index=delta.sample,
+            )
+            if delta.logprobs:
+                _extend_logprobs(chunk.output_logprobs, delta.logprobs)
+            return [*messages, vllm_engine_pb2.GenerateResponse(chunk=chunk)]
+        complete.output_ids.extend(self._preface if is_first else ())
+        complete.output_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            _extend_logprobs(complete.output_logprobs, delta.logprobs)
+        if complete.completion_tokens > self._max_tokens:  # what cannot be sent is not computed to its end
+            raise InvalidRequestError(
+                f"the answer has more than the {MAX_COMPLETE_BYTES} bytes of a message; stream it",
+                field="stream",
+                reason="ANSWER_TOO_LARGE",
+            )
+        return []
+
+    def _finish(self, finished: Finished) -> None:
+        complete = self._completes[finished.sample]
+        complete.finish_reason = _REASONS[finished.reason]
+        if finished.stop_string is not None:
+            complete.matched_stop_str = finished.stop_string
+        elif finished.stop_token_id in self._stop_token_ids:
+            complete.matched_token_id = finished.stop_token_id
+
+    def _conclude(self, summary: Summary) -> list[Any]:
+        speculation = summary.metrics.speculation
+        first = self._completes[0]
+        first.cached_tokens = summary.usage.num_cached_tokens
+        first.spec_draft_tokens = speculation.num_draft_tokens
+        first.spec_accepted_tokens = speculation.num_accepted_draft_tokens
+        for complete in self._completes:
+            complete.prompt_tokens = self._num_prompt_tokens
+        return [vllm_engine_pb2.GenerateResponse(complete=complete) for complete in self._completes]
+
+
+def _extend_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
+    """`target`: an OutputLogProbs."""
+    target.token_logprobs.extend(value.logprob for value in logprobs)
+    target.token_ids.extend(value.token_id for value in logprobs)
+    target.top_logprobs.extend(_top(value) for value in logprobs)
+
+
+def _top(value: TokenLogprobs) -> Any:
+    return vllm_engine_pb2.TopLogProbs(
+        values=[logprob for _, logprob in value.top], token_ids=[token_id for token_id, _ in value.top]
+    )

@@ -1,0 +1,1 @@
+"""What outlives a router: the shared store and receipts."""

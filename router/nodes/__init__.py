@@ -1,0 +1,1 @@
+"""What the router knows of nodes: links, sessions, the directory."""

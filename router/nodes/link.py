@@ -1,0 +1,389 @@
+"""The router's connection to one node, and all that it knows of it: dial → identify → approve → follow, repeatedly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
+from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.node_stamp import NodeStamp
+from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
+from outrider.rpc.status import UNREACHABLE
+from outrider.service.announce import announce
+from outrider.service.liveness import ProgressDeadline, Standing, watch_progress
+from outrider.service.telemetry.logging import get_logger
+from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
+from router.nodes.breaker import Breaker
+from router.nodes.transport import DecodeSession, NodeTransport, RouterIdentity, racing
+
+MIN_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 2.0
+POLL_GROWTH = 1.1
+"""What still loads, and another address of a known node, is asked again after a tenth of the time so far."""
+IDENTIFY_SECONDS = 2.0
+MAX_CONDITION = 200
+"""Characters of `NodeStatus.condition`."""
+MAX_REFUSALS = 16
+"""Kept of a node: requests of so many sizes."""
+NOTICE_SECONDS = 0.1
+"""Between a call's end and the end of the reports, where a process has ended."""
+
+_log = get_logger("nodes")
+
+
+def shorten_condition(condition: str) -> str:
+    """On one line, printable, and no longer than the contract says: peers' words are in it."""
+    printable = (character if character.isprintable() else " " for character in condition[: 2 * MAX_CONDITION])
+    line = " ".join("".join(printable).split())
+    return line if len(line) <= MAX_CONDITION else f"{line[: MAX_CONDITION - 1]}…"
+
+
+class LinkOwner(Protocol):
+    """Who has the links (`router.nodes.directory.NodeDirectory`). Only `approve` may wait."""
+
+    async def approve(self, link: NodeLink, info: NodeInfo) -> str:
+        """The fingerprint served. Raises: MismatchError for a node that does not fit; OutriderError."""
+
+    def link_changed(self) -> None: ...
+
+    def link_reported(self) -> None:
+        """Nothing but the load has changed: many times a second."""
+
+    def link_lost(self, link: NodeLink) -> None: ...
+
+
+class NodeLink:
+    """One address. Owned by the event loop; `run` goes on until it is cancelled.
+
+    A node is SERVING here when it says so, its model fits, and its reports arrive. While a
+    report or its step is overdue it is late; when its progress stays away it is LOST, with
+    no report, until it serves again.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: NodeRole,
+        address: str,
+        transport: NodeTransport,
+        identity: RouterIdentity,
+        owner: LinkOwner,
+        liveness_timeout_seconds: float,
+    ) -> None:
+        self.role = role
+        self.address = address
+        self.info: NodeInfo | None = None
+        self.stamp = NodeStamp("", "", "", "")  # what requests say of it, once it has been identified
+        self.report: NodeReport | None = None
+        self.state = NodeState.STARTING
+        self.refusal = ""  # why the node is not used; empty when it may be
+        self.last_error = ""  # why it could not be reached, while it cannot
+        self.max_model_len = 0  # of the target model that it was last approved with
+        self.is_alias = False  # another link leads to the same process
+        self.num_hedges = 0  # requests that were opened elsewhere because it is late
+        self.breaker = Breaker()
+        self.chosen_at = 0  # when placement chose it last, as a count of its choices
+        self.transport = transport
+        self._identity = identity
+        self._owner = owner
+        self._liveness_timeout_seconds = liveness_timeout_seconds
+        self._fingerprint = ""
+        self._listeners: set[Callable[[], None]] = set()
+        self._progress = ProgressDeadline()
+
+    @property
+    def name(self) -> str:
+        """The node's own, or role and address before it has said it."""
+        return self.info.name if self.info is not None else f"{self.role.name.lower()}@{self.address}"
+
+    @property
+    def incarnation(self) -> bytes:
+        """Of the process that was identified last; empty before."""
+        return self.info.incarnation if self.info is not None else b""
+
+    @property
+    def numerics(self) -> str:
+        """How it computes; empty before it has said so."""
+        return self.info.model.numerics if self.info is not None and self.info.model is not None else ""
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state is NodeState.SERVING
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether reports arrive: also from a node that drains."""
+        return self.report is not None
+
+    @property
+    def is_approved(self) -> bool:
+        """It fits, and was not lost since it said so."""
+        return bool(self._fingerprint)
+
+    @property
+    def is_late(self) -> bool:
+        """Its progress is overdue; it is not lost yet."""
+        return self._progress.standing >= Standing.LATE
+
+    @property
+    def is_silent(self) -> bool:
+        """It is late, and no report has come for longer."""
+        return self._progress.standing >= Standing.SILENT
+
+    @property
+    def condition(self) -> str:
+        """What is wrong with it, on one line for people to read; empty when nothing is."""
+        if self.last_error and self.last_error != self.refusal:
+            return shorten_condition(f"unreachable: {self.last_error}")
+        if self.refusal:
+            return shorten_condition(f"refused: {self.refusal}")
+        return "late" if self.is_late else ""
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """It is called when the node becomes late, is on time again, drains or is lost. It must not block."""
+        self._listeners.add(listener)
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        self._listeners.discard(listener)
+
+    async def run(self) -> None:
+        """Keeps the link up. Ends only by cancellation."""
+        pause = growth = 0.0
+        try:
+            while True:
+                try:
+                    info = await self.transport.identify(timeout_seconds=IDENTIFY_SECONDS)
+                    is_usable = await self._identify(info)
+                    if is_usable or growth != POLL_GROWTH:
+                        pause, growth = MIN_BACKOFF_SECONDS, POLL_GROWTH
+                    if is_usable:
+                        await self._follow(info)
+                except OutriderError as error:
+                    self._take_failure(error)
+                    pause, growth = pause or MIN_BACKOFF_SECONDS, 2.0
+                await asyncio.sleep(pause)
+                pause = min(pause * growth, MAX_BACKOFF_SECONDS)
+        finally:
+            await self.transport.close()
+
+    async def _identify(self, info: NodeInfo) -> bool:
+        """Whether the node may be used now. Raises: MismatchError."""
+        if info.role is not self.role:
+            raise MismatchError(
+                f"{self.address} is a {info.role.name.lower()} node, not a {self.role.name.lower()} node"
+            )
+        negotiate(SUPPORTED_VERSIONS, info.protocol_versions, us="this router", them=info.name)
+        self.info = info
+        self.stamp = NodeStamp(self.name, self.role.name.lower(), info.version, self.numerics)
+        self.last_error = ""
+        if info.state is not NodeState.SERVING:
+            if self.state is not NodeState.LOST:
+                self.state = info.state
+            return False
+        self._fingerprint = await self._owner.approve(self, info)
+        self.refusal = ""
+        return not self.is_alias
+
+    async def _follow(self, info: NodeInfo) -> None:
+        """Takes the node's reports until it is lost. Raises: PeerLostError."""
+        await self._until_lost(self._read_reports(info))
+
+    async def _read_reports(self, info: NodeInfo) -> None:
+        async with aclosing(self.transport.reports(incarnation=info.incarnation)) as reports:
+            async for report in reports:
+                self._take_report(report)
+
+    async def _until_lost(self, reading: Coroutine[Any, Any, None]) -> None:
+        """`reading` takes reports; it is ended when they stay away. Raises: PeerLostError, MismatchError."""
+        self._progress = ProgressDeadline(grace_seconds=self._liveness_timeout_seconds)
+        async with racing(reading, watch_progress(self._progress, self._on_overdue)) as (ended, _):
+            if ended.done():
+                ended.result()
+            else:
+                raise PeerLostError(f"{self.role.name.lower()} node {self.name} makes no progress", node=self.name)
+
+    def _take_report(self, report: NodeReport) -> None:
+        was_late = self.is_late
+        has_changed = was_late or self.report is None or self.state is not report.state
+        if self.state is not report.state:
+            _log.info("node changed state", node=self.name, address=self.address, state=report.state.name)
+        self.report = report
+        self.state = report.state
+        self._progress.feed(report)
+        if not self.is_late:
+            self.num_hedges = 0
+        if has_changed or self.is_late:
+            self._tell_change()
+        else:
+            self._owner.link_reported()
+
+    def _on_overdue(self) -> None:
+        _log.info(f"node is {self._progress.standing.name.lower()}", node=self.name, address=self.address)
+        self._tell_change()
+
+    def _tell_change(self) -> None:
+        self._owner.link_changed()
+        for listener in tuple(self._listeners):
+            listener()
+
+    def _take_failure(self, error: OutriderError) -> None:
+        was_up, was_draining = self.is_connected, self.state is NodeState.DRAINING
+        self.last_error = error.message
+        self._fingerprint = ""
+        self.report = None
+        self._progress = ProgressDeadline()
+        self.num_hedges = 0
+        is_refused = isinstance(error, (MismatchError, ModelError))
+        if is_refused:
+            if self.refusal != error.message:
+                _log.error("node refused", node=self.name, address=self.address, error=error.message)
+                announce(refused=shorten_condition(error.message), address=self.address)
+            self.refusal = error.message
+        if was_up or is_refused:
+            self.state = NodeState.LOST
+        self._tell_change()
+        if was_draining and was_up:
+            _log.info("node left", node=self.name, address=self.address)
+        elif was_up:
+            _log.warning("node lost", node=self.name, address=self.address, error=error.message)
+            self.breaker.fail()
+            self._owner.link_lost(self)
+
+
+class PrefillLink(NodeLink):
+    """A prefill node: prompts go there."""
+
+    num_outstanding_tokens = 0  # uncached prompt tokens that this router sent
+    num_scored_tokens = 0  # of its prompts there whose logprobs are wanted
+
+    async def prefill(self, call: PrefillCall) -> PrefillFigures:
+        """Has the prompt's KV computed and pushed. Cancelling stops both.
+
+        Raises: PeerLostError for whatever kept the node from it; UNREACHABLE is the reason where the node is lost.
+        """
+        lost = asyncio.get_running_loop().create_future()
+
+        def watch() -> None:
+            if not self.is_connected and not lost.done():
+                lost.set_result(None)
+
+        self.add_listener(watch)
+        work = asyncio.ensure_future(self.transport.prefill(call))
+        try:
+            watch()
+            await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
+            figures = work.result()
+        except OutriderError as error:
+            if error.reason == UNREACHABLE:  # the end of the process is noticed with it, or a little later
+                await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
+            reason = UNREACHABLE if lost.done() else None
+            message = f"prefill node {self.name} failed: {error.message}"
+            raise PeerLostError(message, node=self.name, reason=reason) from error
+        else:
+            self.breaker.succeed()
+            return figures
+        finally:
+            self.remove_listener(watch)
+            lost.cancel()
+            if not work.done():
+                work.cancel()
+                with suppress(asyncio.CancelledError, OutriderError):
+                    await work
+
+
+class Size(NamedTuple):
+    """Of a request, as far as it decides how much room it needs on a decode node."""
+
+    num_tokens: int
+    num_samples: int
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A decode node had no room for a request of this size. Of smaller ones that says nothing, but for `wait_seconds`.
+
+    The node is not asked again with a whole prompt that is no smaller before a report shows what was missing, as much
+    of this router's has ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
+    """
+
+    rejected: Rejected
+    at: float  # monotonic seconds
+    size: Size
+    num_freed_tokens: int = 0  # since then: of this router's requests that ended there, without those that came
+    num_freed_samples: int = 0
+
+    def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
+        """Whether the node is not to be asked now for room of this size."""
+        wanted = self.rejected
+        if now >= self.at + NO_ROOM_RETRY_SECONDS:
+            return False
+        if now < self.at + wanted.wait_seconds:
+            return True  # the node makes this router wait, whatever it asks for
+        num_sequences = max(load.num_sequences_free, self.num_freed_samples)
+        if num_sequences < min(size.num_samples, wanted.num_sequences_needed):
+            return True
+        has_blocks = load.kv_blocks_free >= wanted.kv_blocks_needed or self.num_freed_tokens >= self.size.num_tokens
+        is_smaller = size.num_tokens < self.size.num_tokens or size.num_samples < self.size.num_samples
+        return not (is_smaller or has_blocks)
+
+
+class DecodeLink(NodeLink):
+    """A decode node: followed by its session, which carries its reports."""
+
+    session: DecodeSession | None = None
+    num_placed = 0  # requests that this router placed there
+    refusals: Sequence[Refusal] = ()  # that may still count, the latest last
+
+    @property
+    def is_serving(self) -> bool:
+        """Its session is open, too."""
+        return super().is_serving and self.session is not None and self.session.is_open
+
+    async def _follow(self, info: NodeInfo) -> None:
+        hello = self._identity.hello(fingerprint=self._fingerprint, reached_at=self.address)
+        call = self.transport.open_session()
+        session = self.session = DecodeSession(call, hello=hello, node=info, on_report=self._take_report)
+        error: OutriderError = PeerLostError("the router is stopping", node=info.name, reason="ROUTER_STOPPING")
+        try:
+            await self._until_lost(session.run())
+        except OutriderError as failure:
+            error = failure
+            raise
+        finally:
+            self.session = None
+            self._owner.link_changed()  # nothing is placed there any more
+            session.close(error)
+
+    def has_room(self, size: Size, now: float) -> bool:
+        """False: it has refused a request that was no larger, and nothing shows that there is more room."""
+        if not self.refusals or self.report is None:
+            return True
+        load = self.report.load
+        return not any(refusal.keeps_out(size, load, now) for refusal in self.refusals)
+
+    def change_room(self, size: Size, sign: int) -> None:
+        """A request of this size has come (-1), or has gone (1)."""
+        for refusal in self.refusals:
+            refusal.num_freed_tokens += sign * size.num_tokens
+            refusal.num_freed_samples += sign * size.num_samples
+
+    def add_refusal(self, rejected: Rejected, size: Size) -> None:
+        """It had no room for a request of this size."""
+        now = time.monotonic()
+        load = NodeLoad() if self.report is None else self.report.load
+        others = [other for other in self.refusals if other.size != size and other.keeps_out(other.size, load, now)]
+        self.refusals = (*others, Refusal(rejected, now, size))[-MAX_REFUSALS:]
+
+    def open_session(self) -> DecodeSession:
+        """The session in force. Raises: PeerLostError."""
+        if self.session is None or not self.session.is_open:
+            raise PeerLostError(f"decode node {self.name} is lost", node=self.name)
+        return self.session

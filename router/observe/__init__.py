@@ -1,0 +1,1 @@
+"""What people see of requests: figures, timelines, traces."""

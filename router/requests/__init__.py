@@ -1,0 +1,1 @@
+"""READ FIRST. One request's life: its answer, its attempts, its readers."""

@@ -1,0 +1,344 @@
+"""An answer: every token with its position and text, and who reads it. It knows no nodes.
+
+Tokens are appended first, then told: what a later attempt goes on from, what a client that
+comes back is told again, and what two attempts at once are compared with are one record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from outrider.answer import AnswerEvent, Started, Summary
+from outrider.errors import RESUMED_ELSEWHERE, AbortedError, InternalError, OutOfRangeError, OutriderError
+from outrider.request import FinishReason, Request, TokenLogprobs
+from outrider.session import SampleDone, SampleStart, SampleTokens
+from outrider.wire.answer import PackedLogprobs, pack_logprobs
+from router.requests.sample_answer import SampleAnswer
+from router.text.answer_text import AnswerText, ByteDetokenizer, Detokenizer
+from router.text.tokenizer import Tokenizer
+
+BEHIND_SECONDS = 0.02
+"""When news is told so late, the event loop has more to do than it can."""
+MAX_MERGE_SECONDS = 0.1
+MAX_ENTRIES = 2048
+"""Of tokens and logprobs that are made into messages at once: some milliseconds of the event loop."""
+
+Message = TypeVar("Message")
+
+
+class Answer:
+    """All samples of one request. Owned by the event loop.
+
+    The record ends with a summary or a failure; until then readers wait for more. One
+    reader is attached at a time: a new one ends the stream of the one before.
+    """
+
+    def __init__(self, request: Request, started: Started, *, tokenizer: Tokenizer, batcher: DeliveryBatcher) -> None:
+        """`started` is what readers are told first, once the request is admitted.
+
+        Where the request asks for logprobs of its prompt, it waits for them too.
+        """
+        self.request = request
+        self._started = started
+        self.needs_prompt_logprobs = False
+        if request.options.prompt_logprobs is not None:
+            self._first_logprobs = pack_logprobs([TokenLogprobs(request.prompt_token_ids[0], math.nan, 0)])
+            self._started = replace(started, prompt_logprobs=PackedLogprobs(self._first_logprobs))
+            self.needs_prompt_logprobs = len(request.prompt_token_ids) > 1
+        self._batcher = batcher
+        token_bytes = tokenizer.token_bytes if request.output.token_bytes else None
+        self.samples = tuple(
+            SampleAnswer(sample=sample, request=request, text=_make_text(request, tokenizer), token_bytes=token_bytes)
+            for sample in range(request.options.sampling.n)
+        )
+        self.started: Started | None = None
+        self.summary: Summary | None = None
+        self.failure: OutriderError | None = None
+        self.may_be_behind = False  # taken over from another router: its client may know more, and the same tokens
+        logprobs = request.options.logprobs
+        self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # itself, and its logprobs
+        self._reader: AnswerReader[Any] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Every sample has ended, and no logprobs of the prompt are missing."""
+        return not self.needs_prompt_logprobs and all(sample.finished is not None for sample in self.samples)
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing more will come."""
+        return self.summary is not None or self.failure is not None
+
+    @property
+    def has_reader(self) -> bool:
+        return self._reader is not None
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
+    def unfinished_samples(self) -> tuple[SampleStart, ...]:
+        """What an attempt has to compute, with what is known already."""
+        return tuple(
+            SampleStart(sample=index, generated_token_ids=sample.generated_token_ids)
+            for index, sample in enumerate(self.samples)
+            if sample.finished is None
+        )
+
+    # ------------------------------------------------------------ writing
+
+    def begin(self) -> None:
+        """The request is admitted. Nothing while it needs logprobs of its prompt; later calls do nothing."""
+        if self.started is None and not self.needs_prompt_logprobs:
+            self.started = self._started
+            self._tell()
+
+    def take_prompt_logprobs(self, packed: bytes) -> None:
+        """Of all tokens but the prompt's first, as nodes have packed them. The request is admitted; once."""
+        if self.needs_prompt_logprobs:
+            self.needs_prompt_logprobs = False
+            self._started = replace(self._started, prompt_logprobs=PackedLogprobs(self._first_logprobs + packed))
+            self.begin()
+
+    def take(self, tokens: SampleTokens) -> tuple[int, bool]:
+        """(new tokens, whether they ended their sample). Raises: TokenMismatchError, InternalError."""
+        sample = self._sample(tokens.sample)
+        was_finished = sample.finished is not None
+        num_new = sample.take(tokens)
+        if num_new:
+            self._tell()
+        return num_new, not was_finished and sample.finished is not None
+
+    def finish(self, done: SampleDone) -> None:
+        """A node's word that a sample has ended. Raises: InternalError."""
+        if done.reason is FinishReason.ABORTED:
+            raise InternalError("a decode node aborted a sample by itself")
+        self._sample(done.sample).finish(done.reason, stop_token_id=done.stop_token_id)
+        self._tell()
+
+    def abort(self) -> None:
+        """Ends every unfinished sample. Logprobs of the prompt that are missing are left out."""
+        if self.needs_prompt_logprobs:
+            self.needs_prompt_logprobs = False
+            self._started = replace(self._started, prompt_logprobs=())
+        for sample in self.samples:
+            sample.finish(FinishReason.ABORTED)
+        self._tell()
+
+    def close(self, summary: Summary) -> None:
+        assert self.is_complete, "a summary follows the last sample's end"
+        self.summary = summary
+        self._tell()
+
+    def fail(self, error: OutriderError) -> None:
+        """The answer ends here. What has ended stays as it is."""
+        if not self.has_ended:
+            self.failure = error
+            self._tell()
+
+    # ------------------------------------------------------------ reading
+
+    def read(
+        self, render: Callable[[AnswerEvent], Message], next_positions: Mapping[int, int] | None = None
+    ) -> AnswerReader[Message]:
+        """Attaches a reader that is told everything from these positions on, by sample.
+
+        Samples that are not named start where this call's tokens start. The reader that was
+        attached before ends with AbortedError. Raises: OutOfRangeError.
+        """
+        positions = [sample.start_position for sample in self.samples]
+        for index, position in (next_positions or {}).items():
+            if index >= len(self.samples):
+                raise OutOfRangeError(f"the answer has {len(self.samples)} samples, there is no sample {index}")
+            sample = self.samples[index]
+            last = sample.last_position if self.may_be_behind and not sample.is_whole else sample.next_position
+            if not sample.start_position <= position <= last:
+                raise OutOfRangeError(
+                    f"sample {index} has positions {sample.start_position} to {last}, {position} is not one of them"
+                )
+            positions[index] = position
+        if self._reader is not None:
+            self._reader.supersede()
+        reader = AnswerReader(self, positions, render, self._batcher)
+        self._reader = reader
+        return reader
+
+    def leave(self, reader: AnswerReader[Any]) -> None:
+        """The reader's stream is over."""
+        if self._reader is reader:
+            self._reader = None
+
+    def _tell(self) -> None:
+        if self._reader is not None:
+            self._reader.wake()
+
+    def _sample(self, index: int) -> SampleAnswer:
+        if index >= len(self.samples):
+            raise InternalError(f"a decode node speaks of sample {index} of {len(self.samples)}")
+        return self.samples[index]
+
+
+def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
+    stop, output, sampling = request.stop, request.output, request.options.sampling
+    detokenizer: Detokenizer = ByteDetokenizer(())
+    if stop.strings or not output.token_ids_only:  # else nobody looks at the text
+        detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids
+        )
+    return AnswerText(detokenizer, stop.strings, include_match=stop.include_match, min_tokens=sampling.min_tokens)
+
+
+class DeliveryBatcher:
+    """Wakes all streams with new tokens in one callback, in the event loop's next turn.
+
+    A session's message has tokens of many answers. Their clients' messages are made one after the
+    other, without a system call in between, which would leave the caches cold.
+
+    While the event loop is behind, streams are woken later still: what comes meanwhile is then in
+    one delta. First tokens never wait.
+    """
+
+    def __init__(self) -> None:
+        self._readers: list[AnswerReader[Any]] = []
+        self._since = 0.0  # the loop's time at which the first of them was added
+
+    def add(self, reader: AnswerReader[Any]) -> None:
+        """Once for each reader until it is delivered to."""
+        if not self._readers:
+            loop = asyncio.get_running_loop()
+            self._since = loop.time()
+            loop.call_soon(self._deliver)
+        self._readers.append(reader)
+
+    def _deliver(self) -> None:
+        readers, self._readers = self._readers, []
+        loop = asyncio.get_running_loop()
+        late = loop.time() - self._since
+        if late > BEHIND_SECONDS:
+            merged = [reader for reader in readers if reader.has_sent_tokens]
+            loop.call_later(min(late, MAX_MERGE_SECONDS), _deliver_all, merged)
+            readers = [reader for reader in readers if not reader.has_sent_tokens]
+        _deliver_all(readers)
+
+
+def _deliver_all(readers: Sequence[AnswerReader[Any]]) -> None:
+    for reader in readers:
+        reader.deliver()
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """What a reader has been told of one sample."""
+
+    sample: SampleAnswer
+    position: int  # the next one
+    has_end: bool = False
+
+
+class AnswerReader(Generic[Message]):
+    """One client's stream of an answer, rendered to messages. Slow clients get fewer, larger deltas; no node waits."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        positions: Sequence[int],
+        render: Callable[[AnswerEvent], Message],
+        batcher: DeliveryBatcher,
+    ) -> None:
+        """`positions`: by sample, of the first token to tell."""
+        self._answer = answer
+        self._cursors = [_Cursor(sample, position) for sample, position in zip(answer.samples, positions, strict=True)]
+        self._render = render
+        self._batcher = batcher
+        self._max_tokens = max(MAX_ENTRIES // answer.entries_per_token, 1)
+        self._waiter: asyncio.Future[list[Message]] | None = None  # while the stream waits
+        self._has_news = True
+        self._is_superseded = False
+        self._has_started = False
+        self._has_sent_summary = False
+        self.has_sent_tokens = False
+
+    async def next(self) -> list[Message]:
+        """Everything new, as soon as there is something: Started first, the Summary last. Nothing after that.
+
+        Raises: the answer's failure, after what came before it; AbortedError when another
+        reader has been attached.
+        """
+        messages: list[Message] = []
+        while not messages:
+            if self._has_news:
+                messages = self._take_new()
+            elif self._is_over():
+                break
+            else:
+                self._waiter = asyncio.get_running_loop().create_future()
+                messages = await self._waiter
+        if self._is_superseded:
+            raise AbortedError("another stream of this answer was attached", reason=RESUMED_ELSEWHERE)
+        if not messages and self._answer.failure is not None:
+            raise self._answer.failure
+        return messages
+
+    def supersede(self) -> None:
+        """Another reader has been attached."""
+        self._is_superseded = True
+        self.wake()
+
+    def wake(self) -> None:
+        """There is news."""
+        if not self._has_news:
+            self._has_news = True
+            if self._waiter is not None:
+                self._batcher.add(self)
+
+    def deliver(self) -> None:
+        """Gives the stream that waits what is new."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():  # it is being cancelled
+            return
+        try:
+            waiter.set_result(self._take_new())
+        except Exception as error:  # noqa: BLE001 it is this stream's; others are told after it
+            waiter.set_exception(error)
+
+    def _is_over(self) -> bool:
+        return self._is_superseded or self._has_sent_summary or self._answer.failure is not None
+
+    def _take_new(self) -> list[Message]:
+        """One delta for each sample with something new, each sample's end after its last.
+
+        What is too much for one turn of the event loop stays for the next call.
+        """
+        answer, render = self._answer, self._render
+        messages: list[Message] = []
+        self._has_news = False
+        if not self._has_started:
+            if answer.started is None:
+                return messages
+            self._has_started = True
+            messages.append(render(answer.started))
+        num_left = self._max_tokens
+        for cursor in self._cursors:
+            sample = cursor.sample
+            if cursor.position < sample.next_position:
+                end = min(sample.next_position, cursor.position + num_left)
+                messages.append(render(sample.delta(cursor.position, end)))
+                num_left -= end - cursor.position
+                cursor.position = end
+                self.has_sent_tokens = True
+                if not num_left:
+                    self._has_news = True
+                    return messages
+            if sample.finished is not None and not cursor.has_end:
+                cursor.has_end = True
+                if cursor.position == sample.next_position and (tail := sample.tail()) is not None:
+                    messages.append(render(tail))
+                messages.append(render(sample.finished))
+        if answer.summary is not None and not self._has_sent_summary:
+            self._has_sent_summary = True
+            messages.append(render(answer.summary))
+        return messages

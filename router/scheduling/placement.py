@@ -1,0 +1,390 @@
+"""Chooses nodes for requests: by room, then by load and cached prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import xxhash
+
+from outrider.prefill import MAX_SCORED_ROWS
+from outrider.session import Rejected
+from router.nodes.directory import NodeDirectory
+from router.nodes.link import DecodeLink, NodeLink, PrefillLink, Size
+
+Link = TypeVar("Link", bound=NodeLink)
+Family = tuple[bool, str, frozenset[bytes], frozenset[bytes]]
+NO_NODES: frozenset[bytes] = frozenset()
+
+OUTSTANDING_CHUNKS = 4
+"""Of a prefill node's forward passes, that may be under way there."""
+HEDGED_SHARE = 0.1
+"""Of the requests that run, those that may be opened elsewhere because nodes are late."""
+PREFIX_CHUNK_TOKENS = 32
+MAX_PREFIX_CHUNKS = 131_072
+"""Chunks that are remembered, over all nodes: 4 million prompt tokens."""
+PREFIX_WORTH_SEQUENCES = 4
+"""A node that holds the prompt's prefix may run this many more sequences than another and is still preferred."""
+
+
+class PrefixMap:
+    """Prompt prefixes by the nodes that computed them; an LRU of bounded size."""
+
+    def __init__(self, max_chunks: int = MAX_PREFIX_CHUNKS) -> None:
+        self._max_chunks = max_chunks
+        self._nodes: OrderedDict[tuple[int, bytes], None] = OrderedDict()  # (prefix hash, node's incarnation)
+
+    def num_held_tokens(self, prefix_hashes: Sequence[int], incarnation: bytes) -> int:
+        """Prompt tokens from the start that the node has probably computed before."""
+        num_chunks = 0
+        for prefix_hash in prefix_hashes:
+            if (prefix_hash, incarnation) not in self._nodes:
+                break
+            num_chunks += 1
+        return num_chunks * PREFIX_CHUNK_TOKENS
+
+    def remember(self, prefix_hashes: Sequence[int], incarnation: bytes) -> None:
+        for prefix_hash in prefix_hashes:
+            self._nodes[prefix_hash, incarnation] = None
+            self._nodes.move_to_end((prefix_hash, incarnation))
+        while len(self._nodes) > self._max_chunks:
+            self._nodes.popitem(last=False)
+
+
+def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
+    """One hash for each whole chunk's prefix, the last token left out (it is always computed)."""
+    hasher = xxhash.xxh3_64(salt)
+    hashes = []
+    for start in range(0, len(token_ids) - PREFIX_CHUNK_TOKENS, PREFIX_CHUNK_TOKENS):
+        hasher.update(array("I", token_ids[start : start + PREFIX_CHUNK_TOKENS]).tobytes())
+        hashes.append(hasher.intdigest())
+    return hashes
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a request needs of a place."""
+
+    token_ids: tuple[int, ...]  # the prompt, and what was generated: KV is wanted of all but the last
+    excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that will not do
+    cache_salt: bytes = b""
+    avoided: frozenset[bytes] = frozenset()  # incarnations that lost this request: used only if no other node serves
+    numerics: str = ""  # decode and prefill node compute by these; empty: by any
+    is_scored: bool = False  # logprobs of the prompt are wanted: few of its tokens are computed at a time
+    num_samples: int = 1
+
+    @property
+    def size(self) -> Size:
+        return Size(len(self.token_ids), self.num_samples)
+
+    @property
+    def family(self) -> Family:
+        """Among demands of one family those that are no smaller need no less of any node."""
+        return self.is_scored, self.numerics, self.excluded, self.avoided
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """A little more than there are, where some are generated."""
+        return len(self.token_ids) if self.is_scored else 0
+
+    @cached_property
+    def prefix_hashes(self) -> list[int]:
+        """Computed once: placement looks at the queue's head with every report."""
+        return prefix_hashes(self.token_ids, salt=self.cache_salt)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A decode and a prefill node, reserved for one request until released. Releasing is idempotent."""
+
+    placement: Placement
+    demand: Demand
+    decode: DecodeLink
+    prefill: PrefillLink | None  # None: no prefill node serves, the decode node computes the prompt
+    num_prefill_tokens: int
+    holds_decode: bool = True
+
+    def kv_salt(self, cache_salt: bytes) -> bytes:
+        """What seeds the hashes of this place's KV, for a request of this salt.
+
+        KV that nodes of different numerics have made together differs in bits from what the decode
+        node computes alone: it is shared among its like only.
+        """
+        kinds = (self.decode.numerics, "" if self.prefill is None else self.prefill.numerics)
+        if kinds[0] == kinds[1] or not all(kinds):
+            return cache_salt
+        return hashlib.sha256("\0".join((*kinds, cache_salt.hex())).encode()).digest()
+
+    def change_prefill(self, demand: Demand) -> bool:
+        """Replaces a failed prefill node by one of the same numerics. Returns False if no other is available."""
+        self.release_prefill()
+        if self.prefill is None:
+            return False
+        chosen = self.placement.choose_other_prefill(demand, self.prefill)
+        if chosen is None:
+            return False
+        self.demand = demand
+        self.prefill, self.num_prefill_tokens = chosen
+        return True
+
+    def release_prefill(self) -> None:
+        """The prompt has been computed, or need not be."""
+        num_tokens, self.num_prefill_tokens = self.num_prefill_tokens, 0
+        if num_tokens and self.prefill is not None:
+            self.placement.release_prefill(self.prefill, num_tokens, self.demand.num_scored_tokens)
+
+    def release(self, rejected: Rejected | None = None) -> None:
+        """`rejected`: the decode node had no room."""
+        if self.holds_decode:
+            self.holds_decode = False
+            self.placement.release_decode(self.decode, self.demand.size, rejected)
+        self.release_prefill()
+
+
+class Placement:
+    """Chooses places and counts what is under way on each. Owned by the event loop.
+
+    A request gets a place only when a prefill node has room for it, so that blocks
+    reserved on decode nodes do not idle.
+    """
+
+    def __init__(self, nodes: NodeDirectory, *, prefill_outstanding_tokens: int) -> None:
+        self._nodes = nodes
+        self._limit = prefill_outstanding_tokens
+        self._num_chosen = 0
+        self._prefixes = PrefixMap()
+        self.num_placed = 0  # requests, over all decode nodes
+        self.on_room: Callable[[], None] = lambda: None  # called when a place may have become free
+
+    def place(
+        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_timely: bool = False
+    ) -> Place | None:
+        """A place now, or None.
+
+        `reserved`: incarnations of nodes that are kept for other requests. `must_be_timely`: not on a decode node
+        whose progress is overdue.
+        """
+        decode = self._choose_decode(demand, reserved=reserved, must_be_timely=must_be_timely)
+        if decode is None:
+            return None
+        prefill: PrefillLink | None = None
+        num_uncached = 0
+        if self._has_prefill_node(demand):
+            chosen = self._choose_prefill(demand, reserved=reserved)
+            if chosen is None:
+                return None
+            prefill, num_uncached = chosen
+            self._take_prefill(demand, prefill, num_uncached)
+        self._note_choice(decode, demand)
+        decode.change_room(demand.size, -1)
+        decode.num_placed += 1
+        self.num_placed += 1
+        return Place(self, demand, decode, prefill, num_uncached)
+
+    def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
+        """(node, uncached tokens there), counted as under way; the one that failed only where it serves again."""
+        chosen = self._choose_prefill(demand, failed=failed)
+        if chosen is not None:
+            self._take_prefill(demand, *chosen)
+        return chosen
+
+    def _take_prefill(self, demand: Demand, prefill: PrefillLink, num_uncached: int) -> None:
+        self._note_choice(prefill, demand)
+        prefill.num_outstanding_tokens += num_uncached
+        prefill.num_scored_tokens += demand.num_scored_tokens
+
+    def _note_choice(self, link: NodeLink, demand: Demand) -> None:
+        link.breaker.begin()
+        self._prefixes.remember(demand.prefix_hashes, link.incarnation)
+        self._num_chosen += 1
+        link.chosen_at = self._num_chosen
+
+    def has_timely_decode_node(self, demand: Demand) -> bool:
+        """Whether work could move to a decode node that is on time."""
+        return any(not link.is_late and _suits(link, demand) for link in self._nodes.decode_nodes)
+
+    @property
+    def may_know_more(self) -> bool:
+        """Whether a decode node that does not serve now may take what those that serve cannot."""
+        return self._nodes.misses_decode_node
+
+    def is_usable(self, demand: Demand) -> bool:
+        """Whether a decode node serves that could take it once it has room."""
+        return any(_suits(link, demand) for link in self._nodes.decode_nodes)
+
+    def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
+        """Decode nodes that serve and could take it once they have room; where others serve, none that lost it."""
+        return frozenset(link.incarnation for link in self._usable_decode(demand))
+
+    def has_prefill_room(self, demand: Demand) -> bool:
+        """Whether its prompt can be computed now: by a prefill node, or by the decode node where none serves."""
+        return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
+
+    def nodes_to_keep(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
+        """One decode node, one prefill node: those that will probably have room for it first.
+
+        Nothing of ours comes to a node that is kept, so that it stays the one with most room until it has enough.
+        """
+        kept: list[NodeLink] = []
+        if decode and (decodes := self._usable_decode(demand)):
+            kept.append(max(decodes, key=lambda link: _nearness_of_room(link, demand.size)))
+        if prefill and (prefills := self._usable_prefill(demand)):
+            kept.append(min(prefills, key=_work_ahead))
+        return frozenset(link.incarnation for link in kept)
+
+    def is_behind_scored(self, demand: Demand) -> bool:
+        """Whether it waits only for prompts that are scored on prefill nodes: others need not wait with it."""
+        links = self._usable_prefill(demand)
+        return bool(links) and not any(_may_score(link, demand) for link in links)
+
+    def _has_prefill_node(self, demand: Demand) -> bool:
+        return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
+
+    def may_hedge(self, late: NodeLink) -> bool:
+        """Whether one more request may be opened elsewhere because this node is late: a busy machine must not hedge
+        itself to death.
+
+        One may always be, more only as far as a tenth of all that run, and all of a node that is silent while every
+        other one is on time: then it is that node, and not the machine. `num_hedges` of a link counts them, until it
+        is on time again or lost. What moves because a node is lost or drains is not counted.
+        """
+        others = [link for link in self._nodes.late_nodes if link is not late]
+        if late.is_silent and not others:
+            return True
+        num_hedges = late.num_hedges + sum(link.num_hedges for link in others)
+        return num_hedges < max(1, int(self.num_placed * HEDGED_SHARE))
+
+    def replaces(self, late: PrefillLink) -> bool:
+        """Whether a late prefill node's work moves to another one of its numerics; it is counted."""
+        has_other = any(not link.is_late and link.numerics == late.numerics for link in self._nodes.prefill_nodes)
+        may_move = late.is_late and has_other and self.may_hedge(late)
+        late.num_hedges += may_move
+        return may_move
+
+    def release_prefill(self, prefill: PrefillLink, num_tokens: int, num_scored_tokens: int) -> None:
+        prefill.num_outstanding_tokens -= num_tokens
+        prefill.num_scored_tokens -= num_scored_tokens
+        assert prefill.num_outstanding_tokens >= 0, "more prefill tokens released than placed"
+        self.on_room()
+
+    def release_decode(self, decode: DecodeLink, size: Size, rejected: Rejected | None) -> None:
+        decode.num_placed -= 1
+        self.num_placed -= 1
+        decode.change_room(size, 1)
+        if rejected is not None:
+            decode.add_refusal(rejected, size)
+        self.on_room()
+
+    def _choose_decode(
+        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_timely: bool = False
+    ) -> DecodeLink | None:
+        now, size = time.monotonic(), demand.size
+        usable = [link for link in self._usable_decode(demand) if not (must_be_timely and link.is_late)]
+        free = [link for link in usable if link.incarnation not in reserved and link.has_room(size, now)]
+        candidates = _healthiest(free, usable)
+        return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
+
+    def _usable_decode(self, demand: Demand) -> list[DecodeLink]:
+        return _unless_avoided([link for link in self._nodes.decode_nodes if _suits(link, demand)], demand)
+
+    def _usable_prefill(self, demand: Demand) -> list[PrefillLink]:
+        return _unless_avoided([link for link in self._nodes.prefill_nodes if _computes_as(link, demand)], demand)
+
+    def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[bool, float, float, float, int, str]:
+        report = link.report
+        assert report is not None, "a serving node has reported"
+        num_running = max(report.load.num_running, link.num_placed)
+        held = self._prefixes.num_held_tokens(hashes, link.incarnation)
+        share_held = held / max(len(hashes) * PREFIX_CHUNK_TOKENS, 1)
+        free_share = report.load.kv_blocks_free / max(report.load.kv_blocks_total, 1)
+        cost = num_running - PREFIX_WORTH_SEQUENCES * share_held
+        return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.chosen_at, link.name
+
+    def _limit_of(self, link: PrefillLink) -> int:
+        """Uncached prompt tokens under way there: a few chunks keep the node busy, more would only wait."""
+        rows = link.report.load.max_rows_per_step if link.report is not None else 0
+        return OUTSTANDING_CHUNKS * rows or self._limit
+
+    def _choose_prefill(
+        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, failed: PrefillLink | None = None
+    ) -> tuple[PrefillLink, int] | None:
+        """(node, uncached tokens there) with the least work ahead, this prompt included; None without room.
+
+        `failed` comes last; it does not come at all while it is late or lost, nor do nodes that compute
+        differently: the hashes of the reservation's KV say by what it was made. Room is then not asked
+        for: the blocks of this prompt are reserved already.
+        """
+        usable = self._usable_prefill(demand)
+        if failed is not None:
+            usable = [
+                link for link in usable if link.numerics == failed.numerics and not (link is failed and link.is_late)
+            ]
+        costs: dict[PrefillLink, tuple[bool, bool, int, int, str]] = {}
+        num_uncached: dict[PrefillLink, int] = {}
+        for link in usable:
+            held = self._prefixes.num_held_tokens(demand.prefix_hashes, link.incarnation)
+            num_new = MAX_SCORED_ROWS if demand.is_scored else max(len(demand.token_ids) - 1 - held, 1)
+            reported = link.report.load.num_outstanding_tokens if link.report is not None else 0
+            own = link.num_outstanding_tokens
+            outstanding = max(own, reported)
+            is_beyond = own and outstanding + num_new > self._limit_of(link)
+            if failed is None and (is_beyond or not _may_score(link, demand) or link.incarnation in reserved):
+                continue  # a prompt beyond the limit goes to a node that has nothing else of ours
+            num_uncached[link] = num_new
+            costs[link] = (link is failed, link.is_late, outstanding + num_new, link.chosen_at, link.name)
+        best = min(_healthiest(list(costs), usable), key=costs.__getitem__, default=None)
+        return None if best is None else (best, num_uncached[best])
+
+
+def _computes_as(link: NodeLink, demand: Demand) -> bool:
+    return not demand.numerics or link.numerics == demand.numerics
+
+
+def _may_score(link: PrefillLink, demand: Demand) -> bool:
+    """Whether a step there will soon have rows for its prompt, if it is scored: the limit of prompts, in their rows."""
+    ahead, num_tokens = link.num_scored_tokens, demand.num_scored_tokens
+    return not (ahead and num_tokens) or ahead + num_tokens <= OUTSTANDING_CHUNKS * MAX_SCORED_ROWS
+
+
+def _suits(link: DecodeLink, demand: Demand) -> bool:
+    return link.incarnation not in demand.excluded and _computes_as(link, demand)
+
+
+def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:
+    """Those that did not lose this request; where there are none, all."""
+    if not demand.avoided:
+        return links
+    return [link for link in links if link.incarnation not in demand.avoided] or links
+
+
+def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
+    """Of those with room, the ones that have not failed lately.
+
+    Where these are full, the others, for one request at a time; where all that are usable have failed, all of them.
+    """
+    healthy = [link for link in free if not link.breaker.is_open]
+    if healthy or all(link.breaker.is_open for link in usable):
+        return healthy or free
+    return [link for link in free if link.breaker.may_be_tried]
+
+
+def _nearness_of_room(link: DecodeLink, size: Size) -> tuple[bool, bool, float, int, str]:
+    """More is nearer: by the part of what runs there that has to end first, of blocks or of sequences."""
+    assert link.report is not None, "a serving node has reported"
+    load = link.report.load
+    known = (refusal for refusal in link.refusals if refusal.size.num_tokens <= size.num_tokens)
+    num_blocks = max((refusal.rejected.kv_blocks_needed for refusal in known), default=0)
+    blocks = (num_blocks - load.kv_blocks_free) / max(load.kv_blocks_total - load.kv_blocks_free, 1)
+    sequences = (size.num_samples - load.num_sequences_free) / max(load.num_running, 1)
+    return not link.is_late, not link.breaker.is_open, -max(blocks, sequences), load.kv_blocks_free, link.name
+
+
+def _work_ahead(link: PrefillLink) -> tuple[bool, bool, int, str]:
+    """Less is sooner done."""
+    return link.is_late, link.breaker.is_open, link.num_outstanding_tokens, link.name

@@ -1,0 +1,169 @@
+"""Constraints are compiled before a request is admitted: in a process of its own, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import signal
+import subprocess
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+
+from outrider.constraints.compile_process import MAX_CPU_SECONDS
+from outrider.errors import CapacityError, InternalError, InvalidRequestError, NotSupportedError, OutriderError
+from outrider.node import ModelInfo
+from outrider.own_modules import module_command
+from outrider.request import Constraint
+from outrider.service.telemetry.logging import get_logger
+from router.text.encoding_queue import MAX_WAITING_BYTES, EncodingQueue
+
+ANSWER_SECONDS = 20.0
+"""On a machine that has much else to do; the process itself stops far earlier."""
+MAX_VERDICTS = 1024
+BYTES_PER_SECOND = 2 << 20
+"""What a second of compiling counts as in the queue. Some patterns take half a second and the process: without this,
+
+a few kilobytes of them would hold up everybody's new constraints for hours.
+"""
+NEWEST_WEIGHT = 0.25
+"""Of the constraint that was compiled last, in the mean time that one takes."""
+
+_TOO_MUCH = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
+"""Of a processor, or of memory; other signals say nothing of a constraint."""
+
+_log = get_logger("constraints")
+
+
+class ConstraintChecker:
+    """Owned by the event loop. The process starts with the first constraint, and again after one that ended it."""
+
+    def __init__(self, tokenizer_json: bytes, info: ModelInfo) -> None:
+        self._tokenizer = {
+            "tokenizer_json": tokenizer_json.decode(),
+            "vocab_size": info.vocab_size,
+            "eos_token_ids": info.eos_token_ids,
+        }
+        self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
+        # By client and hash: of a client's requests with one constraint one is in the queue, each in its client's turn.
+        self._asking: dict[tuple[str, bytes], asyncio.Future[None]] = {}
+        self._seconds = 0.0  # that one takes lately
+        self._process: subprocess.Popen[str] | None = None  # of the queue's thread
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently asked for last; the
+        # queue's thread adds to it, too
+        self._is_closed = False
+
+    async def check(self, constraint: Constraint, *, client: str = "") -> None:
+        """Raises: InvalidRequestError for one that cannot be compiled in time; CapacityError when too many wait;
+        NotSupportedError where the tokenizer is of no known kind.
+        """
+        asked = json.dumps(asdict(constraint))
+        key = hashlib.sha256(asked.encode()).digest()
+        while key not in self._verdicts:
+            await self._ask_once(key, constraint, asked, client)
+        message = self._verdicts[key]
+        self._verdicts.move_to_end(key)
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        if message is not None:
+            raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
+
+    async def _ask_once(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
+        """The first of a client's requests that wait for a constraint has it compiled; others share what that raises.
+
+        Where the first one's client leaves, nothing is raised, and one of the others is to ask.
+        """
+        if (asking := self._asking.get((client, key))) is not None:
+            await asyncio.shield(asking)
+            return
+        asking = self._asking[client, key] = asyncio.get_running_loop().create_future()
+        size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
+        try:
+            compile_once = partial(self._compile_once, key, constraint, asked)
+            self._verdicts[key] = await self._queue.run(compile_once, client=client, num_bytes=size)
+        except OutriderError as error:
+            asking.set_exception(error)
+            asking.exception()  # nobody else may wait
+            raise
+        finally:
+            del self._asking[client, key]
+            if not asking.done():
+                asking.set_result(None)
+
+    def close(self) -> None:
+        """Ends the process; a second call does nothing."""
+        self._is_closed = True
+        self._queue.close()
+        if self._process is not None:
+            self._process.kill()
+
+    def _compile_once(self, key: bytes, constraint: Constraint, asked: str) -> str | None:
+        """`_compile`, timed, unless it has been done meanwhile. An earlier one may have made a restart necessary."""
+        with suppress(KeyError):
+            return self._verdicts[key]
+        is_first, began_at = self._process is None, time.monotonic()
+        try:
+            message = self._verdicts[key] = self._compile(constraint, asked)
+            return message
+        finally:
+            if not is_first:
+                self._seconds += (time.monotonic() - began_at - self._seconds) * NEWEST_WEIGHT
+
+    def _compile(self, constraint: Constraint, asked: str) -> str | None:
+        """What is wrong. `asked`: the constraint, as the process reads it. In the queue's thread.
+
+        Raises: CapacityError, InternalError, NotSupportedError.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._process = _start()
+            if (message := _ask(self._process, json.dumps(self._tokenizer))) is not None:
+                self._process.wait(ANSWER_SECONDS)  # it ends
+                raise NotSupportedError(message, field=f"sampling.{constraint.kind}")
+        try:
+            return _ask(self._process, asked)
+        except InternalError:
+            status = self._process.wait(ANSWER_SECONDS)
+            if self._is_closed or -status not in _TOO_MUCH:
+                raise
+            _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=-status)
+            return (
+                f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
+                "intersect fewer patterns, or repeat less"
+            )
+
+
+def _start() -> subprocess.Popen[str]:
+    return subprocess.Popen(  # noqa: S603 this interpreter, and our own module
+        module_command("outrider.constraints.compile_process"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal's signals are for the router, with which its input ends
+    )
+
+
+def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
+    """Its answer. Raises: InternalError when it has ended; CapacityError when there is no answer in time."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    deadline = time.monotonic() + ANSWER_SECONDS
+    watchdog = threading.Timer(ANSWER_SECONDS, process.kill)  # a process that is stopped leaves its input unread, too
+    watchdog.start()
+    try:
+        with suppress(BrokenPipeError):  # it ended before it had read all
+            process.stdin.write(asked + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+    finally:
+        watchdog.cancel()
+    if line:
+        answer: str | None = json.loads(line)
+        return answer
+    status = process.wait(ANSWER_SECONDS)
+    if time.monotonic() >= deadline:
+        raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
+    raise InternalError(f"the compiler of constraints has ended with {status}")

@@ -1,0 +1,304 @@
+"""Two decode and two prefill nodes: what is lost, late or leaving, and the answer that nobody can tell apart."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.node import NodeState
+from outrider.request import VerificationMethod
+from outrider.v1 import router_pb2
+from router.requests.request_flow import HEDGE_RETRY_SECONDS
+from tests.router.conftest import PATIENCE_SECONDS
+from tests.support.router_fakes import fake_model_info
+from tests.support.router_fakes.decode_node import letters
+
+LONG = 300
+FOREVER_SECONDS = 300.0
+"""A node that is late for less is not declared dead: what moves meanwhile moves on a suspicion."""
+
+
+@pytest.fixture
+def pair(node_pair):
+    return node_pair
+
+
+def outline(answer):
+    """All that a client is told, however it was cut into deltas."""
+    return {
+        sample: (
+            answer.token_ids(sample),
+            answer.text(sample),
+            [logprob for delta in answer.deltas[sample] for logprob in delta.logprobs],
+            answer.finished[sample],
+        )
+        for sample in answer.deltas
+    }
+
+
+def with_a_mark(opened, sample):
+    """The letters, but for the 61st token."""
+    return [33 if place == 60 else token_id for place, token_id in enumerate(letters(opened, sample))]
+
+
+REQUESTS = {
+    "plain": {},
+    "three samples": {"n": 3},
+    "logprobs": {"output": router_pb2.OutputOptions(top_logprobs=2)},
+    "echo": {"output": router_pb2.OutputOptions(echo=True)},
+    "stop string": {"stop": router_pb2.StopConditions(strings=["zzz", "x!"])},
+    "min_tokens": {"min_tokens": 100, "stop": router_pb2.StopConditions(strings=["!", "ovc"])},
+    "penalties": {"presence_penalty": 0.5, "logit_bias": {97: 1.0}},
+}
+
+
+WAYS = ("dies", "breaks", "freezes", "gives up", "drains", "both die")
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [*(("three samples", how) for how in WAYS), *((kind, "breaks") for kind in REQUESTS)]
+)
+async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, kind, how):
+    fields = {"max_tokens": 150} | REQUESTS[kind]
+    for node in pair.decodes:
+        node.script = with_a_mark
+    await pair.serve()
+    undisturbed = await pair.generate(**fields)
+    num_opened = pair.num_opened
+    pair.pace(0.02)  # it is not at its end before it has moved
+    task = asyncio.ensure_future(pair.generate(**fields))
+    await pair.until_streaming(num_tokens=10)
+    busy, free = pair.busy_and_free()
+    match how:
+        case "dies":
+            await busy.stop()
+        case "breaks":
+            await busy.break_sessions()
+        case "freezes":
+            busy.freeze()
+        case "gives up":
+            busy.fail_groups()
+        case "drains":
+            busy.state = NodeState.DRAINING
+        case "both die":
+            await busy.stop()
+            await pair.eventually(lambda: free.groups)
+            await free.break_sessions()
+            await busy.start()
+    await pair.eventually(lambda: pair.num_opened > num_opened + 1, what="the move")
+    pair.pace(0.001)
+    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
+    assert outline(answer) == outline(undisturbed)
+    assert answer.started == undisturbed.started
+    assert answer.summary.metrics.attempts >= 2
+    assert pair.num_opened > num_opened + 1
+    again = [opened for node in pair.decodes for opened in node.opened][-1]
+    assert again.options.sampling.seed == undisturbed.started.seed
+    if how == "freezes":
+        busy.thaw()
+
+
+async def test_only_unfinished_samples_are_opened_again_each_with_its_index_and_tokens(pair):
+    def script(opened, sample):
+        return [*letters(opened, sample)[:5], 256] if sample == 1 else letters(opened, sample)
+
+    for node in pair.decodes:
+        node.script = script
+    await pair.serve()
+    task, busy, free = await pair.begin(LONG, n=3)
+    await busy.stop()
+    answer = await task
+    assert [start.sample for start in free.opened[-1].samples] == [0, 2]
+    for start in free.opened[-1].samples:
+        assert list(start.generated_token_ids) == answer.token_ids(start.sample)[: len(start.generated_token_ids)]
+        assert len(start.generated_token_ids) > 20
+    assert answer.finished[1].reason == router_pb2.FINISH_REASON_STOP
+
+
+# ---------------------------------------------------------------- suspicion
+
+
+async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
+    """What moved on one suspicion is not counted in the next."""
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    for _ in range(2):
+        task, busy, free = await pair.begin(LONG)
+        link = pair.link_of(busy)
+        busy.freeze()
+        await pair.eventually(lambda free=free: free.most_sent > 30)
+        answer = await task
+        assert answer.token_ids() == letters(free.opened[-1], 0)[:LONG]
+        assert set(answer.summary.metrics.nodes) >= {"decode-0", "decode-1"}
+        assert link.is_late
+        busy.thaw()
+        await pair.eventually(lambda link=link: not link.is_late)
+        await pair.is_empty()
+
+
+async def test_a_node_that_comes_back_before_the_second_attempt_has_a_token_goes_on(pair):
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    task, busy, free = await pair.begin(LONG)
+    for node in pair.prefills:
+        node.prefill_seconds = 30.0
+    busy.freeze()
+    await pair.eventually(lambda: free.groups)
+    busy.thaw()
+    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
+    assert answer.token_ids() == letters(busy.opened[-1], 0)[:LONG]
+    assert answer.summary.metrics.attempts == 1
+    assert not free.groups
+    await pair.is_empty()
+
+
+async def eight_on_one_node(pair):
+    """(their tasks, how many the other node has refused); there is room on it now."""
+    pair.pace(0.02)
+    pair.decodes[1].max_running = 0
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    tasks = [asyncio.ensure_future(pair.generate(max_tokens=100, seed=seed)) for seed in range(8)]
+    await pair.eventually(lambda: len(pair.decodes[0].groups) == 8)
+    pair.decodes[1].max_running = 64
+    return tasks, len(pair.decodes[1].opened)
+
+
+async def test_suspicion_has_a_budget(pair, monkeypatch):
+    monkeypatch.setattr("outrider.service.liveness.SILENT_SECONDS", FOREVER_SECONDS)
+    tasks, num_refused = await eight_on_one_node(pair)
+    pair.decodes[0].freeze()
+    await pair.eventually(lambda: len(pair.decodes[1].opened) > num_refused)
+    await asyncio.sleep(5 * HEDGE_RETRY_SECONDS)
+    assert len(pair.decodes[1].opened) - num_refused == 1, "of eight requests one may move on a suspicion"
+    pair.decodes[0].thaw()
+    answers = await asyncio.gather(*tasks)
+    assert all(len(answer.token_ids()) == 100 for answer in answers)
+    await pair.is_empty()
+
+
+async def test_the_work_of_a_silent_node_moves_while_the_others_are_on_time(pair):
+    tasks, num_refused = await eight_on_one_node(pair)
+    silent = pair.link_of(pair.decodes[0])
+    pair.decodes[0].freeze()
+    await pair.eventually(lambda: len(pair.decodes[1].opened) == num_refused + 8)
+    assert silent.is_silent
+    answers = await asyncio.gather(*tasks)
+    assert all(len(answer.token_ids()) == 100 for answer in answers)
+    pair.decodes[0].thaw()
+    await pair.eventually(lambda: not silent.is_silent)
+    await pair.is_empty()
+
+
+async def test_nobody_moves_while_every_node_is_late(pair):
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    task, *_ = await pair.begin(LONG)
+    num_opened = pair.num_opened
+    for node in pair.decodes:
+        node.freeze()
+    await pair.eventually(lambda: all(link.is_late for link in pair.service.nodes.decode_nodes))
+    await asyncio.sleep(3 * HEDGE_RETRY_SECONDS)
+    assert pair.num_opened == num_opened
+    for node in pair.decodes:
+        node.thaw()
+    assert len((await task).token_ids()) == LONG
+
+
+async def test_a_second_attempt_that_disagrees_is_given_up_and_counted(pair):
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    task, busy, free = await pair.begin(LONG)
+    free.script = lambda opened, sample: [65] * LONG
+    for node in pair.prefills:
+        node.prefill_seconds = 0.3
+    busy.freeze()
+    await pair.eventually(lambda: free.groups)
+    # The suspect moves on by some tokens before it is read again, and before the second attempt has its first.
+    busy.thaw()
+    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
+    assert answer.token_ids() == letters(busy.opened[-1], 0)[:LONG]
+
+
+@pytest.mark.parametrize("numerics", ["batch-dependent (torch bfloat16)", "exact (amx)"])
+async def test_nodes_that_compute_differently_never_compute_one_answer_at_once(pair, numerics):
+    pair.decodes[1].model = fake_model_info(numerics=numerics)
+    if not numerics.startswith("exact"):
+        pair.decode.model = fake_model_info(numerics=numerics)
+    await pair.serve(liveness_timeout_seconds=2.0)
+    task, busy, free = await pair.begin(LONG)
+    busy.freeze()
+    await pair.eventually(lambda: free.groups)
+    assert len(pair.service.nodes.decode_nodes) == 1, "it was declared dead first"
+    assert len((await task).token_ids()) == LONG
+    busy.thaw()
+
+
+async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair):
+    for node in pair.prefills:
+        node.prefill_seconds = 30.0
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    task = asyncio.ensure_future(pair.generate(max_tokens=50))
+    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
+    busy = next(node for node in pair.prefills if node.num_active)
+    for node in pair.prefills:
+        node.prefill_seconds = 0.0
+    busy.freeze()
+    assert len((await asyncio.wait_for(task, PATIENCE_SECONDS)).token_ids()) == 50
+    busy.thaw()
+    await pair.is_empty()
+
+
+# ---------------------------------------------------------------- leaving
+
+
+@pytest.mark.parametrize("numerics", ["exact (fake)", "batch-dependent (torch bfloat16)"])
+async def test_work_stays_on_a_draining_node_until_another_has_room(pair, numerics):
+    """A full queue does not end it."""
+    for node in pair.decodes:
+        node.model = fake_model_info(numerics=numerics)
+    await pair.serve(max_waiting=0)
+    task, busy, free = await pair.begin(LONG)
+    free.max_running = 0
+    busy.state = NodeState.DRAINING
+    await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
+    answer = await pair.finish(task)
+    assert len(answer.token_ids()) == LONG
+    assert answer.summary.metrics.attempts == 1
+    await pair.is_empty()
+
+
+async def test_tokens_that_depend_on_drafts_come_from_one_attempt_at_a_time(pair):
+    """Nothing that a second attempt computes beside the first could be compared with it."""
+    for node, letter in zip(pair.decodes, (97, 98), strict=True):
+        node.script = lambda opened, _sample, letter=letter: [
+            *opened.samples[0].generated_token_ids,
+            *(letter for _ in range(opened.options.sampling.max_tokens)),
+        ][: opened.options.sampling.max_tokens]
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    method = router_pb2.VERIFICATION_METHOD_REJECTION
+    task, busy, free = await pair.begin(LONG, temperature=1.0, speculation=router_pb2.SpeculationOptions(method=method))
+    assert busy.opened[-1].options.verification_method is VerificationMethod.REJECTION
+    busy.state = NodeState.DRAINING
+    (group,) = busy.groups
+    num_sent = group.num_sent[0]
+    await pair.eventually(lambda: group.num_sent[0] > num_sent + 20)
+    assert not free.opened, "the node goes on until it gives up"
+    await busy.break_sessions()
+    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
+    known = len(free.opened[0].samples[0].generated_token_ids)
+    own, other = (97, 98) if busy is pair.decodes[0] else (98, 97)
+    assert answer.token_ids() == [own] * known + [other] * (LONG - known)
+    assert answer.summary.metrics.attempts == 2
+    await pair.is_empty()
+
+
+async def test_an_abort_while_work_moves_leaves_nothing(pair):
+    await pair.serve()
+    task = asyncio.ensure_future(pair.generate(request_id="a", max_tokens=LONG))
+    await pair.until_streaming()
+    for node in pair.prefills:
+        node.prefill_seconds = 30.0
+    busy, _ = pair.busy_and_free()
+    await busy.break_sessions()
+    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
+    assert (await pair.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted
+    assert (await task).finished[0].reason == router_pb2.FINISH_REASON_ABORTED
+    await pair.eventually(lambda: not any(node.groups for node in pair.decodes))
+    await pair.eventually(lambda: not any(node.num_active for node in pair.prefills))
