@@ -1,7 +1,7 @@
 """What traces cost a router for each request: `python benchmarks/trace_cost.py`.
 
-A timeline as one plain request leaves it (five spans) is recorded again and again, with tracing off, with a caller that
-does not sample, and sampled, sent to a collector in another process. `event loop` is what a request waits for at most;
+The record that one plain request leaves (five spans) is made again and again, with tracing off, with a caller that does
+not sample, and sampled, sent to a collector in another process. `event loop` is what a request waits for at most;
 `processor` is the time of all threads, the exporter's included.
 """
 
@@ -12,15 +12,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from prometheus_client import CollectorRegistry
+
+from outrider.node_stamp import NodeStamp
+from outrider.prefill import PrefillFigures
 from outrider.request import Request, RequestOptions, SamplingParams
+from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.service.telemetry.otel_tracer import OtelTracer
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer, traceparent_of
-from router.observe.timeline import SpanKind
-from router.observe.timelines import Timelines
-from router.observe.trace_spans import request_attributes
+from router.observe.records import Records
+from router.observe.spans import SpanKind
 
 COLLECTOR = """
 import sys
@@ -36,39 +41,40 @@ REQUEST = Request(
     prompt_token_ids=(1, 2, 3),
     options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=64)),
 )
+METRICS = RouterMetrics(model_name="m", registry=CollectorRegistry())
+DECODE_NODE = SimpleNamespace(name="decode-0", stamp=NodeStamp("decode-0", "decode", "1", "exact"))
+PREFILL_NODE = SimpleNamespace(name="prefill-0", stamp=NodeStamp("prefill-0", "prefill", "1", "exact"))
+PREFILLED = PrefillFigures(num_computed_tokens=240)
 REQUESTS = 400
 """Of a round: what one batch of the exporter takes in two, so that nothing is dropped."""
 ROUNDS = 15
 
 
-def serve_one(timelines: Timelines, tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> None:
-    """What tracing adds to a request, and the timeline itself, which is there without it."""
+def serve_one(records: Records, tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> None:
+    """Records one request: what tracing adds to it, and the record itself, which is there without it."""
     tracer.enter(metadata)
-    timeline = timelines.begin("a-request")
-    if timeline.traced.is_recording():
-        timeline.traced.set_attributes(request_attributes(REQUEST, model="m"))
-    timeline.begin(SpanKind.ENCODE).close()
-    timeline.begin(SpanKind.QUEUE).close()
-    attempt = timeline.begin_attempt("decode-0")
-    opened = timeline.begin(SpanKind.OPEN, node="decode-0", attempt=0)
-    prefill = timeline.begin(SpanKind.PREFILL, node="prefill-0", attempt=0)
-    prefill.num_tokens = 240
-    timeline.show(prefill, attempt)
-    for span in (attempt, prefill.traced):
-        assert bool(traceparent_of(span)) is timeline.traced.is_recording()
-    prefill.close()
-    opened.close()
-    timelines.end(timeline, None)
+    record = records.begin("a-request", METRICS)
+    record.take_request(REQUEST, model="m")
+    record.begin_span(SpanKind.ENCODE).close()
+    record.begin_span(SpanKind.QUEUE).close()
+    attempt = record.begin_attempt(DECODE_NODE, num_known_tokens=240)
+    attempt.ask()
+    prefill = attempt.begin_prefill(PREFILL_NODE)
+    for span in (attempt.traced, prefill.traced):
+        assert bool(traceparent_of(span)) is record.traced.is_recording()
+    attempt.end_prefill(prefill, PREFILLED)
+    attempt.end("")
+    records.end(record, None)
 
 
 def measure(tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> tuple[float, float]:
     """(event loop, processor) in microseconds for one request, medians of the rounds."""
-    timelines = Timelines(256, tracer=tracer)
+    records = Records(256, tracer=tracer)
     walls, processors = [], []
     for _ in range(ROUNDS):
         wall, processor = time.perf_counter(), time.process_time()
         for _ in range(REQUESTS):
-            serve_one(timelines, tracer, metadata)
+            serve_one(records, tracer, metadata)
         walls.append((time.perf_counter() - wall) / REQUESTS * 1e6)
         if isinstance(tracer, OtelTracer):
             tracer._provider.force_flush()  # noqa: SLF001 what is sent later is the round's all the same
@@ -87,7 +93,7 @@ def main() -> None:
         assert collector.stdout is not None
         tracer = OtelTracer(collector.stdout.readline().strip(), role="router")
         tracer.start("router-0")
-        print(f"{'':>14}  event loop  processor   (microseconds a request, timeline included)")
+        print(f"{'':>14}  event loop  processor   (microseconds a request, record included)")
         for name, used, metadata in (
             ("off", NO_TRACER, SAMPLED),
             ("not sampled", tracer, NOT_SAMPLED),

@@ -32,9 +32,9 @@ from router.durability.receipts.keeper import ReceiptKeeper, make_sink
 from router.durability.store.base import AnswerStore
 from router.nodes.directory import NodeDirectory
 from router.nodes.transport import RouterIdentity
-from router.observe.timelines import Timelines
+from router.observe.records import Records
 from router.requests.answer_budget import AnswerBudget, LoopClock
-from router.requests.work import Services
+from router.requests.driver import RouterContext
 from router.scheduling.placement import Placement
 from router.scheduling.request_queue import RequestQueue
 from router.store_address import MEMORY, store_address
@@ -77,12 +77,12 @@ class Router:
         """
         self._config = config
         self._tracer = tracer
-        self._timelines = Timelines(config.timelines, keeps_tokens=shows_text, tracer=tracer)
+        self._records = Records(config.timelines, keeps_tokens=shows_text, tracer=tracer)
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
-        self.services: Services | None = None  # None: no node has served yet
-        self.requests = RequestRegistry(self.nodes, self._services_now, clients or Clients(), tracer)
+        self.context: RouterContext | None = None  # None: no node has served yet
+        self.requests = RequestRegistry(self.nodes, self._context_now, clients or Clients(), tracer)
         self.calls = OpenCalls(on_refused=lambda error: self.requests.count_failure(error.reason))
         self.servicer = RouterServicer(self.requests)
         self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.requests, reasoning_parser)
@@ -133,13 +133,13 @@ class Router:
         metrics.follow_oldest_wait(queue.oldest_wait_seconds)
         if self._receipt_sink is not None:
             self._receipts = ReceiptKeeper(self._receipt_sink, router=self._name, on_lost=metrics.add_lost_receipts)
-        self.services = Services(
+        self.context = RouterContext(
             config=config,
             queue=queue,
             placement=placement,
             answers=AnswerBudget(config.journal_bytes, clock=self._clock),
             metrics=metrics,
-            timelines=self._timelines,
+            records=self._records,
             router_address=address,
             receipts=self._receipts,
         )
@@ -155,7 +155,7 @@ class Router:
 
     def pages(self) -> FindPage:
         """See `outrider.service.server.FrontService`, as of the next."""
-        return RouterPages(self.requests, self.nodes, self._timelines, loop=asyncio.get_running_loop())
+        return RouterPages(self.requests, self.nodes, self._records, loop=asyncio.get_running_loop())
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
         tell(bool(self.nodes.decode_nodes))  # where no prefill node serves, decode nodes compute prompts, too
@@ -203,14 +203,14 @@ class Router:
             "nodes": [status.name for status in self.nodes.statuses()],
         }
 
-    def _services_now(self) -> Services:
-        if self.services is None:
+    def _context_now(self) -> RouterContext:
+        if self.context is None:
             raise PeerLostError("the router waits for nodes", reason="NO_NODE")
-        return self.services
+        return self.context
 
     def _on_lost(self, role: NodeRole) -> None:
-        if self.services is not None:
-            self.services.metrics.add_lost_nodes(role.name.lower(), 1)
+        if self.context is not None:
+            self.context.metrics.add_lost_nodes(role.name.lower(), 1)
 
 
 def _stopping() -> PeerLostError:

@@ -1,6 +1,6 @@
-"""The router's page on its metrics port, and the figures behind it as JSON.
+"""The router's page on its metrics port, and the records and cluster figures behind it as JSON.
 
-The event loop is asked for copies, in one short call at a time; they become JSON in the threads of HTTP.
+The event loop makes copies, in one short call at a time; threads of HTTP turn them into JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
@@ -24,11 +24,12 @@ from outrider.wire.cluster import LOAD_FIGURES
 from router.api.registry import RequestRegistry
 from router.nodes.directory import NodeDirectory
 from router.nodes.link import NodeLink
-from router.observe.timeline import Span, Step, Timeline
-from router.observe.timelines import Timelines
+from router.observe.record import RequestRecord
+from router.observe.records import Records
+from router.observe.spans import Span, Step
 
 LOOP_SECONDS = 2.0
-"""How long the event loop may take for a copy."""
+"""Seconds that the event loop may take for a copy."""
 MAX_SERIAL_DIGITS = 18
 JSON = "application/json"
 CONTENT_TYPES = {
@@ -37,7 +38,7 @@ CONTENT_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-TIMELINE_FIGURES = (
+RECORD_FIGURES = (
     *("serial", "request_id", "state", "nodes", "error"),
     *("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_samples"),
 )
@@ -49,7 +50,7 @@ NOTHING_HERE = Page.message(
 
 T = TypeVar("T")
 TokenText = Callable[[int], str]
-"""A token's text, alone."""
+"""Returns one token's text, decoded alone."""
 
 
 class RouterPages:
@@ -59,13 +60,13 @@ class RouterPages:
         self,
         requests: RequestRegistry,
         nodes: NodeDirectory,
-        timelines: Timelines,
+        records: Records,
         *,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._registry = requests
         self._nodes = nodes
-        self._timelines = timelines
+        self._records = records
         self._loop = loop
         self._started_at = time.monotonic()
         self._turn = threading.Lock()
@@ -98,7 +99,7 @@ class RouterPages:
         return NOTHING_HERE
 
     def _on_loop(self, copy: Callable[[], T]) -> T:
-        """Raises: TimeoutError; RuntimeError when the loop is closed."""
+        """Returns what `copy` returns on the event loop. Raises: TimeoutError; RuntimeError when the loop is closed."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -128,25 +129,25 @@ class RouterPages:
 
     def _requests(self) -> list[dict[str, Any]]:
         now = time.monotonic()
-        return [_summary_json(timeline, now) for timeline in self._timelines]
+        return [_summary_json(record, now) for record in self._records]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
-        """(single values, lists): what takes long is done by whoever iterates."""
-        timeline = self._timelines.find(serial)
-        if timeline is None:
+        """Returns (single values, lists); iterating over a list does what takes long."""
+        record = self._records.find(serial)
+        if record is None:
             return None
-        arrived_at, nodes = timeline.arrived_at, tuple(timeline.attempts)
-        to_json = partial(_step_json, nodes=nodes, arrived_at=arrived_at, text=self._token_text())
+        arrived_at = record.arrived_at
+        to_json = partial(_step_json, arrived_at=arrived_at, text=self._token_text())
         lists: dict[str, Iterable[Any]] = {
-            "spans": [_span_json(span, arrived_at) for span in timeline.spans],
-            "steps": map(to_json, tuple(timeline.steps)),
-            "moves": [move._asdict() | {"at": round(move.at - arrived_at, 6)} for move in timeline.moves],
+            "spans": [_span_json(span, arrived_at) for span in record.spans],
+            "steps": map(to_json, tuple(record.steps)),
+            "moves": [move._asdict() | {"at": round(move.at - arrived_at, 6)} for move in record.moves],
         }
-        return _summary_json(timeline, time.monotonic()) | {"num_dropped_steps": timeline.num_dropped_steps}, lists
+        return _summary_json(record, time.monotonic()) | {"num_dropped_steps": record.num_dropped_steps}, lists
 
     def _token_text(self) -> TokenText | None:
         served = self._nodes.served
-        return served.tokenizer.token_text if self._timelines.keeps_tokens and served is not None else None
+        return served.tokenizer.token_text if self._records.keeps_tokens and served is not None else None
 
     def _cluster(self) -> dict[str, Any]:
         cluster, served = self._registry.cluster_status(), self._nodes.served
@@ -179,7 +180,7 @@ def _node_json(status: NodeStatus, link: NodeLink | None) -> dict[str, Any]:
 
 
 def _object(fields: Mapping[str, Any], **lists: Iterable[Any]) -> bytes:
-    """A JSON object, list entry by list entry: the encoder holds the interpreter, for which the event loop waits."""
+    """Returns a JSON object, encoded list entry by list entry: the encoder holds the interpreter lock."""
     parts = [json.dumps(fields)[1:-1]] if fields else []
     parts += [f'"{name}": [{", ".join(map(json.dumps, entries))}]' for name, entries in lists.items()]
     return f"{{{', '.join(parts)}}}".encode()
@@ -188,20 +189,20 @@ def _object(fields: Mapping[str, Any], **lists: Iterable[Any]) -> bytes:
 # ------------------------------------------------------------ seconds since a request's arrival; null: not known
 
 
-def _summary_json(timeline: Timeline, now: float) -> dict[str, Any]:
+def _summary_json(record: RequestRecord, now: float) -> dict[str, Any]:
     """`now`: monotonic seconds."""
 
     def since_arrival(at: float | None) -> float | None:
-        return None if at is None else round(at - timeline.arrived_at, 6)
+        return None if at is None else round(at - record.arrived_at, 6)
 
     return {
-        **{name: getattr(timeline, name) for name in TIMELINE_FIGURES},
+        **{name: getattr(record, name) for name in RECORD_FIGURES},
         "age_seconds": since_arrival(now),
-        "queue_seconds": since_arrival(timeline.admitted_at),
-        "ttft_seconds": since_arrival(timeline.first_token_at),
-        "e2e_seconds": since_arrival(timeline.ended_at),
-        "attempts": 1 + timeline.num_moves,
-        "mean_acceptance_length": round(timeline.speculation.metrics().mean_acceptance_length, 3),
+        "queue_seconds": since_arrival(record.admitted_at),
+        "ttft_seconds": since_arrival(record.first_token_at),
+        "e2e_seconds": since_arrival(record.ended_at),
+        "attempts": 1 + record.num_moves,
+        "mean_acceptance_length": round(record.speculation.metrics().mean_acceptance_length, 3),
     }
 
 
@@ -218,8 +219,8 @@ def _span_json(span: Span, arrived_at: float) -> dict[str, Any]:
     }
 
 
-def _step_json(step: Step, nodes: Sequence[str], arrived_at: float, text: TokenText | None) -> dict[str, Any]:
-    """`nodes`: by attempt. `text`: None where text is not to be shown."""
-    values = step._asdict() | {"node": nodes[step.attempt], "at": round(step.at - arrived_at, 6)}
+def _step_json(step: Step, arrived_at: float, text: TokenText | None) -> dict[str, Any]:
+    """`text`: None where text is not to be shown."""
+    values = step._asdict() | {"at": round(step.at - arrived_at, 6)}
     shown = {"tokens": values.pop("token_ids"), "rejected": values.pop("rejected_token_ids")}
     return values if text is None else values | {name: list(map(text, ids)) for name, ids in shown.items()}

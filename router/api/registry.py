@@ -29,19 +29,17 @@ from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2
 from outrider.wire.request import complete_proto
 from router.api.clients import Caller, Clients, Metadata, split_key
-from router.api.request_parsing import read_request, resume_window_seconds
-from router.api.validation import check_request, check_request_id
+from router.api.request_parsing import check_request, check_request_id, read_request, resume_window_seconds
 from router.durability.keeper import AnswerKeeper, take_known_tokens
 from router.durability.store.base import StoredAnswer, StoredRequest
 from router.nodes.directory import NodeDirectory, ServedModel
-from router.observe.request_figures import CLIENT_LEFT, NOTHING_GENERATED, RequestFigures, Trailers
-from router.observe.timeline import SpanKind
-from router.observe.trace_spans import request_attributes
+from router.observe.record import CLIENT_LEFT, RequestRecord
+from router.observe.records import NOTHING_GENERATED, Trailers
+from router.observe.spans import SpanKind
 from router.requests.answer import Answer, DeliveryBatcher
-from router.requests.live_request import LiveRequest
-from router.requests.losses import Losses
-from router.requests.request_flow import RequestFlow
-from router.requests.work import Services, Work
+from router.requests.driver import EncodedRequest, RouterContext
+from router.requests.live import LiveRequest
+from router.requests.states import State
 
 IDLE_CHECK_SECONDS = 0.02
 """How often a router that drains looks whether it is idle."""
@@ -60,18 +58,17 @@ class Call(Protocol):
 class RequestRegistry:
     """Requests by name. Owned by the event loop.
 
-    `services` gives what requests use; it raises PeerLostError until the router serves.
+    `context` gives what requests use; it raises PeerLostError until the router serves.
     """
 
     def __init__(
-        self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients, tracer: Tracer = NO_TRACER
+        self, nodes: NodeDirectory, context: Callable[[], RouterContext], clients: Clients, tracer: Tracer = NO_TRACER
     ) -> None:
         self._nodes = nodes
-        self._services = services
+        self._context = context
         self._clients = clients
         self._tracer = tracer
         self._by_key: dict[str, LiveRequest] = {}
-        self._beginning: set[str] = set()  # names of requests that are being encoded
         self._batcher = DeliveryBatcher()
         self.keeper: AnswerKeeper | None = None  # None: no shared store, an answer lives and dies with this router
         self.is_leaving = False  # new requests are taken still, and gateways told to send them elsewhere
@@ -79,15 +76,15 @@ class RequestRegistry:
 
     def __len__(self) -> int:
         """Names in use: resumable answers that have ended count."""
-        return len(self._by_key) + len(self._beginning)
+        return len(self._by_key)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._by_key or key in self._beginning
+        return key in self._by_key
 
     @property
     def is_idle(self) -> bool:
         """Nothing is computed and no stream is attached."""
-        return not self._beginning and all(live.is_idle for live in self._by_key.values())
+        return all(live.is_idle for live in self._by_key.values())
 
     # ------------------------------------------------------------ who calls
 
@@ -156,7 +153,7 @@ class RequestRegistry:
 
     async def _find(self, key: str, request_id: str, next_positions: Mapping[int, int]) -> LiveRequest:
         live, is_claiming = self._by_key.get(key), self.keeper is not None and self.keeper.is_claiming(key)
-        if key in self._beginning and not is_claiming:
+        if live is not None and live.state is State.ENCODING and not is_claiming:
             raise NotFoundError(f"request {request_id!r} is being encoded", reason="NOT_RESUMABLE")
         if live is not None and not is_claiming:
             if live.window_seconds is None:
@@ -216,6 +213,8 @@ class RequestRegistry:
         caller = self.identify(call)
         key = caller.key_of(request_id)
         live = self._by_key.get(key)
+        if live is not None and live.state is State.ENCODING:
+            live = None
         was_running = live is not None and live.abort()
         if not was_running:
             self._clients.charge(caller)
@@ -255,7 +254,7 @@ class RequestRegistry:
     def count_failure(self, reason: str) -> None:
         """Of a request that did not live."""
         with suppress(PeerLostError):  # no node has served yet
-            self._services().metrics.add_failures(reason, 1)
+            self._context().metrics.add_failures(reason, 1)
 
     # ------------------------------------------------------------ model and cluster
 
@@ -277,7 +276,7 @@ class RequestRegistry:
             dtype=info.dtype,
             proposer=proposer,
             num_speculative_tokens=num_speculative_tokens,
-            verification_method=VerificationMethod(self._services().config.verification_method),
+            verification_method=VerificationMethod(self._context().config.verification_method),
             fingerprint=info.fingerprint,
             version=__version__,
             default_sampling=served.text.default_sampling,
@@ -286,17 +285,17 @@ class RequestRegistry:
     def cluster_status(self) -> ClusterStatus:
         nodes = tuple(self._nodes.statuses())
         try:
-            services = self._services()
+            context = self._context()
         except PeerLostError:  # no node serves yet: nothing runs, nothing waits
             return ClusterStatus(nodes=nodes, num_requests_running=0, num_requests_waiting=0)
-        queue = services.queue
+        queue = context.queue
         return ClusterStatus(
             nodes=nodes,
-            num_requests_running=services.placement.num_placed,
+            num_requests_running=context.placement.num_placed,
             num_requests_waiting=queue.num_waiting,
             num_waiting_tokens=queue.num_waiting_tokens,
             oldest_wait_seconds=queue.oldest_wait_seconds(),
-            num_moves=services.metrics.num_moves,
+            num_moves=context.metrics.num_moves,
         )
 
     # ------------------------------------------------------------ the router's end
@@ -321,56 +320,61 @@ class RequestRegistry:
 
     # ------------------------------------------------------------ a request's beginning
 
-    @contextmanager
-    def _name(self, key: str) -> Iterator[None]:
-        """Takes the name; it is free again afterwards unless the request lives. Raises: AlreadyRunningError."""
-        if key in self:
-            raise AlreadyRunningError(f"request {key!r} is running", reason="DUPLICATE_REQUEST_ID")
-        self._beginning.add(key)
-        try:
-            yield
-        finally:
-            self._beginning.discard(key)
-
     async def _begin(
         self, request_id: str, proto: router_pb2.GenerateRequest, caller: Caller, *, stored: StoredAnswer | None = None
     ) -> LiveRequest:
         """Encodes the request, and starts it. `stored`: another router has begun it. Raises: OutriderError."""
-        services, served, key = self._services(), self._nodes.model(), caller.key_of(request_id)
-        method = VerificationMethod(services.config.verification_method)
-        with self._name(key), services.timelines.beginning(request_id) as timeline:
-            encoding = timeline.begin(SpanKind.ENCODE)
-            request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
-            encoding.close()
-            if stored is None:
-                self._check_serving()
-            started = Started(
-                request_id=request.request_id,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                seed=request.options.sampling.seed,
-                model=served.info.name,
-                router=services.router_address,
-            )
-            answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
-            if stored is not None:
-                take_known_tokens(answer, stored)
-                answer.may_be_behind = self._is_exact(stored)
-            timeline.num_prompt_tokens, timeline.num_samples = started.num_prompt_tokens, request.options.sampling.n
-            if timeline.traced.is_recording():
-                timeline.traced.set_attributes(request_attributes(request, model=served.info.name))
-            work = Work(
-                answer=answer,
-                figures=RequestFigures(request, services.metrics, timeline),
-                account=services.answers.open(request, num_made_tokens=answer.num_generated_tokens),
-                losses=Losses(answer),
-                served=served,
-                services=services,
-            )
-            flow = RequestFlow(work, client=caller.share, was_admitted=stored is not None)
-            window_seconds = resume_window_seconds(proto)
-            live = LiveRequest(key, work, flow, proto, window_seconds=window_seconds, on_change=self._take_change)
-            self._by_key[key] = live
-            return live
+        context, key = self._context(), caller.key_of(request_id)
+        if key in self:
+            raise AlreadyRunningError(f"request {request_id!r} is running", reason="DUPLICATE_REQUEST_ID")
+        window_seconds = resume_window_seconds(proto)
+        live = LiveRequest(key, context, window_seconds=window_seconds, on_change=self._take_change)
+        self._by_key[key] = live
+        try:
+            with context.records.beginning(request_id, context.metrics) as record:
+                live.start(await self._encode(request_id, proto, caller, context, record, stored))
+        except BaseException as error:
+            live.close(error if isinstance(error, OutriderError) else None)
+            raise
+        return live
+
+    async def _encode(
+        self,
+        request_id: str,
+        proto: router_pb2.GenerateRequest,
+        caller: Caller,
+        context: RouterContext,
+        record: RequestRecord,
+        stored: StoredAnswer | None,
+    ) -> EncodedRequest:
+        served = self._nodes.model()
+        encoding = record.begin_span(SpanKind.ENCODE)
+        method = VerificationMethod(context.config.verification_method)
+        request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
+        encoding.close()
+        if stored is None or caller.key_of(request_id) not in self:  # it was closed meanwhile
+            self._check_serving()
+        started = Started(
+            request_id=request.request_id,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            seed=request.options.sampling.seed,
+            model=served.info.name,
+            router=context.router_address,
+        )
+        answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
+        if stored is not None:
+            take_known_tokens(answer, stored)
+            answer.may_be_behind = self._is_exact(stored)
+        record.take_request(request, model=served.info.name, num_generated_tokens=answer.num_generated_tokens)
+        return EncodedRequest(
+            answer=answer,
+            record=record,
+            account=context.answers.open(request, num_made_tokens=answer.num_generated_tokens),
+            proto=proto,
+            model=served.info,
+            client=caller.share,
+            was_admitted=stored is not None,
+        )
 
     def _take_change(self, live: LiveRequest) -> None:
         if self.keeper is not None:

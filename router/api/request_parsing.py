@@ -1,21 +1,50 @@
-"""A public request to a complete one: checked, encoded, defaults filled in."""
+"""A public request to a complete one: checked, encoded, defaults filled in.
+
+`check_request` looks at the message alone, before any compute is spent; `read_request` encodes the prompt, checks what
+needs its tokens (`check_prompt`), and has the constraint compiled. Each raises InvalidRequestError that names the field
+by its path, such as "sampling.top_p".
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
+from collections.abc import Callable, Iterable, Sequence
 
-from outrider.request import Request, VerificationMethod
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.node import ModelInfo
+from outrider.request import GREEDY_TEMPERATURE, MAX_TOP_LOGPROBS, Request, VerificationMethod
+from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.v1 import router_pb2
-from outrider.wire.request import chat_from_proto, constraint_from_proto, request_from_proto, skips_special_tokens
+from outrider.wire.answer import most_logprobs_bytes
+from outrider.wire.request import (
+    chat_from_proto,
+    constraint_from_proto,
+    num_samples,
+    request_from_proto,
+    skips_special_tokens,
+)
 from router.api.clients import Caller
-from router.api.validation import check_prompt
 from router.nodes.directory import ServedModel
 from router.text.chat_template import ChatTemplate
 
+MAX_REQUEST_ID_LENGTH = 128
+MAX_SAMPLES = 64
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKENS = 64
+MAX_CONSTRAINT_BYTES = 65_536
+MAX_CHOICES = 1024
+MAX_DETOKENIZED = 1 << 20
+"""Token ids of one Detokenize: more than any window has, and checked within milliseconds."""
+_PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+_MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's own range
 MAX_RESUME_WINDOW_SECONDS = 3600.0
-"""Of longer windows an hour counts: answers that nobody comes back to take memory, here and in the store."""
+"""Longest resume window; longer ones are cut to it, because unread answers take memory here and in the store."""
 SEED_LIMIT = 1 << 53
-"""Drawn seeds are exact in every language's floating-point numbers."""
+"""Drawn seeds are below this, so they are exact in every language's floating-point numbers."""
 
 
 async def read_request(
@@ -26,7 +55,7 @@ async def read_request(
     request_id: str,
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
-    """The request that nodes will see. `proto` has passed `check_request`.
+    """Returns the request that nodes will see. `proto` has passed `check_request`.
 
     `default_method`: how drafts are verified where the request does not say.
 
@@ -57,7 +86,7 @@ async def read_request(
 
 
 def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
-    """At most `MAX_RESUME_WINDOW_SECONDS`. None: the answer ends with its stream."""
+    """Returns at most `MAX_RESUME_WINDOW_SECONDS`; None: the answer ends with its stream."""
     if not proto.HasField("resume_window"):
         return None
     return min(proto.resume_window.seconds + proto.resume_window.nanos / 1e9, MAX_RESUME_WINDOW_SECONDS)
@@ -66,8 +95,9 @@ def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
 async def encode_prompt(
     proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, served: ServedModel, *, client: str = ""
 ) -> list[int]:
-    """Raises: InvalidRequestError when the chat template refuses the messages or the window is too small for certain.
+    """Returns the prompt's token ids.
 
+    Raises: InvalidRequestError when the chat template refuses the messages or the window is too small for certain;
     CapacityError when too many texts wait.
     """
     tokenizer, max_tokens = served.tokenizer, served.info.max_model_len
@@ -86,3 +116,223 @@ async def encode_prompt(
             max_tokens=max_tokens,
         )
     return await tokenizer.encode_text(proto.text, client=client, max_tokens=max_tokens)
+
+
+def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
+    """Checks the message alone. Raises: InvalidRequestError, NotFoundError (model)."""
+    check_request_id(proto.request_id)
+    if proto.model and proto.model != model.name:
+        raise NotFoundError(f"model {proto.model!r} is not served here, {model.name!r} is", reason="MODEL_NOT_FOUND")
+    _check_prompt(proto, model)
+    _check_sampling(proto.sampling, model)
+    _check_stop(proto.stop, model)
+    _check_output(proto.output)
+    _check_speculation(proto.speculation)
+    _check_resume_window(proto)
+    _check_generated(proto, model)
+
+
+def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], model: ModelInfo) -> int:
+    """Checks what needs the encoded prompt, and returns the max_tokens in force.
+
+    Raises: InvalidRequestError when the window, or a message, is too small, or the model has no row for a token: a
+    tokenizer may know more ids than its model.
+    """
+    field = _PROMPT_FIELDS[proto.WhichOneof("prompt") or "text"]
+    window, sampling, num_prompt_tokens = model.max_model_len, proto.sampling, len(token_ids)
+    left = window - num_prompt_tokens
+    _require(num_prompt_tokens > 0, "the prompt has no token; at least one is needed", field=field)
+    _require(
+        left >= 1,
+        f"the prompt has {num_prompt_tokens} tokens; with one more token it exceeds the window of {window}",
+        field=field,
+        reason="PROMPT_TOO_LONG",
+    )
+    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else left
+    _require(
+        max_tokens <= left,
+        f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the window of {window};"
+        f" at most {left} are left",
+        field="sampling.max_tokens",
+    )
+    _require(
+        sampling.min_tokens <= max_tokens,
+        f"min_tokens {sampling.min_tokens} is more than max_tokens {max_tokens}",
+        field="sampling.min_tokens",
+    )
+    if proto.output.HasField("prompt_logprobs"):
+        num_bytes = most_logprobs_bytes(num_prompt_tokens, proto.output.prompt_logprobs)
+        _require(
+            num_bytes <= DEFAULT_MAX_MESSAGE_BYTES,
+            f"logprobs of {num_prompt_tokens} prompt tokens with {proto.output.prompt_logprobs} alternatives may have "
+            f"{num_bytes} bytes, and one message of {DEFAULT_MAX_MESSAGE_BYTES} has all of them; ask for fewer",
+            field="output.prompt_logprobs",
+            reason="ANSWER_TOO_LARGE",
+        )
+    check_token_ids(token_ids, model, field=field)
+    return max_tokens
+
+
+def check_chat(chat: router_pb2.Chat, model: ModelInfo) -> None:
+    """Checks the number of messages first: an over-long chat is refused before each message is looked at."""
+    num_messages = len(chat.messages)
+    _require(num_messages > 0, "a chat has at least one message", field="chat.messages")
+    _require(
+        num_messages <= model.max_model_len,
+        f"the chat has {num_messages} messages, the window {model.max_model_len} tokens",
+        field="chat.messages",
+        reason="PROMPT_TOO_LONG",
+    )
+    for name in ("messages", "add_generation_prompt", "continue_final_message"):
+        is_allowed = name not in chat.template_kwargs
+        _require(is_allowed, f"{name} is a field of its own", field="chat.template_kwargs")
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise InvalidRequestError("a message's role is empty", field=f"chat.messages[{index}].role")
+
+
+def check_detokenize(proto: router_pb2.DetokenizeRequest, model: ModelInfo) -> None:
+    """Checks the number of token ids, then each. Raises: InvalidRequestError."""
+    num_ids = len(proto.token_ids)
+    message = f"{num_ids} token ids; at most {MAX_DETOKENIZED} are decoded at once"
+    _require(num_ids <= MAX_DETOKENIZED, message, field="token_ids")
+    check_token_ids(proto.token_ids, model, field="token_ids")
+
+
+def check_token_ids(token_ids: Iterable[int], model: ModelInfo, *, field: str) -> None:
+    if max(token_ids, default=0) < model.vocab_size:
+        return
+    for index, token_id in enumerate(token_ids):
+        if token_id >= model.vocab_size:
+            raise InvalidRequestError(
+                f"token id {token_id} (at index {index}) is out of the vocabulary of {model.vocab_size}",
+                field=field,
+                reason="TOKEN_OUT_OF_VOCABULARY",
+            )
+
+
+def check_request_id(request_id: str) -> None:
+    is_allowed = len(request_id) <= MAX_REQUEST_ID_LENGTH and all(" " <= character <= "~" for character in request_id)
+    _require(is_allowed, "request_id is 1 to 128 printable ASCII characters", field="request_id")
+
+
+def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
+    match proto.WhichOneof("prompt"):
+        case None:
+            raise InvalidRequestError("one of text, token_ids and chat is needed", field="prompt")
+        case "token_ids":
+            num_ids = len(proto.token_ids.ids)
+            if not 0 < num_ids < model.max_model_len:  # it is refused before each of its ids is looked at
+                check_prompt(proto, proto.token_ids.ids, model)
+        case "chat":
+            check_chat(proto.chat, model)
+
+
+_Rule = tuple[str, Callable[[router_pb2.SamplingParams], bool], str]
+_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, whether its value is allowed, what is allowed
+    ("temperature", lambda s: math.isfinite(s.temperature) and s.temperature >= 0, "finite and at least 0"),
+    ("top_p", lambda s: not s.HasField("top_p") or 0 < s.top_p <= 1, "above 0 and at most 1"),
+    ("min_p", lambda s: 0 <= s.min_p <= 1, "0 to 1"),
+    ("presence_penalty", lambda s: -2 <= s.presence_penalty <= 2, "-2 to 2"),
+    ("frequency_penalty", lambda s: -2 <= s.frequency_penalty <= 2, "-2 to 2"),
+    (
+        "repetition_penalty",
+        lambda s: not s.HasField("repetition_penalty") or 0 < s.repetition_penalty < math.inf,
+        "finite and above 0",
+    ),
+    ("n", lambda s: 1 <= num_samples(s) <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
+    ("max_tokens", lambda s: not s.HasField("max_tokens") or s.max_tokens >= 1, "at least 1"),
+    ("min_tokens", lambda s: not s.HasField("max_tokens") or s.min_tokens <= s.max_tokens, "at most max_tokens"),
+)
+
+
+def _check_sampling(sampling: router_pb2.SamplingParams, model: ModelInfo) -> None:
+    for name, is_allowed, allowed in _SAMPLING_RULES:
+        if not is_allowed(sampling):
+            message = f"{name} is {allowed}, not {getattr(sampling, name)}"
+            raise InvalidRequestError(message, field=f"sampling.{name}")
+    _check_count(len(sampling.logit_bias), MAX_LOGIT_BIAS, "logit_bias entries", field="sampling.logit_bias")
+    check_token_ids(sampling.logit_bias, model, field="sampling.logit_bias")
+    for token_id, bias in sampling.logit_bias.items():
+        if not math.isfinite(bias):
+            message = f"logit_bias of token {token_id} is finite, not {bias}"
+            raise InvalidRequestError(message, field="sampling.logit_bias")
+    _check_constraint(sampling)
+
+
+def _check_constraint(sampling: router_pb2.SamplingParams) -> None:
+    kind = sampling.WhichOneof("constraint")
+    if kind is None:
+        return
+    if kind == "choice":
+        options = sampling.choice.options
+        message = f"choice has 1 to {MAX_CHOICES} options, none empty, of at most {MAX_CONSTRAINT_BYTES} bytes together"
+        has_size = sum(len(option.encode()) for option in options) <= MAX_CONSTRAINT_BYTES
+        is_allowed = 0 < len(options) <= MAX_CHOICES and all(options) and has_size
+        _require(is_allowed, message, field="sampling.choice.options")
+        return
+    text, field = getattr(sampling, kind), f"sampling.{kind}"
+    has_size = 0 < len(text.encode()) <= MAX_CONSTRAINT_BYTES
+    _require(has_size, f"{kind} has 1 to {MAX_CONSTRAINT_BYTES} bytes", field=field)
+    if kind == "json_schema":
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"json_schema is not JSON: {error}", field=field) from error
+        _require(isinstance(schema, (dict, bool)), "json_schema is an object or a boolean", field=field)
+
+
+def _check_stop(stop: router_pb2.StopConditions, model: ModelInfo) -> None:
+    _check_count(len(stop.strings), MAX_STOP_STRINGS, "stop strings", field="stop.strings")
+    for index, string in enumerate(stop.strings):
+        num_bytes = len(string.encode())
+        message = f"stop string {index} has {num_bytes} bytes; 1 to {MAX_STOP_STRING_BYTES} are allowed"
+        _require(1 <= num_bytes <= MAX_STOP_STRING_BYTES, message, field="stop.strings")
+    _check_count(len(stop.token_ids), MAX_STOP_TOKENS, "stop tokens", field="stop.token_ids")
+    check_token_ids(stop.token_ids, model, field="stop.token_ids")
+
+
+def _check_output(output: router_pb2.OutputOptions) -> None:
+    for name in ("top_logprobs", "prompt_logprobs"):
+        number = getattr(output, name)
+        _require(number <= MAX_TOP_LOGPROBS, f"{name} is 0 to {MAX_TOP_LOGPROBS}, not {number}", field=f"output.{name}")
+    is_known = int(output.logprobs_mode) in router_pb2.LogprobsMode.values()
+    _require(is_known, f"logprobs_mode {output.logprobs_mode} is unknown", field="output.logprobs_mode")
+
+
+def _check_speculation(speculation: router_pb2.SpeculationOptions) -> None:
+    is_known = int(speculation.method) in router_pb2.VerificationMethod.values()
+    _require(is_known, f"verification method {speculation.method} is unknown", field="speculation.method")
+
+
+def _check_resume_window(proto: router_pb2.GenerateRequest) -> None:
+    window = proto.resume_window
+    is_duration = 0 <= window.seconds <= _MAX_DURATION_SECONDS and 0 <= window.nanos < 1_000_000_000
+    _require(is_duration, "resume_window is a duration of at least 0", field="resume_window")
+
+
+def _check_generated(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
+    num_generated = len(proto.generated_token_ids)
+    if not num_generated:
+        return
+    sampling = proto.sampling
+    _require(num_samples(sampling) == 1, "generated_token_ids go with n = 1 only", field="generated_token_ids")
+    is_greedy = sampling.HasField("temperature") and sampling.temperature < GREEDY_TEMPERATURE
+    _require(
+        is_greedy or sampling.HasField("seed"),
+        "generated_token_ids need the seed that they were made with, unless temperature is 0",
+        field="sampling.seed",
+    )
+    message = f"{num_generated} tokens exceed the window of {model.max_model_len}"
+    _require(num_generated <= model.max_model_len, message, field="generated_token_ids")
+    check_token_ids(proto.generated_token_ids, model, field="generated_token_ids")
+
+
+def _check_count(number: int, limit: int, what: str, *, field: str) -> None:
+    _require(number <= limit, f"{number} {what}; at most {limit} are allowed", field=field)
+
+
+def _require(is_allowed: bool, message: str, *, field: str, reason: str | None = None) -> None:  # noqa: FBT001 as of `assert`
+    """Raises: InvalidRequestError."""
+    if not is_allowed:
+        raise InvalidRequestError(message, field=field, reason=reason)

@@ -17,8 +17,7 @@ from outrider.wire.cluster import CLUSTER, MODEL
 from outrider.wire.request import num_samples, skips_special_tokens
 from router.api.clients import host_of_peer
 from router.api.registry import RequestRegistry
-from router.api.request_parsing import encode_prompt
-from router.api.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
+from router.api.request_parsing import MAX_SAMPLES, check_chat, check_detokenize, check_request_id, encode_prompt
 
 SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0

@@ -21,7 +21,7 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.session import SampleTokens
 from router.durability.store.base import AnswerStore, SpansRefusedError, StoredAnswer, StoredRequest, TokenSpan
 from router.requests.answer import Answer
-from router.requests.live_request import LiveRequest
+from router.requests.live import LiveRequest
 
 MAX_SPAN_TOKENS = 4096
 """Of one sample in one append."""

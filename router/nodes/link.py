@@ -359,8 +359,10 @@ class DecodeLink(NodeLink):
             raise
         finally:
             self.session = None
-            self._owner.link_changed()  # nothing is placed there any more
-            session.close(error)
+            try:
+                self._owner.link_changed()  # nothing is placed there any more
+            finally:
+                session.close(error)
 
     def has_room(self, size: Size, now: float) -> bool:
         """False: it has refused a request that was no larger, and nothing shows that there is more room."""

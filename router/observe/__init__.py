@@ -1,1 +1,1 @@
-"""What people see of requests: figures, timelines, traces."""
+"""What people see of requests: one record of each, from which summaries, metrics, logs, traces and pages are made."""

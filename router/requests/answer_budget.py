@@ -15,7 +15,7 @@ from outrider.wire.answer import most_logprobs_bytes
 
 BYTES_PER_ANSWER = 10_240
 BYTES_PER_SAMPLE = 2_048
-"""The objects around an answer, its timeline included: measured, 11.0 kB for one sample of one token."""
+"""The objects around an answer, its record included: measured, 11.0 kB for one sample of one token."""
 _BYTES_PER_TOKEN = 96  # an entry in two lists, the id, its piece of text
 _BYTES_PER_LOGPROB = 160
 RETRY_SECONDS = 1.0

@@ -1,400 +1,400 @@
-"""One try at the unfinished samples of an answer, on one decode node.
+"""One try at an answer's unfinished samples on one decode node, as a state machine.
 
-`Attempt._serve` is the story: a grant, the prompt's KV, the end. Events of samples (tokens, done)
-go straight to the answer; what concerns the sequence group goes to the attempt's queue, which
-`_serve` reads.
-
-A transfer that fails is tried again whole under a new transfer id: the KV of two is never mixed. The reservation stays.
+A grant, the prompt's KV, tokens, the end: `Attempt.TABLE` has every transition.
+A transfer that fails is tried again whole under a new transfer id: the KV of two is never mixed. The
+reservation on the decode node stays.
 """
 
 from __future__ import annotations
 
-import asyncio
-import enum
-import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, get_args
 
 from google.rpc import code_pb2
 
-from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
-from outrider.faults import fault_point
-from outrider.node import NodeState
-from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.errors import InternalError, InvalidRequestError, PeerLostError
+from outrider.node import NodeRole
 from outrider.rpc.status import UNREACHABLE
-from outrider.service.telemetry.logging import get_logger
-from outrider.service.telemetry.tracing import traceparent_of
 from outrider.session import (
     Granted,
     KvFailed,
     KvReady,
     OpenSequenceGroup,
+    PromptLogprobs,
     Rejected,
     RejectReason,
     RetargetSequenceGroup,
     SampleDone,
-    SampleStart,
     SampleTokens,
     SequenceGroupEvent,
     SequenceGroupFailed,
 )
 from router.nodes.directory import EXACT_NUMERICS
-from router.nodes.link import NodeLink, PrefillLink
-from router.nodes.transport import DecodeSession
-from router.requests.held_tokens import HeldTokens
+from router.requests import events as on
+from router.requests import instructions as do
+from router.requests.failures import NODE_CAUSES
+from router.requests.prompt_logprobs import LogprobsHold
 from router.requests.sample_answer import TokenMismatchError
-from router.requests.work import Completed, Fatal, Lost, Outcome, OutcomeError, Refused, Work, describe
-from router.scheduling.placement import Demand, Place
+from router.requests.states import AttemptState, InvalidTransitionError, Shared
 
-ID_BYTES = 16
-PREFILL_ANSWER_SECONDS = 0.5
-"""How long a finished answer waits for the prefill node's figures."""
-
-_log = get_logger("attempts")
+Handlers = Mapping[type, Callable[["Attempt", Any], on.Outcome | None]]
+_NODE_EVENTS = get_args(SequenceGroupEvent)
 
 
-class _Signal(enum.Enum):
-    STANDING = enum.auto()  # of a node has changed
-    PREFILL_ENDED = enum.auto()
-
-
-_Event = SequenceGroupEvent | _Signal
-
-
+@dataclass(slots=True, eq=False)
 class Attempt:
-    """Owns a place, a sequence group and a prefill, and frees all three. Owned by the event loop.
+    """`step` takes what happens to it; what it wants done is appended to `Shared.out`."""
 
-    It ends by itself when it has an outcome, which is set once; `end` gives it up.
-    """
+    shared: Shared
+    decode: on.Node
+    prefill: on.Node | None  # whose transfer runs or was the last; None: there is none
+    opened: OpenSequenceGroup
+    hold: LogprobsHold | None  # None: the answer has the prompt's logprobs, or needs none
+    is_hedge: bool
+    state: AttemptState = AttemptState.OPENING
+    was_granted: bool = False
+    has_tokens: bool = False  # it has computed some itself
+    is_late: bool = False
+    is_draining: bool = False
+    is_kv_ready: bool = False
+    is_prefill_running: bool = False
+    transfer_id: bytes = b""  # the current one's; empty: the decode node computes the prompt
+    prefill_numerics: str = ""  # of the prefill nodes that have worked
+    timer: on.Timer | None = None  # the one that runs
+    running: set[int] = field(default_factory=set)  # samples that the decode node has
 
-    def __init__(self, work: Work, place: Place, demand: Demand, *, on_change: Callable[[], None]) -> None:
-        """`on_change` is called for an outcome, the first tokens, a sample's end, and another standing of the node."""
-        self.place = place
-        self.outcome: Outcome | None = None
-        self.has_tokens = False  # it has computed some itself
-        self.hedged: NodeLink | None = None  # the late node because of which it was opened beside another one
-        self.incarnation = place.decode.incarnation  # of the decode node's process
-        self.numerics = place.decode.numerics
-        self._work = work
-        self._demand = demand
-        self._on_change = on_change
-        self._figures = work.figures.begin_attempt(place.decode, num_known_tokens=len(demand.token_ids))
-        self._transfer_id = b"" if place.prefill is None else os.urandom(ID_BYTES)
-        self._prefill_numerics = ""  # of the prefill nodes that have worked
-        self._keeps_received = False  # the decode node holds what earlier transfers brought whole
-        self._held = HeldTokens(work.answer, self._take_held)
-        request = work.answer.request
-        self._opened = OpenSequenceGroup(
-            sequence_group_id=os.urandom(ID_BYTES),
-            transfer_id=self._transfer_id,
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            samples=work.answer.unfinished_samples() or (SampleStart(sample=0),),  # only the prompt is wanted
-            options=replace(
-                request.options,
-                cache_salt=place.kv_salt(request.options.cache_salt),
-                prompt_logprobs=request.options.prompt_logprobs if self._held.is_holding else None,
-            ),
-            traceparent=traceparent_of(self._figures.traced),
-        )
-        self._running = {start.sample for start in self._opened.samples}  # on the decode node
-        self._events: asyncio.Queue[_Event | Outcome] = asyncio.Queue()
-        self._session: DecodeSession | None = None  # None: not opened, or left
-        self._prefill: asyncio.Task[PrefillFigures] | None = None
-        self._task: asyncio.Task[None] | None = None
+    def __post_init__(self) -> None:
+        self.transfer_id = self.opened.transfer_id
+        self.running = {start.sample for start in self.opened.samples}
+
+    @property
+    def group_id(self) -> bytes:
+        return self.opened.sequence_group_id
+
+    @property
+    def is_in_doubt(self) -> bool:
+        return self.is_late or self.is_draining
 
     @property
     def has_exact_numerics(self) -> bool:
         """Whether another attempt on nodes of these numerics computes the same tokens."""
-        prefill = self.place.prefill
-        return self.numerics.startswith(EXACT_NUMERICS) and (prefill is None or prefill.numerics == self.numerics)
+        numerics = self.decode.numerics
+        return numerics.startswith(EXACT_NUMERICS) and (self.prefill is None or self.prefill.numerics == numerics)
 
-    @property
-    def is_suspect(self) -> bool:
-        return self.place.decode.is_late
+    def step(self, event: Any) -> on.Outcome | None:
+        """Takes an event. Returns what it means for the request; None: nothing.
 
-    @property
-    def is_leaving(self) -> bool:
-        return self.place.decode.state is NodeState.DRAINING
-
-    def start(self) -> None:
-        """Opens the group. What goes wrong becomes the outcome."""
-        decode = self.place.decode
-        decode.add_listener(self._on_standing)
+        A node that breaks the protocol loses the attempt. Raises: InvalidTransitionError for an event of our own
+        that the state does not know.
+        """
+        handler = self.TABLE[self.state].get(type(event))
         try:
-            self._session = decode.open_session()
-            self._session.open_group(self._opened, self)
-        except PeerLostError as error:
-            self._events.put_nowait(Lost(error, "decode_lost"))
-        self._task = asyncio.create_task(self._run(), name="attempt")
-
-    def cancel_ended_samples(self) -> None:
-        """Those that have ended by what the router knows."""
-        samples = self._work.answer.samples
-        running = () if self._held.is_holding else sorted(self._running)  # there is more to come than tokens
-        ended = tuple(sample for sample in running if samples[sample].finished)
-        if ended and self._session is not None:
-            self._session.cancel(self._opened.sequence_group_id, ended)
-        self._discard(*ended)
-
-    async def wait_for_figures(self) -> None:
-        """Frees the place, then waits a little for the prefill node's figures."""
-        self._leave()
-        if self._prefill is not None:
-            await asyncio.wait((self._prefill,), timeout=PREFILL_ANSWER_SECONDS)
-            self._take_figures(self._prefill)
-
-    def end(self) -> None:
-        """Frees everything, on the nodes too. Idempotent."""
-        self._leave()
-        for task in (self._task, self._prefill):
-            if task is not None:
-                task.cancel()
-
-    # ------------------------------------------------------------ what nodes say
-
-    def _on_standing(self) -> None:
-        """Of the decode node, or of the prefill node while it works."""
-        self._events.put_nowait(_Signal.STANDING)
-        self._on_change()
-
-    def on_event(self, event: SequenceGroupEvent) -> None:
-        """Of this group. A node that breaks the protocol loses the attempt, a bug of ours the request, and no other."""
-        try:
-            match event:
-                case _ if self._held.takes(event):
-                    pass
-                case SampleTokens():
-                    self._take_tokens(event)
-                case SampleDone():
-                    self._work.answer.finish(event)
-                    self._discard(event.sample)
-                    self._on_change()
-                case _:
-                    self._events.put_nowait(event)
+            if handler is None:
+                raise InvalidTransitionError(self.state, event)
+            return handler(self, event)
         except TokenMismatchError as error:
-            self._give_up(Lost(self._lost(error.message), "token_mismatch"))
+            return on.Lost(self._error(error.message), "token_mismatch")
         except InternalError as error:
-            self._give_up(Lost(self._lost(error.message), "protocol"))
-        except OutriderError as error:
-            self._give_up(Fatal(error))
-        except Exception as error:  # noqa: BLE001 the others of this session are not to end with it
-            _log.exception("an event could not be taken", request_id=self._opened.request_id, error=str(error))
-            self._give_up(Fatal(InternalError(f"a decode node's event could not be taken: {error}")))
+            if handler is None and not isinstance(event, _NODE_EVENTS):
+                raise
+            return on.Lost(self._error(error.message), "protocol")
 
-    def on_lost(self, error: OutriderError) -> None:
-        """The decode node's session broke."""
-        self._running.clear()
-        lost = error if isinstance(error, PeerLostError) else PeerLostError(error.message)
-        self._events.put_nowait(Lost(lost, "decode_lost", is_counted=not self.is_leaving))
+    def open(self, place: Any) -> None:
+        self._do(do.OpenGroup(self.opened, place))
+        self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
-    def _take_tokens(self, tokens: SampleTokens) -> None:
-        """Raises: TokenMismatchError, InternalError; CapacityError, InvalidRequestError without memory for them."""
-        fault_point("router.token")
-        work, is_first = self._work, not self.has_tokens
-        self.has_tokens = True
-        num_new, has_ended = work.answer.take(tokens)
-        self._figures.take_tokens(tokens, num_new)
-        finished = work.answer.samples[tokens.sample].finished if has_ended else None
-        if finished is not None and finished.stop_string is not None:  # of which the node does not know
-            self.cancel_ended_samples()
-        if is_first:
-            self.place.decode.breaker.succeed()
-        if is_first or has_ended:
-            self._on_change()
-        if num_new:
-            work.services.answers.grow(work.account, num_new)
+    def close(
+        self, why: str, *, rejected: Rejected | None = None, frees_hedge: bool = False, keeps_prefill: bool = False
+    ) -> None:
+        """Frees all that it holds; the arguments are those of `do.CloseAttempt`. Once."""
+        if self.state is not AttemptState.COMPLETED:
+            self._stop_timer()
+            frees_hedge = frees_hedge and self.is_hedge and not self.has_tokens
+            self._do(do.CloseAttempt(self.group_id, why, bool(self.running), rejected, frees_hedge))
+        self.state = AttemptState.COMPLETED
+        if not keeps_prefill:
+            self._stop_prefill()
 
-    def _take_held(self, events: list[SampleTokens | SampleDone]) -> None:
-        """The prompt's logprobs have come, for which these have waited."""
-        self.cancel_ended_samples()
-        for event in events:
-            if event.sample in self._running:
-                self.on_event(event)
-
-    def _discard(self, *samples: int) -> None:
-        self._running.difference_update(samples)
-        if samples and not self._running:
-            self._events.put_nowait(Completed())
-
-    def _give_up(self, outcome: Outcome) -> None:
-        """Takes nothing more from the node."""
-        if self._session is not None:
-            self._session.forget(self._opened.sequence_group_id)
-        self._events.put_nowait(outcome)
-
-    # ------------------------------------------------------------ from the grant to the end
-
-    async def _run(self) -> None:
-        try:
-            await self._serve()
-        except OutcomeError as error:
-            self.outcome = error.outcome
-        except Exception as error:  # noqa: BLE001 whatever it was, the request is not to wait for it
-            _log.exception("an attempt failed", node=self.place.decode.name, error=str(error))
-            self.outcome = Lost(self._lost(f"the attempt failed: {error}"), "internal")
-        if isinstance(self.outcome, Lost) and self.outcome.is_counted:
-            self._work.blame(self.place.decode, self.outcome.cause)
-        self._leave()
-        if self._prefill is not None and not isinstance(self.outcome, Completed):  # else its figures may still come
-            self._prefill.cancel()
-        self._on_change()
-
-    async def _serve(self) -> None:
-        """Raises: OutcomeError with the outcome."""
-        granted = await self._wait_for_grant("an open")
-        assert granted is not None, "no KV comes before the grant"
-        fault_point("router.granted")
-        work = self._work
-        work.answer.begin()
-        next_grant: Granted | None = granted
-        while next_grant is not None and next_grant.kv_address:
-            if (link := self.place.prefill) and work.losses.may_transfer and await self._transfer(next_grant, link):
-                break
-            next_grant = await self._retarget()
-        if next_grant is None and self._held.is_holding:
-            raise OutcomeError(Lost(self._lost("the prompt's logprobs are lost"), "prefill_lost", is_counted=False))
-        self.place.release_prefill()
-        while True:
-            await self._next_event()
-
-    async def _next_event(self, deadline: float | None = None) -> _Event | None:
-        """None at the deadline. Raises: OutcomeError with the outcome."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                event = await self._events.get()
-        except TimeoutError:
+    def cancel_ended_samples(self) -> on.Outcome | None:
+        """Cancels those that have ended by what the router knows."""
+        if self.hold is not None:  # there is more to come than tokens
             return None
-        match event:
-            case Completed() | Refused() | Lost() | Fatal():
-                raise OutcomeError(event)
-            case Rejected():
-                self._running.clear()
-                raise OutcomeError(Refused(event))
-            case SequenceGroupFailed():
-                self._running.clear()
-                if event.code == code_pb2.INVALID_ARGUMENT:
-                    sampling = self._work.answer.request.options.sampling
-                    raise OutcomeError(Fatal(InvalidRequestError(event.message, field=sampling.field_to_blame)))
-                raise OutcomeError(Lost(self._lost(event.message), "group_failed"))
-        if isinstance(event, KvReady):
-            self._figures.take_ready(event)
-        return event
+        samples = self.shared.answer.samples
+        ended = tuple(sample for sample in sorted(self.running) if samples[sample].finished)
+        if not ended:
+            return None
+        self._do(do.CancelSamples(self.group_id, ended))
+        return self._discard(*ended)
 
-    async def _wait_for_grant(self, command: str) -> Granted | None:
-        """For the transfer at hand. None: the KV was ready, of a transfer that had been given up."""
-        deadline = asyncio.get_running_loop().time() + self._work.services.config.open_timeout_seconds
-        asked = self._figures.ask("" if self._prefill is None else "for another transfer")
-        while True:
-            match await self._next_event(deadline):
-                case None:
-                    raise OutcomeError(Lost(self._lost(f"does not answer {command}"), "decode_silent"))
-                case Granted() as granted if granted.transfer_id == self._transfer_id:
-                    asked.close()
-                    self._figures.take_grant(granted)
-                    return granted
-                case Granted() if self._figures.num_tokens_to_compute is None:
-                    raise OutcomeError(Lost(self._lost("a grant names another transfer"), "protocol"))
-                case KvReady():
-                    asked.close()
-                    return None
+    def blame(self, role: NodeRole, incarnation: bytes, cause: str) -> None:
+        """A node has failed it. A request that fails on two nodes is the cause itself."""
+        suspects, may_be_request = self.shared.failures.suspects, cause not in NODE_CAUSES
+        self._do(do.Blame(self.group_id, role, incarnation, may_be_request))
+        if may_be_request:
+            suspects.add(incarnation)
+            if len(suspects) > 1:
+                self._do(do.Forgive(tuple(sorted(suspects))))
 
-    async def _transfer(self, granted: Granted, link: PrefillLink) -> bool:
-        """Whether the KV is ready. Raises: OutcomeError when the request has lost too many nodes."""
-        incarnation, self._prefill_numerics = link.incarnation, link.numerics
-        error = await self._try_transfer(granted, link)
-        if error is None:
-            return True
-        losses = self._work.losses
-        losses.add_transfer(incarnation)
+    # ------------------------------------------------------------ the reservation and its KV
+
+    def _take_grant(self, granted: Granted) -> on.Outcome | None:
+        if granted.transfer_id != self.transfer_id:
+            if not self.was_granted:
+                raise InternalError("a grant names another transfer")
+            return None
+        self._stop_timer()
+        self._do(do.RecordGrant(granted))
+        self.was_granted = self.shared.was_admitted = True
+        self.shared.answer.begin()
+        if not granted.kv_address:
+            self._start_decoding()
+        elif self.prefill is None or not self.shared.failures.may_transfer:
+            self._retarget()
+        else:
+            may_read_held = bool(self.prefill_numerics) and self._keeps_received()
+            self.prefill_numerics = self.prefill.numerics
+            self.state, self.is_prefill_running = AttemptState.TRANSFERRING, True
+            self._do(do.StartPrefill(self.group_id, granted, may_read_held))
+        return None
+
+    def _take_rejection(self, rejected: Rejected) -> on.Outcome:
+        self.running.clear()
+        if rejected.reason is RejectReason.INVALID:
+            message = f"decode node {self.decode.name} calls the request invalid: {rejected.message}"
+            return on.Fatal(InternalError(message))
+        return on.Refused(rejected)
+
+    def _take_silence(self, _event: on.TimerFired) -> on.Outcome:
+        self.timer = None
+        command = "a retarget" if self.was_granted else "an open"
+        return on.Lost(self._error(f"does not answer {command}"), "decode_silent")
+
+    def _take_kv(self, ready: KvReady) -> on.Outcome | None:
+        """The reservation is filled, perhaps by a transfer that had been given up."""
+        self._do(do.RecordKv(ready))
+        self.is_kv_ready = True
+        if self.hold is None:
+            self._start_decoding()
+        elif self.state is AttemptState.RETARGETING:
+            return on.Lost(self._error("the prompt's logprobs are lost"), "prefill_lost", is_counted=False)
+        elif self.is_prefill_running:  # they are in its answer
+            self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
+        else:
+            return self._fail_transfer("the prefill node has not sent all logprobs of the prompt")
+        return None
+
+    def _take_prefill(self, event: on.PrefillEnded) -> on.Outcome | None:
+        self.is_prefill_running = False
+        if isinstance(event.result, PeerLostError):
+            return self._fail_transfer(event.result)
+        are_whole = False
+        if self.hold is not None:
+            try:
+                are_whole = self.hold.take(event.result.prompt_logprobs)
+            except InternalError as error:
+                return self._fail_transfer(error.message)
+        outcome = self._end_hold(are_whole=are_whole)
+        if not self.is_kv_ready:  # the push was committed: the decode node's word follows
+            self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
+        elif self.hold is None:
+            self._start_decoding()
+        else:
+            return self._fail_transfer("the prefill node has not sent all logprobs of the prompt")
+        return outcome
+
+    def _fail_kv(self, event: KvFailed) -> on.Outcome | None:
+        if event.transfer_id != self.transfer_id:
+            return None
+        return self._fail_transfer(f"the KV transfer from {self._prefill.name} failed: {event.message}")
+
+    def _leave_late_prefill(self, _event: on.PrefillLate) -> on.Outcome | None:
+        return self._fail_transfer(f"prefill node {self._prefill.name} is late")
+
+    def _miss_kv(self, _event: on.TimerFired) -> on.Outcome | None:
+        self.timer = None
+        return self._fail_transfer(f"the prompt's KV or its logprobs did not arrive from {self._prefill.name}")
+
+    @property
+    def _prefill(self) -> on.Node:
+        assert self.prefill is not None, "a transfer has a prefill node"
+        return self.prefill
+
+    def _fail_transfer(self, why: PeerLostError | str) -> on.Outcome | None:
+        prefill, failures = self._prefill, self.shared.failures
+        if self.hold is not None:
+            self.hold.forget()
+        error = why if isinstance(why, PeerLostError) else PeerLostError(why, node=prefill.name)
+        self._stop_prefill()
+        self._stop_timer()
+        failures.look_at(self.shared.answer.num_generated_tokens)
+        failures.add_transfer(prefill.incarnation)
         if error.reason == UNREACHABLE:
-            losses.add_node(incarnation)
-        self._work.blame(link, error.reason)
-        if losses.final_error(error) is not None or self._figures.kv_ready is not None:  # then logprobs are lost
-            raise OutcomeError(Lost(error, "prefill_lost", is_counted=False))
-        self._work.note_move(link, "prefill_lost", error)
-        return False
+            failures.add_node(prefill.incarnation)
+        self.blame(NodeRole.PREFILL, prefill.incarnation, error.reason)
+        if failures.final_error(error) is not None or self.is_kv_ready:  # then logprobs are lost
+            return on.Lost(error, "prefill_lost", is_counted=False)
+        self._do(do.RecordMigration(prefill.name, "prefill_lost", error))
+        self._retarget()
+        return None
 
-    async def _try_transfer(self, granted: Granted, link: PrefillLink) -> PeerLostError | None:
-        """None once KV and wanted logprobs are here, else what was lost; nothing of a failed transfer goes on."""
-        span = self._figures.begin_prefill(link)
-        call = PrefillCall.of_grant(
-            granted,
-            self._opened,
-            decode_incarnation=self.incarnation,
-            fingerprint=self._work.served.info.fingerprint,
-            may_read_held=self._keeps_received,
-            traceparent=traceparent_of(span.traced),
-        )
-        prefill = self._prefill = asyncio.create_task(link.prefill(call), name="prefill")
-        prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
-        prefill.add_done_callback(lambda task: self._figures.end_prefill(span, task))
-        link.add_listener(self._on_standing)
-        is_ready = False
-        timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
-        deadline: float | None = None
-        try:
-            while not is_ready or (self._held.is_holding and not prefill.done()):
-                match await self._next_event(deadline):
-                    case KvReady():
-                        is_ready = True
-                        prefill.add_done_callback(self._take_figures)
-                        deadline = asyncio.get_running_loop().time() + timeout_seconds  # for its answer
-                    case KvFailed(transfer_id=self._transfer_id, message=message):
-                        return PeerLostError(f"the KV transfer from {link.name} failed: {message}", node=link.name)
-                    case _Signal.PREFILL_ENDED if prefill.done() and not is_ready:
-                        if isinstance(error := prefill.exception(), PeerLostError):
-                            return error
-                        prefill.result()
-                        # The push was committed: the decode node's word follows.
-                        deadline = asyncio.get_running_loop().time() + timeout_seconds
-                    case _Signal.STANDING if self._work.services.placement.replaces(link):
-                        return PeerLostError(f"prefill node {link.name} is late", node=link.name)
-                    case None:
-                        message = f"the prompt's KV or its logprobs did not arrive from {link.name}"
-                        return PeerLostError(message, node=link.name)
-            return self._held.take_answer(prefill)
-        finally:
-            link.remove_listener(self._on_standing)
-            if not is_ready and not prefill.done():
-                prefill.cancel()
-                await asyncio.wait((prefill,))
+    def _retarget(self) -> None:
+        self.state = AttemptState.RETARGETING
+        failures = self.shared.failures
+        if self.prefill is not None and failures.may_transfer:
+            self._do(do.ChoosePrefill(self.group_id, failures.avoided))
+        else:
+            self._send_retarget(on.PrefillChosen(self.group_id, None))
 
-    async def _retarget(self) -> Granted | None:
-        """The grant for another try; None when the KV was ready after all."""
-        losses = self._work.losses
-        demand = replace(self._demand, avoided=frozenset(losses.avoided))
-        has_node = losses.may_transfer and self.place.change_prefill(demand)
-        self._transfer_id = os.urandom(ID_BYTES) if has_node else b""
-        prefill = self.place.prefill if has_node else None
-        is_alike = self._prefill_numerics == (prefill.numerics if prefill else self.numerics)
-        self._keeps_received = is_alike and not self._held.is_holding  # else another node computes only the rest
+    def _send_retarget(self, event: on.PrefillChosen) -> None:
+        self.prefill = event.prefill
+        self.transfer_id = b"" if event.prefill is None else self.shared.limits.new_id()
         command = RetargetSequenceGroup(
-            sequence_group_id=self._opened.sequence_group_id,
-            transfer_id=self._transfer_id,
-            keeps_received=self._keeps_received,
+            sequence_group_id=self.group_id, transfer_id=self.transfer_id, keeps_received=self._keeps_received()
         )
-        if self._session is not None:
-            self._session.retarget(command)
-        return await self._wait_for_grant("a retarget")
+        self._do(do.Retarget(command))
+        self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
-    def _take_figures(self, prefill: asyncio.Task[PrefillFigures]) -> None:
-        if prefill.done() and not prefill.cancelled() and prefill.exception() is None:
-            self._figures.prefill = prefill.result()
+    def _keeps_received(self) -> bool:
+        """Whether tokens that have arrived whole may stay: whoever computes the rest has equal numerics."""
+        node = self.decode if self.prefill is None else self.prefill
+        return self.prefill_numerics == node.numerics and self.hold is None
 
-    def _leave(self) -> None:
-        """Frees the group on the decode node, unless it has ended there, and the place."""
-        has_ended = self.outcome is None and not self._running  # its samples have, and it has not been told yet
-        self._figures.end("" if has_ended else describe(self.outcome))
-        session, self._session = self._session, None
-        if session is not None:
-            session.forget(self._opened.sequence_group_id)
-            if self._running:
-                session.cancel(self._opened.sequence_group_id)
-        self.place.decode.remove_listener(self._on_standing)
-        rejected = self.outcome.rejected if isinstance(self.outcome, Refused) else None
-        has_no_room = rejected is not None and rejected.reason in (RejectReason.NO_ROOM, RejectReason.DRAINING)
-        self.place.release(rejected if has_no_room else None)
+    def _start_decoding(self) -> None:
+        self.state = AttemptState.DECODING
+        self._stop_timer()
+        self._do(do.ReleasePrefill(self.group_id))
 
-    def _lost(self, message: str) -> PeerLostError:
-        return PeerLostError(f"decode node {self.place.decode.name}: {message}", node=self.place.decode.name)
+    # ------------------------------------------------------------ tokens and ends
+
+    def _take_tokens(self, tokens: SampleTokens) -> on.Outcome | None:
+        if self.hold is not None:
+            self.hold.add(tokens, has_kv=self.is_kv_ready)
+            return None
+        answer, is_first = self.shared.answer, not self.has_tokens
+        self.has_tokens = True
+        num_new, has_ended = answer.take(tokens)
+        self._do(do.Deliver(tokens, num_new, is_first))
+        if not has_ended:
+            return on.Changed() if is_first else None
+        finished = answer.samples[tokens.sample].finished
+        if finished is not None and finished.stop_string is not None:  # of which the node does not know
+            return self.cancel_ended_samples() or on.Changed()
+        return self._discard(tokens.sample) or on.Changed()
+
+    def _take_done(self, done: SampleDone) -> on.Outcome | None:
+        if self.hold is not None:
+            self.hold.add(done, has_kv=self.is_kv_ready)
+            return None
+        self.shared.answer.finish(done)
+        return self._discard(done.sample) or on.Changed()
+
+    def _take_own_logprobs(self, event: PromptLogprobs) -> on.Outcome | None:
+        """The decode node has computed the prompt itself. Nothing where its logprobs are not wanted."""
+        return None if self.hold is None else self._end_hold(are_whole=self.hold.take(event.packed))
+
+    def _end_hold(self, *, are_whole: bool) -> on.Outcome | None:
+        """Once the prompt's logprobs are whole, the tokens count that have waited for them."""
+        hold = self.hold
+        if hold is None or not are_whole:
+            return None
+        self.hold = None
+        self.shared.answer.take_prompt_logprobs(hold.packed)
+        outcome = self.cancel_ended_samples()
+        for event in hold.waiting:
+            if event.sample in self.running:
+                outcome = self._take_tokens(event) if isinstance(event, SampleTokens) else self._take_done(event)
+        return outcome or on.Changed()  # the answer may be complete by now
+
+    def _discard(self, *samples: int) -> on.Outcome | None:
+        self.running.difference_update(samples)
+        return None if self.running else on.Completed()
+
+    def _take_failure(self, event: SequenceGroupFailed) -> on.Outcome:
+        self.running.clear()
+        if event.code == code_pb2.INVALID_ARGUMENT:
+            field_to_blame = self.shared.answer.request.options.sampling.field_to_blame
+            return on.Fatal(InvalidRequestError(event.message, field=field_to_blame))
+        return on.Lost(self._error(event.message), "group_failed")
+
+    def _take_session_loss(self, event: on.SessionLost) -> on.Outcome:
+        self.running.clear()
+        return on.Lost(event.error, "decode_lost", is_counted=not self.is_draining)
+
+    def _take_change(self, event: on.DecodeNodeChanged) -> on.Outcome:
+        self.is_late, self.is_draining = event.is_late, event.is_draining
+        return on.Changed()
+
+    def _take_stats(self, _event: on.PrefillEnded) -> on.Outcome:
+        self.is_prefill_running = False
+        return on.Changed()
+
+    def _ignore(self, _event: object) -> None:
+        """The event is of a transfer that was given up, or comes too late to matter."""
+
+    def _error(self, message: str) -> PeerLostError:
+        return PeerLostError(f"decode node {self.decode.name}: {message}", node=self.decode.name)
+
+    def _stop_prefill(self) -> None:
+        if self.is_prefill_running:
+            self.is_prefill_running = False
+            self._do(do.StopPrefill(self.group_id))
+
+    def _set_timer(self, timer: on.Timer, seconds: float) -> None:
+        self.timer = timer
+        self._do(do.SetTimer(timer, self.shared.now + seconds, self.group_id))
+
+    def _stop_timer(self) -> None:
+        if self.timer is not None:
+            self._do(do.StopTimer(self.timer, self.group_id))
+            self.timer = None
+
+    def _do(self, instruction: do.Instruction) -> None:
+        self.shared.out.append(instruction)
+
+    _ANYTIME: ClassVar[Handlers] = {
+        SequenceGroupFailed: _take_failure,
+        on.SessionLost: _take_session_loss,
+        on.DecodeNodeChanged: _take_change,
+    }
+    TABLE: ClassVar[Mapping[AttemptState, Handlers]] = {
+        AttemptState.OPENING: {
+            **_ANYTIME,
+            Granted: _take_grant,
+            Rejected: _take_rejection,
+            on.TimerFired: _take_silence,
+        },
+        AttemptState.TRANSFERRING: {
+            **_ANYTIME,
+            Granted: _ignore,
+            KvReady: _take_kv,
+            KvFailed: _fail_kv,
+            on.PrefillEnded: _take_prefill,
+            on.PrefillLate: _leave_late_prefill,
+            on.TimerFired: _miss_kv,
+            SampleTokens: _take_tokens,  # they wait for logprobs of the prompt
+            SampleDone: _take_done,
+        },
+        AttemptState.RETARGETING: {
+            **_ANYTIME,
+            on.PrefillChosen: _send_retarget,
+            Granted: _take_grant,
+            KvReady: _take_kv,
+            KvFailed: _ignore,
+            on.PrefillLate: _ignore,
+            on.TimerFired: _take_silence,
+        },
+        AttemptState.DECODING: {
+            **_ANYTIME,
+            SampleTokens: _take_tokens,
+            SampleDone: _take_done,
+            PromptLogprobs: _take_own_logprobs,
+            Granted: _ignore,
+            KvReady: _ignore,
+            KvFailed: _ignore,
+            on.PrefillEnded: _take_stats,
+            on.PrefillLate: _ignore,
+        },
+        AttemptState.COMPLETED: {on.PrefillEnded: _take_stats},
+    }
+    """Every transition. A decode node's event that is missing breaks the protocol; one of ours is a bug."""

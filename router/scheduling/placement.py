@@ -109,6 +109,7 @@ class Place:
     prefill: PrefillLink | None  # None: no prefill node serves, the decode node computes the prompt
     num_prefill_tokens: int
     holds_decode: bool = True
+    hedged: NodeLink | None = None  # the late node because of which it was given
 
     def kv_salt(self, cache_salt: bytes) -> bytes:
         """What seeds the hashes of this place's KV, for a request of this salt.
@@ -133,6 +134,11 @@ class Place:
         self.prefill, self.num_prefill_tokens = chosen
         return True
 
+    def forget_hedge(self) -> None:
+        """It came to nothing: another request may be hedged because of the late node."""
+        if self.hedged is not None:
+            self.hedged.num_hedges = max(self.hedged.num_hedges - 1, 0)
+
     def release_prefill(self) -> None:
         """The prompt has been computed, or need not be."""
         num_tokens, self.num_prefill_tokens = self.num_prefill_tokens, 0
@@ -141,10 +147,12 @@ class Place:
 
     def release(self, rejected: Rejected | None = None) -> None:
         """`rejected`: the decode node had no room."""
-        if self.holds_decode:
-            self.holds_decode = False
-            self.placement.release_decode(self.decode, self.demand.size, rejected)
-        self.release_prefill()
+        try:
+            if self.holds_decode:
+                self.holds_decode = False
+                self.placement.release_decode(self.decode, self.demand.size, rejected)
+        finally:
+            self.release_prefill()
 
 
 class Placement:

@@ -20,7 +20,7 @@ from outrider.node import ModelInfo
 from outrider.own_modules import module_command
 from outrider.request import Constraint
 from outrider.service.telemetry.logging import get_logger
-from router.text.encoding_queue import MAX_WAITING_BYTES, EncodingQueue
+from router.text.tokenizer import MAX_WAITING_BYTES, EncodingQueue
 
 ANSWER_SECONDS = 20.0
 """On a machine that has much else to do; the process itself stops far earlier."""

@@ -1,23 +1,91 @@
-"""Text to token ids and back, as the served checkpoint says. Torch-free."""
+"""Text to token ids and back, as the served checkpoint says, and the queue of texts for its threads. Torch-free."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import tokenizers
 
-from outrider.errors import InvalidRequestError, ModelError, NotSupportedError
+from outrider.errors import CapacityError, InvalidRequestError, ModelError, NotSupportedError
 from outrider.model_hub.checkpoint_text import CheckpointText
 from outrider.token_bytes import TokenBytes
 from router.text.answer_text import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from router.text.chat_template import ChatTemplate
-from router.text.encoding_queue import EncodingQueue
+
+T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
-"""What a token counts as, among texts that wait to be encoded."""
+"""Bytes that a token counts as, among texts that wait to be encoded."""
+MAX_WAITING_BYTES = 32 << 20
+"""Bytes of all waiting texts together: about ten seconds of two threads."""
+MAX_CLIENT_BYTES = 8 << 20
+"""Bytes of one client's waiting texts: four of the largest requests."""
+NEW_CLIENT_FACTOR = 4
+"""A client without waiting texts may exceed the limit for all by this factor only: client names are unverified."""
+RETRY_SECONDS = 1.0
+
+
+class EncodingQueue:
+    """Texts that wait for the tokenizer's threads: bounded, and fair between clients. Owned by the event loop.
+
+    Clients take turns: none has more texts at the threads than there are threads.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        *,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        max_client_bytes: int = MAX_CLIENT_BYTES,
+        busy_reason: str = "TOKENIZER_BUSY",
+    ) -> None:
+        """`busy_reason`: the reason of the CapacityError that is raised when too much waits."""
+        self._num_threads = num_threads
+        self._max_waiting_bytes = max_waiting_bytes
+        self._max_client_bytes = max_client_bytes
+        self._busy_reason = busy_reason
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
+        self._num_bytes: Counter[str] = Counter()  # by client, of texts that wait or are encoded
+
+    async def run(self, work: Callable[[], T], *, client: str, num_bytes: int) -> T:
+        """Calls `work` in a thread, in the client's turn, and returns what it returns. Cancelling leaves the queue.
+
+        Raises: CapacityError at once when too much waits already.
+        """
+        self._check(client, num_bytes)
+        turn = self._turns.setdefault(client, asyncio.Semaphore(self._num_threads))
+        self._num_bytes[client] += num_bytes
+        try:
+            async with turn:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_bytes[client] -= num_bytes
+            if not self._num_bytes[client]:
+                del self._num_bytes[client]
+
+    def close(self) -> None:
+        """Ends the threads; a second call does nothing."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, client: str, num_bytes: int) -> None:
+        """Checks the limits; a text alone always fits. Raises: CapacityError."""
+        of_client, total = self._num_bytes[client], self._num_bytes.total()
+        limit = self._max_waiting_bytes * (1 if of_client else NEW_CLIENT_FACTOR)
+        is_over = (of_client and of_client + num_bytes > self._max_client_bytes) or total + num_bytes > limit
+        if is_over and total:
+            raise CapacityError(
+                f"too much waits: {of_client} bytes of this client, {total} of all clients",
+                retry_after_seconds=RETRY_SECONDS,
+                reason=self._busy_reason,
+            )
 
 
 class Tokenizer:
@@ -51,7 +119,9 @@ class Tokenizer:
         self._queue = EncodingQueue(num_threads)
 
     async def encode_text(self, text: str, *, client: str = "", max_tokens: int | None = None) -> list[int]:
-        """With the special tokens that the tokenizer itself adds; special tokens written in the text count as such.
+        """Returns the text's token ids, with the special tokens that the tokenizer itself adds.
+
+        Special tokens written in the text count as such.
 
         Raises: InvalidRequestError for a text that has more than `max_tokens` for certain, before it is encoded;
         CapacityError when too many texts wait.
@@ -69,7 +139,9 @@ class Tokenizer:
         client: str = "",
         max_tokens: int | None = None,
     ) -> list[int]:
-        """The chat template's rendering, nothing added. `render` is called in the thread, for about `num_bytes`.
+        """Returns the token ids of the rendered chat template, nothing added.
+
+        `render` is called in the thread, for about `num_bytes`.
 
         Raises: InvalidRequestError when the model has no template or its template refuses the messages, and as
         `encode_text`; CapacityError when too many texts wait.
@@ -83,7 +155,7 @@ class Tokenizer:
         return await self._queue.run(encode, client=client, num_bytes=num_bytes)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, client: str = "") -> str:
-        """Raises: CapacityError when too many texts wait."""
+        """Returns the text of these tokens. Raises: CapacityError when too many texts wait."""
         return await self._queue.run(
             lambda: self.decode_now(token_ids, skip_special_tokens=skip_special_tokens),
             client=client,
@@ -91,21 +163,21 @@ class Tokenizer:
         )
 
     def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """In the caller's thread: on the event loop only a few words."""
+        """Encodes in the caller's thread: on the event loop only a few words."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode_now(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """In the caller's thread: on the event loop only a few tokens."""
+        """Decodes in the caller's thread: on the event loop only a few tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def added_around(self) -> tuple[list[int], list[int]]:
-        """(the tokens before a text, those behind it) that `encode_text` adds: the same around every text."""
+        """Returns (the tokens before a text, those behind it) that `encode_text` adds: the same around every text."""
         text, whole = (self.encode_now("a", add_special_tokens=adds) for adds in (False, True))
         start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
         return whole[:start], whole[start + len(text) :]
 
     def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
-        """A decoder for one sample. `context`: the tokens before it."""
+        """Returns a decoder for one sample. `context`: the tokens before it."""
         if self._parts:
             return ByteDetokenizer(self._parts[skip_special_tokens])
         return WindowDetokenizer(
@@ -113,7 +185,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text, special or not. May be asked by any thread."""
+        """Returns what one token adds to a text, special or not. Any thread may call it."""
         if self._token_bytes is not None:
             table = self._token_bytes.of_id
             return table[token_id] if token_id < len(table) else b""
@@ -121,7 +193,7 @@ class Tokenizer:
         return b"" if token is None else token.encode()
 
     def token_text(self, token_id: int) -> str:
-        """One token's text alone, special or not; parts of characters are U+FFFD. May be asked by any thread."""
+        """Returns one token's text alone, special or not; parts of characters are U+FFFD. Any thread may call it."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def close(self) -> None:
@@ -139,7 +211,7 @@ class Tokenizer:
 
 
 def _keeps_every_character(description: dict[str, Any]) -> bool:
-    """Whether no part of a text can vanish before it is encoded."""
+    """Returns whether no part of a text can vanish before it is encoded."""
     strips = any(token.get("lstrip") or token.get("rstrip") for token in description.get("added_tokens", ()))
     removes = '"Removed"' in json.dumps(description.get("pre_tokenizer"))
     return description.get("normalizer") is None and not strips and not removes

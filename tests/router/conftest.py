@@ -205,9 +205,9 @@ class Cluster:
         return lambda _opened, _sample: [*data, 256]
 
     @property
-    def services(self) -> Any:
-        assert self.service.services is not None
-        return self.service.services
+    def context(self) -> Any:
+        assert self.service.context is not None
+        return self.service.context
 
     async def generate(self, request: Any = None, **fields: Any) -> Answer:
         return Answer(await read_on(self.stub.Generate(request if request is not None else make_request(**fields))))
@@ -232,12 +232,12 @@ class Cluster:
         await eventually(lambda: len(self.service.requests) == 0, seconds=seconds, what="running requests")
         await eventually(lambda: self.decode.num_blocks_used == 0, seconds=seconds, what="blocks on decode nodes")
         await eventually(lambda: self.prefill.num_active == 0, seconds=seconds, what="prefills")
-        services = self.services
+        context = self.context
         # The name of a request is free again before its tasks have taken their cancellation.
-        await eventually(lambda: services.queue.num_waiting == 0, seconds=seconds, what="queue")
-        await eventually(lambda: services.placement.num_placed == 0, seconds=seconds, what="places")
-        assert services.queue.num_waiting_tokens == 0
-        assert services.answers.reserved_bytes == 0
+        await eventually(lambda: context.queue.num_waiting == 0, seconds=seconds, what="queue")
+        await eventually(lambda: context.placement.num_placed == 0, seconds=seconds, what="places")
+        assert context.queue.num_waiting_tokens == 0
+        assert context.answers.reserved_bytes == 0
         for link in self.service.nodes.decode_nodes:
             assert link.session is not None
             assert not link.session._listeners

@@ -21,7 +21,7 @@ from outrider.request import FinishReason, TokenLogprobs
 from outrider.service.config import NO_PARSER
 from outrider.v1 import router_pb2
 from outrider.wire.request import num_samples
-from router.api.validation import (
+from router.api.request_parsing import (
     MAX_CHOICES,
     MAX_CONSTRAINT_BYTES,
     MAX_LOGIT_BIAS,

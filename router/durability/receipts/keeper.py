@@ -1,4 +1,4 @@
-"""Makes the receipts of answers that have ended, and has them written behind the token path."""
+"""Makes the receipts of answers that have ended, and writes them off the token path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.wire.request import complete_proto
 from router.config import STORE, RouterConfig
 from router.durability.receipts.base import ReceiptLine, ReceiptSink
 from router.durability.receipts.directory import DirectoryReceipts
-from router.observe.request_figures import RequestFigures
+from router.observe.record import RequestRecord
 from router.requests.answer import Answer
 from router.store_address import store_address
 
@@ -38,7 +38,7 @@ _log = get_logger("receipts")
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """All of a receipt; its line is made in a thread."""
+    """What a receipt is made of; a thread makes its line."""
 
     proto: router_pb2.GenerateRequest  # as the client sent it
     request: Request
@@ -56,7 +56,7 @@ class EndedRequest:
 def make_sink(
     config: RouterConfig, *, incarnation: bytes, environ: Mapping[str, str] = os.environ
 ) -> ReceiptSink | None:
-    """What `router.receipts` says, for a router of this incarnation; None: no receipts. Raises: ConfigError."""
+    """Makes the sink that `router.receipts` names; None: no receipts. Raises: ConfigError."""
     match config.receipts:
         case "":
             return None
@@ -71,10 +71,9 @@ def make_sink(
 
 
 def end_request(
-    proto: router_pb2.GenerateRequest, answer: Answer, figures: RequestFigures, model: ModelInfo, *, router: str
+    proto: router_pb2.GenerateRequest, answer: Answer, record: RequestRecord, model: ModelInfo, *, router: str
 ) -> EndedRequest:
-    """What is known of an answer when nothing more comes of it. `router` is the router's name."""
-    timeline, now = figures.timeline, time.monotonic()
+    """Returns what is known of an answer that has ended. `router` is the router's name."""
     failure = answer.failure
     is_whole = answer.summary is not None and all(sample.is_whole for sample in answer.samples)
     receipt = Receipt(
@@ -82,11 +81,11 @@ def end_request(
         ended_at=datetime.now(UTC).isoformat(timespec="microseconds"),
         end=FAILED if failure is not None else WHOLE if is_whole else ABORTED,
         error="" if failure is None else failure.reason,
-        e2e_seconds=round((timeline.ended_at or now) - timeline.arrived_at, 6),
-        num_moves=timeline.num_moves,
+        e2e_seconds=round((record.ended_at or time.monotonic()) - record.arrived_at, 6),
+        num_moves=record.num_moves,
         router=ReceiptRouter(name=router, version=__version__),
         model=ReceiptModel(name=model.name, revision=model.revision, fingerprint=model.fingerprint, dtype=model.dtype),
-        nodes=tuple(timeline.stamps),
+        nodes=tuple(record.stamps),
         request={},
         samples=tuple(
             ReceiptSample(
@@ -101,13 +100,13 @@ def end_request(
 
 
 class ReceiptKeeper:
-    """A short queue, and a task that has it written. What does not fit, as with a slow disk, is dropped and counted.
+    """A short queue of receipts and the task that writes them. Owned by the event loop.
 
-    Owned by the event loop.
+    What does not fit, as with a slow disk, is dropped and counted.
     """
 
     def __init__(self, sink: ReceiptSink, *, router: str, on_lost: Callable[[int], None]) -> None:
-        """`router` is the router's name. `on_lost` is told how many receipts are lost."""
+        """`router` is the router's name. `on_lost` is called with the number of lost receipts."""
         self._sink = sink
         self._router = router
         self._on_lost = on_lost
@@ -117,17 +116,14 @@ class ReceiptKeeper:
         self._num_lost = 0  # since the last time that all were kept
         self._work = asyncio.create_task(self._run(), name="receipts")
 
-    def keep(
-        self, proto: router_pb2.GenerateRequest, answer: Answer, figures: RequestFigures, model: ModelInfo
-    ) -> None:
-        """Once the request has ended, however it did.
+    def keep(self, proto: router_pb2.GenerateRequest, answer: Answer, record: RequestRecord, model: ModelInfo) -> None:
+        """Queues the receipt of a request that has ended.
 
-        Nothing for one that was refused, as it has no answer, nor for one that another router has taken over, which
-        makes the receipt.
+        A request that was refused has none, and one that another router has taken over gets its receipt there.
         """
         if answer.started is None or (answer.failure is not None and answer.failure.reason == RESUMED_ELSEWHERE):
             return
-        ended = end_request(proto, answer, figures, model, router=self._router)
+        ended = end_request(proto, answer, record, model, router=self._router)
         num_waiting_tokens = self._num_waiting_tokens + ended.num_tokens
         num_waiting = self._waiting.qsize()
         if num_waiting >= MAX_WAITING or (num_waiting and num_waiting_tokens > MAX_WAITING_TOKENS):
@@ -138,7 +134,7 @@ class ReceiptKeeper:
         self._waiting.put_nowait(ended)
 
     async def stop(self) -> None:
-        """Writes what waits, for at most `STOP_SECONDS`."""
+        """Writes the waiting receipts, for at most `STOP_SECONDS`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await self._waiting.join()
@@ -173,7 +169,7 @@ class ReceiptKeeper:
             self._num_lost = 0
 
     def _lose(self, number: int, reason: str) -> None:
-        """Counts them; says so once, until all are kept again."""
+        """Counts lost receipts, and logs the first loss until all are kept again."""
         if not number:
             return
         self._on_lost(number)

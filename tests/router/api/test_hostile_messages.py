@@ -10,7 +10,7 @@ import pytest
 
 from outrider.v1 import router_pb2
 from router.api import servicer
-from router.api.validation import MAX_DETOKENIZED
+from router.api.request_parsing import MAX_DETOKENIZED
 from router.scheduling import placement
 from tests.router.conftest import PATIENCE_SECONDS, refused
 from tests.router.threaded_router import SERVICE
@@ -144,11 +144,11 @@ async def test_a_prompt_is_hashed_once_however_long_it_waits(cluster, monkeypatc
     running = cluster.stub.Generate(cluster.request(max_tokens=400))
     await running.read()
     waiting = asyncio.ensure_future(cluster.generate(text="p" * 300, max_tokens=2))
-    await cluster.eventually(lambda: cluster.services.queue.num_waiting == 1)
-    cluster.services.queue.pump()
+    await cluster.eventually(lambda: cluster.context.queue.num_waiting == 1)
+    cluster.context.queue.pump()
     num_hashed = hashed.count(300)
     for _ in range(1000):
-        cluster.services.queue.pump()
+        cluster.context.queue.pump()
     assert hashed.count(300) == num_hashed
     running.cancel()
     await waiting

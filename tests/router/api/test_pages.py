@@ -8,7 +8,7 @@ import json
 import pytest
 
 from router.api import pages
-from router.observe.timelines import Timelines
+from router.observe.records import Records
 from tests.router.conftest import Cluster, eventually
 
 
@@ -84,8 +84,8 @@ async def test_a_requests_page_has_the_agreed_fields_and_times_from_its_arrival(
 async def test_the_text_of_tokens_is_there_only_where_text_may_be_logged(http):
     http.cluster.decode.accepted_drafts_per_step, http.cluster.decode.rejected_draft_token_ids = 0, (104, 105)
     await serve(http, text="a secret prompt", max_tokens=3)
-    (timeline,) = http.cluster.services.timelines
-    assert not any(step.token_ids or step.rejected_token_ids for step in timeline.steps), "nor is it kept"
+    (record,) = http.cluster.context.records
+    assert not any(step.token_ids or step.rejected_token_ids for step in record.steps), "nor is it kept"
     for path in ("/api/requests", "/api/requests/1", "/api/cluster"):
         body = (await http.ask(path)).body.decode()
         assert "secret" not in body
@@ -168,7 +168,7 @@ async def test_a_router_that_does_not_answer_in_time_says_so(http, monkeypatch):
 
 def test_a_router_that_has_stopped_says_so():
     loop = asyncio.new_event_loop()
-    find_page = pages.RouterPages(None, None, Timelines(1), loop=loop)
+    find_page = pages.RouterPages(None, None, Records(1), loop=loop)
     loop.close()
     page = find_page("/api/requests")
     assert (page.status, b"has stopped" in page.body) == (503, True)

@@ -10,6 +10,7 @@ import pytest
 from outrider.errors import AbortedError, PeerLostError
 from outrider.v1 import router_pb2
 from router.api.clients import Caller
+from router.requests.events import Timer
 from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
 from tests.router.take_over import gated, request, run_ahead_of_the_store, serve, watched
 from tests.support.router_fakes import fake_model_info
@@ -50,7 +51,7 @@ async def test_the_window_runs_for_a_request_whose_resume_was_cancelled_while_it
     gate.open()
     await pair.second.eventually(lambda: len(running) == 1 and not keeper._claims)
     (taken,) = running._by_key.values()
-    await pair.second.eventually(lambda: taken._expiry is not None, what="a resume window")
+    await pair.second.eventually(lambda: Timer.WINDOW in taken._request._timers, what="a resume window")
     await asyncio.wait((read,), timeout=PATIENCE_SECONDS)
 
 
@@ -77,7 +78,7 @@ async def test_a_request_that_is_taken_over_is_not_refused_by_a_full_queue(pair)
     await pair.serve(max_waiting=0)
     await pair.begin()
     await pair.kill_first()
-    placement = pair.second.services.placement
+    placement = pair.second.context.placement
     place, asked = placement.place, asyncio.Event()
 
     def no_room(*_args, **_fields):
@@ -181,7 +182,7 @@ async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_
 
 async def test_a_router_that_stops_ends_no_request_for_good_whatever_it_is_doing(pair, monkeypatch):
     """A drain that takes too long is cut off: then `stop` is all that still happens."""
-    monkeypatch.setattr("router.requests.attempt.PREFILL_ANSWER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("router.requests.machine.STATS_SECONDS", PATIENCE_SECONDS)
     await pair.serve(max_waiting=4)
     prefill, decode = pair.first.prefill, pair.first.decode
     prefill.answer_gate = asyncio.Event()
@@ -191,7 +192,7 @@ async def test_a_router_that_stops_ends_no_request_for_good_whatever_it_is_doing
         pass  # what is left are the prefill node's figures
     decode.step_seconds, decode.max_running = 0.01, 1
     calls = [pair.first.stub.Generate(pair.request(request_id=name)) for name in ("running", "waiting")]
-    await pair.first.eventually(lambda: pair.first.services.queue.num_waiting == 1)
+    await pair.first.eventually(lambda: pair.first.context.queue.num_waiting == 1)
     await pair.first.service.stop()
     prefill.answer_gate.set()
     for call in (whole, *calls):
@@ -268,7 +269,7 @@ async def test_a_request_that_the_queue_refuses_leaves_its_name_free(pair, is_de
     if is_deleting:
         await pair.first.generate(request(pair.first, 2, seconds=0, request_id="other"))
         await gate.until_entered()
-    pair.first.services.placement.place = lambda *_args, **_fields: None
+    pair.first.context.placement.place = lambda *_args, **_fields: None
 
     async def create_by_wire(stored):
         await create(stored)

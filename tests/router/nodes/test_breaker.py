@@ -137,7 +137,7 @@ async def test_a_request_that_fails_wherever_it_goes_opens_no_breaker(node_pair,
     nodes[0].fails_with, nodes[0].gives_up_opens = None, False
     assert (await node_pair.generate(max_tokens=2)).token_ids()
     assert not links[0].breaker.is_open
-    await node_pair.eventually(lambda: not node_pair.services.placement.num_placed)
+    await node_pair.eventually(lambda: not node_pair.context.placement.num_placed)
 
 
 async def test_a_sick_decode_node_draws_no_requests_from_a_healthy_one(node_pair):

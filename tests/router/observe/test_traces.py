@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from opentelemetry.trace import INVALID_SPAN
+from prometheus_client import CollectorRegistry
 
+from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2
-from router.observe.timeline import MAX_REQUEST_SPANS, MAX_TRACED, SpanKind
-from router.observe.timelines import Timelines
+from router.observe.records import Records
+from router.observe.spans import MAX_REQUEST_SPANS, MAX_TRACED, SpanKind
 from tests.router.conftest import PATIENCE_SECONDS, eventually, make_request, read_on, refused, told
 from tests.support.router_fakes import letters
 from tests.support.traces import CALLER_ID, HOSTILE, NOT_SAMPLED, TRACE_ID, TRACEPARENT, KeptSpans
@@ -134,12 +138,12 @@ async def test_a_request_that_is_taken_over_continues_the_trace_of_the_call_that
 
 async def test_a_request_has_a_bounded_number_of_spans(tracer):
     tracer.enter(METADATA)
-    timelines = Timelines(1, tracer=tracer)
-    timeline = timelines.begin("r")
+    records = Records(1, tracer=tracer)
+    record = records.begin("r", RouterMetrics(model_name="m", registry=CollectorRegistry()))
     for _ in range(MAX_REQUEST_SPANS):
-        timeline.begin(SpanKind.QUEUE).close()
-        timeline.begin_attempt("decode-0")
-    timelines.end(timeline, None)
-    assert [len(tracer.named(name)) for name in ("queue", "attempt", "generate")] == [MAX_TRACED, MAX_TRACED, 1]
-    assert {span.traced for span in timeline.spans} == {timeline.traced} == {INVALID_SPAN}, "none is kept for the page"
-    assert timeline.traced_attempts == []
+        record.begin_span(SpanKind.QUEUE).close()
+        record.begin_attempt(SimpleNamespace(name="decode-0"), num_known_tokens=3)
+    records.end(record, None)
+    assert [len(tracer.named(name)) for name in ("queue", "attempt", "generate")] == [MAX_TRACED // 2] * 2 + [1]
+    assert {span.traced for span in record.spans} == {record.traced} == {INVALID_SPAN}, "none is kept for the page"
+    assert record.attempts == []

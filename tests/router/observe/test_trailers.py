@@ -122,3 +122,16 @@ async def test_a_refused_request_has_made_no_token(cluster, call):
     assert {key for key in trailers if key.startswith("outrider-")} == {TOKENS}
     assert trailers[TOKENS] == "0"
     assert DETAILS in trailers
+
+
+async def test_an_answer_that_is_taken_over_counts_the_tokens_of_both_routers(router_pair):
+    await router_pair.serve()
+    _, started, _ = await router_pair.begin(max_tokens=30)
+    await router_pair.kill_first()
+    request = router_pb2.ResumeRequest(request_id="r", next_positions={0: started.num_prompt_tokens})
+    trailers, messages, error = await finish(router_pair.second.stub.Resume(request, timeout=PATIENCE_SECONDS))
+    assert error is None
+    assert trailers[TOKENS] == "30"
+    assert messages[-1].summary.usage.num_generated_tokens == 30
+    (record,) = router_pair.second.context.records
+    assert sum(step.num_tokens for step in record.steps) < record.num_generated_tokens == 30

@@ -251,7 +251,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
 
     writing = asyncio.create_task(unread.write(never_taken, lambda event: event))
     await cluster.eventually(lambda: unread.answer.has_ended)
-    assert cluster.services.answers.reserved_bytes > 400 * TOKEN
+    assert cluster.context.answers.reserved_bytes > 400 * TOKEN
     assert len((await cluster.generate(max_tokens=400)).token_ids()) == 400
     async with asyncio.timeout(PATIENCE_SECONDS):
         with pytest.raises(CapacityError) as told:
@@ -265,7 +265,7 @@ async def test_while_everybody_reads_a_full_journal_refuses(cluster):
     await cluster.serve(journal_bytes=65_536)
     call = cluster.stub.Generate(cluster.request(max_tokens=400))
     reading = asyncio.ensure_future(end_of(cluster, call))
-    await cluster.eventually(lambda: cluster.services.answers.reserved_bytes > 200 * TOKEN)
+    await cluster.eventually(lambda: cluster.context.answers.reserved_bytes > 200 * TOKEN)
     cluster.decode.step_seconds = 0.1  # it is not at its end before the other one is refused
     failure = await cluster.fail(text="p" * 500, max_tokens=2, n=2)
     assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
@@ -312,7 +312,7 @@ async def test_an_answer_that_is_kept_takes_no_more_memory_than_it_is_charged(cl
     excesses = []
     with traced() as size:
         for _ in range(5):
-            charged, before = cluster.services.answers.reserved_bytes, size()
+            charged, before = cluster.context.answers.reserved_bytes, size()
             await keep(10)
-            excesses.append(size() - before - (cluster.services.answers.reserved_bytes - charged))
+            excesses.append(size() - before - (cluster.context.answers.reserved_bytes - charged))
     assert sorted(excesses)[len(excesses) // 2] <= 0, excesses

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from outrider.node import NodeState
-from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
-from router.requests.request_flow import HEDGE_RETRY_SECONDS
+from router.requests.machine import RETRY_SECONDS
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.router_fakes import fake_model_info
 from tests.support.router_fakes.decode_node import letters
@@ -136,21 +135,6 @@ async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
         await pair.is_empty()
 
 
-async def test_a_node_that_comes_back_before_the_second_attempt_has_a_token_goes_on(pair):
-    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await pair.begin(LONG)
-    for node in pair.prefills:
-        node.prefill_seconds = 30.0
-    busy.freeze()
-    await pair.eventually(lambda: free.groups)
-    busy.thaw()
-    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
-    assert answer.token_ids() == letters(busy.opened[-1], 0)[:LONG]
-    assert answer.summary.metrics.attempts == 1
-    assert not free.groups
-    await pair.is_empty()
-
-
 async def eight_on_one_node(pair):
     """(their tasks, how many the other node has refused); there is room on it now."""
     pair.pace(0.02)
@@ -167,7 +151,7 @@ async def test_suspicion_has_a_budget(pair, monkeypatch):
     tasks, num_refused = await eight_on_one_node(pair)
     pair.decodes[0].freeze()
     await pair.eventually(lambda: len(pair.decodes[1].opened) > num_refused)
-    await asyncio.sleep(5 * HEDGE_RETRY_SECONDS)
+    await asyncio.sleep(5 * RETRY_SECONDS)
     assert len(pair.decodes[1].opened) - num_refused == 1, "of eight requests one may move on a suspicion"
     pair.decodes[0].thaw()
     answers = await asyncio.gather(*tasks)
@@ -195,7 +179,7 @@ async def test_nobody_moves_while_every_node_is_late(pair):
     for node in pair.decodes:
         node.freeze()
     await pair.eventually(lambda: all(link.is_late for link in pair.service.nodes.decode_nodes))
-    await asyncio.sleep(3 * HEDGE_RETRY_SECONDS)
+    await asyncio.sleep(3 * RETRY_SECONDS)
     assert pair.num_opened == num_opened
     for node in pair.decodes:
         node.thaw()
@@ -214,20 +198,6 @@ async def test_a_second_attempt_that_disagrees_is_given_up_and_counted(pair):
     busy.thaw()
     answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert answer.token_ids() == letters(busy.opened[-1], 0)[:LONG]
-
-
-@pytest.mark.parametrize("numerics", ["batch-dependent (torch bfloat16)", "exact (amx)"])
-async def test_nodes_that_compute_differently_never_compute_one_answer_at_once(pair, numerics):
-    pair.decodes[1].model = fake_model_info(numerics=numerics)
-    if not numerics.startswith("exact"):
-        pair.decode.model = fake_model_info(numerics=numerics)
-    await pair.serve(liveness_timeout_seconds=2.0)
-    task, busy, free = await pair.begin(LONG)
-    busy.freeze()
-    await pair.eventually(lambda: free.groups)
-    assert len(pair.service.nodes.decode_nodes) == 1, "it was declared dead first"
-    assert len((await task).token_ids()) == LONG
-    busy.thaw()
 
 
 async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair):
@@ -262,43 +232,3 @@ async def test_work_stays_on_a_draining_node_until_another_has_room(pair, numeri
     assert len(answer.token_ids()) == LONG
     assert answer.summary.metrics.attempts == 1
     await pair.is_empty()
-
-
-async def test_tokens_that_depend_on_drafts_come_from_one_attempt_at_a_time(pair):
-    """Nothing that a second attempt computes beside the first could be compared with it."""
-    for node, letter in zip(pair.decodes, (97, 98), strict=True):
-        node.script = lambda opened, _sample, letter=letter: [
-            *opened.samples[0].generated_token_ids,
-            *(letter for _ in range(opened.options.sampling.max_tokens)),
-        ][: opened.options.sampling.max_tokens]
-    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    method = router_pb2.VERIFICATION_METHOD_REJECTION
-    task, busy, free = await pair.begin(LONG, temperature=1.0, speculation=router_pb2.SpeculationOptions(method=method))
-    assert busy.opened[-1].options.verification_method is VerificationMethod.REJECTION
-    busy.state = NodeState.DRAINING
-    (group,) = busy.groups
-    num_sent = group.num_sent[0]
-    await pair.eventually(lambda: group.num_sent[0] > num_sent + 20)
-    assert not free.opened, "the node goes on until it gives up"
-    await busy.break_sessions()
-    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
-    known = len(free.opened[0].samples[0].generated_token_ids)
-    own, other = (97, 98) if busy is pair.decodes[0] else (98, 97)
-    assert answer.token_ids() == [own] * known + [other] * (LONG - known)
-    assert answer.summary.metrics.attempts == 2
-    await pair.is_empty()
-
-
-async def test_an_abort_while_work_moves_leaves_nothing(pair):
-    await pair.serve()
-    task = asyncio.ensure_future(pair.generate(request_id="a", max_tokens=LONG))
-    await pair.until_streaming()
-    for node in pair.prefills:
-        node.prefill_seconds = 30.0
-    busy, _ = pair.busy_and_free()
-    await busy.break_sessions()
-    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
-    assert (await pair.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted
-    assert (await task).finished[0].reason == router_pb2.FINISH_REASON_ABORTED
-    await pair.eventually(lambda: not any(node.groups for node in pair.decodes))
-    await pair.eventually(lambda: not any(node.num_active for node in pair.prefills))

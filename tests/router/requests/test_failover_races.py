@@ -9,7 +9,6 @@ import grpc.aio
 import pytest
 import structlog
 
-from outrider.node import NodeState
 from outrider.v1 import router_pb2
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.router_fakes import FakeDecodeNode, fake_model_info
@@ -49,20 +48,6 @@ def reports_running(node, num_running):
 # ---------------------------------------------------------------- hedges
 
 
-async def test_a_late_nodes_work_is_hedged_once_the_other_node_is_on_time_again(pair):
-    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await pair.begin(LONG)
-    free.freeze()
-    link = await until_late(pair, free)
-    busy.freeze()
-    await until_late(pair, busy)
-    free.thaw()
-    await pair.eventually(lambda: not link.is_late)
-    assert link.condition == ""
-    await pair.eventually(lambda: free.groups, what="a second attempt")
-    await finish(pair, task)
-
-
 async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     task, busy, free = await pair.begin(LONG)
@@ -72,19 +57,6 @@ async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair):
     free.max_running = 64
     await pair.eventually(lambda: free.groups, what="a hedge once there is room")
     await finish(pair, task)
-
-
-async def test_a_hedge_that_is_lost_beside_the_first_attempt_is_no_move(pair):
-    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await pair.begin(LONG)
-    for prefill in pair.prefills:
-        prefill.prefill_seconds = 30.0  # the second attempt gets no token
-    busy.freeze()
-    await pair.eventually(lambda: free.groups, what="a second attempt")
-    await free.stop()
-    await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1, what="its loss")
-    answer = await finish(pair, task)
-    assert answer.summary.metrics.attempts == 1
 
 
 async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_less_to_do(pair):
@@ -110,20 +82,6 @@ async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_l
 # ---------------------------------------------------------------- nodes that drain
 
 
-async def test_a_draining_nodes_work_moves_once_the_other_node_is_on_time_again(pair):
-    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await pair.begin(LONG)
-    free.freeze()
-    await until_late(pair, free)
-    draining = pair.link_of(busy)
-    busy.state = NodeState.DRAINING
-    await pair.eventually(lambda: draining.state is NodeState.DRAINING)
-    assert not free.opened
-    free.thaw()
-    await pair.eventually(lambda: free.groups, what="the move")
-    await finish(pair, task)
-
-
 # ---------------------------------------------------------------- the queue, hand-offs
 
 
@@ -135,7 +93,7 @@ async def test_a_request_whose_only_large_enough_node_is_gone_holds_up_nobody(pa
     refused = asyncio.ensure_future(pair.fail(text="a long prompt " * 10))
     for node in pair.decodes:
         await pair.eventually(lambda node=node: node.opened, what=f"refused by {node.name}")
-    await pair.eventually(lambda: pair.services.queue.num_waiting == 1)
+    await pair.eventually(lambda: pair.context.queue.num_waiting == 1)
     await large.stop()
     await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
     answer = await asyncio.wait_for(pair.generate(text="hi", max_tokens=2), PATIENCE_SECONDS)
@@ -173,7 +131,7 @@ async def test_a_request_that_ends_as_its_turn_comes_takes_no_place_and_costs_no
 ):
     """It is aborted in the turn of the event loop in which room comes: its task has not left the queue yet."""
     await cluster.serve(prefill_outstanding_tokens=64, liveness_timeout_seconds=FOREVER_SECONDS)
-    requests, placement = cluster.service.requests, cluster.services.placement
+    requests, placement = cluster.service.requests, cluster.context.placement
     release_prefill = placement.release_prefill
 
     def release_after_abort(*arguments):
@@ -186,7 +144,7 @@ async def test_a_request_that_ends_as_its_turn_comes_takes_no_place_and_costs_no
     first = asyncio.ensure_future(cluster.generate(text="x" * 60, max_tokens=4))
     await cluster.eventually(lambda: placement.num_placed == 1)
     waiting = asyncio.ensure_future(cluster.generate(request_id="waiting", text="y" * 60, max_tokens=4))
-    await cluster.eventually(lambda: cluster.services.queue.num_waiting == 1)
+    await cluster.eventually(lambda: cluster.context.queue.num_waiting == 1)
     cluster.prefill.thaw()
     assert (await waiting).finished[0].reason == router_pb2.FINISH_REASON_ABORTED
     assert len((await asyncio.wait_for(first, PATIENCE_SECONDS)).token_ids()) == 4

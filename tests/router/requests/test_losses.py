@@ -8,9 +8,6 @@ import pytest
 
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import PeerLostError
-from outrider.node import NodeState
-from router.requests.losses import MAX_LOSSES
-from router.requests.request_flow import HEDGE_RETRY_SECONDS
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
 from tests.support.router_fakes.decode_node import letters
@@ -32,7 +29,7 @@ async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_
     avoiding = asyncio.ensure_future(node_pair.generate(max_tokens=4))
     await node_pair.eventually(lambda: node_pair.link_of(sick).breaker.is_open)
     sick.gives_up_opens = False
-    await node_pair.eventually(lambda: node_pair.services.queue.num_waiting == 1)
+    await node_pair.eventually(lambda: node_pair.context.queue.num_waiting == 1)
     later = node_pair.generate(max_tokens=4)
     assert len((await asyncio.wait_for(later, PATIENCE_SECONDS / 3)).token_ids()) == 4
     assert not avoiding.done()
@@ -78,23 +75,6 @@ async def test_two_attempts_never_run_at_once_where_a_prompt_is_computed_differe
     assert (await node_pair.finish(task)).token_ids() == letters(busy.opened[-1], 0)
 
 
-async def test_what_waits_to_leave_a_draining_node_goes_anywhere_once_that_is_lost(node_pair):
-    odd = FakeDecodeNode(name="decode-2", model=OTHER)
-    node_pair.use([*node_pair.decodes, odd], node_pair.prefills)
-    odd.max_running = 0
-    node_pair.pace(0.01)
-    await node_pair.serve()
-    task, busy, full = await node_pair.begin(LONG)
-    full.max_running = 0
-    busy.state = NodeState.DRAINING
-    await node_pair.eventually(lambda: node_pair.services.queue.num_waiting == 1)
-    odd.max_running = 64
-    await full.stop()
-    await busy.stop()
-    await node_pair.eventually(lambda: odd.groups, what="the move")
-    assert len((await node_pair.finish(task)).token_ids()) == LONG
-
-
 # ---------------------------------------------------------------- without prefill nodes
 
 
@@ -106,38 +86,7 @@ async def test_without_prefill_nodes_decode_nodes_compute_prompts(cluster):
     await cluster.is_empty()
 
 
-async def test_an_answer_moves_where_no_prefill_node_is_left(node_pair):
-    node_pair.pace(0.01)
-    await node_pair.serve()
-    task, busy, free = await node_pair.begin(LONG)
-    for prefill in node_pair.prefills:
-        await prefill.stop()
-    await node_pair.eventually(lambda: not node_pair.service.nodes.prefill_nodes)
-    await busy.stop()
-    await node_pair.eventually(lambda: free.groups)
-    assert (await node_pair.finish(task)).token_ids() == letters(free.opened[0], 0)
-
-
 # ---------------------------------------------------------------- a request that kills its nodes
-
-
-async def test_the_last_attempt_of_a_request_runs_alone_though_its_node_drains(node_pair):
-    node_pair.use([FakeDecodeNode(name=f"decode-{number}") for number in range(4)], node_pair.prefills)
-    for prefill in node_pair.prefills:
-        prefill.prefill_seconds = 2 * PATIENCE_SECONDS
-    await node_pair.serve()
-    failing = asyncio.ensure_future(node_pair.fail(max_tokens=4))
-    for num_losses in range(MAX_LOSSES):
-        await node_pair.eventually(lambda: any(node.groups for node in node_pair.decodes))
-        busy, _ = node_pair.busy_and_free()
-        if num_losses == MAX_LOSSES - 1:
-            link = node_pair.link_of(busy)
-            busy.state = NodeState.DRAINING
-            await node_pair.eventually(lambda link=link: link.state is NodeState.DRAINING)
-            await asyncio.sleep(3 * HEDGE_RETRY_SECONDS)
-        busy.fail_groups()
-    assert "3 nodes were lost without a new token" in (await failing).message
-    assert node_pair.num_opened == MAX_LOSSES
 
 
 class Plague:

@@ -26,7 +26,7 @@ async def start_long(cluster):
 
 
 async def wait_for_queue(cluster, num_waiting):
-    await cluster.eventually(lambda: cluster.services.queue.num_waiting == num_waiting, what="queue")
+    await cluster.eventually(lambda: cluster.context.queue.num_waiting == num_waiting, what="queue")
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ async def test_requests_whose_deadline_passes_in_the_queue_cost_the_nodes_nothin
     late = [busy.stub.Complete(busy.request(max_tokens=LONG), timeout=0.1) for _ in range(4)]
     for error in await asyncio.gather(*late, return_exceptions=True):
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await busy.eventually(lambda: busy.services.queue.num_waiting == 0)
+    await busy.eventually(lambda: busy.context.queue.num_waiting == 0)
     for call in running:
         call.cancel()
     await busy.is_empty()
@@ -316,7 +316,7 @@ async def test_a_client_that_leaves_frees_everything_before_its_answer_would_hav
     request = cluster.request(request_id="q", n=2, max_tokens=LONG)
     call = cluster.stub.Generate(request, timeout=timeout)
     reached = {
-        "queue": lambda: cluster.services.queue.num_waiting == 1,
+        "queue": lambda: cluster.context.queue.num_waiting == 1,
         "open": lambda: len(cluster.decode.opened) == 1,
         "prefill": lambda: len(cluster.prefill.requests) == 1,
         "stream": lambda: cluster.decode.step > 0,

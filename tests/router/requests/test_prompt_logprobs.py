@@ -11,7 +11,7 @@ import pytest
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.v1 import router_pb2
 from outrider.wire.answer import logprobs_from_proto, most_logprobs_bytes, pack_logprobs
-from router.requests.losses import MAX_TRANSFERS
+from router.requests.failures import MAX_FAILED_TRANSFERS
 from tests.router.conftest import PATIENCE_SECONDS, told
 from tests.support.router_fakes.decode_node import fake_logprobs, letters
 
@@ -136,43 +136,6 @@ async def test_what_is_lost_with_its_prefill_node_is_computed_again(node_pair, h
     assert [len(node.requests) for node in (busy, free)] == [1, 1]
 
 
-async def test_a_late_prefill_node_is_not_waited_for_where_it_has_only_them(node_pair):
-    """It freezes between the commit of the KV and its answer."""
-    pair = await node_pair.serve(liveness_timeout_seconds=FOREVER_SECONDS, kv_ready_timeout_seconds=FOREVER_SECONDS)
-    for node in pair.prefills:
-        node.answer_gate = asyncio.Event()
-    task = asyncio.ensure_future(pair.generate(max_tokens=8, output=OUTPUT))
-    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
-    busy, free = sorted(pair.prefills, key=lambda node: -node.num_active)
-    await pair.eventually(lambda: pair.num_opened == 1 and not any(node.groups for node in pair.decodes))
-    free.answer_gate.set()
-    busy.freeze()
-    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
-    assert_complete(answer.started)
-    assert len(answer.token_ids()) == 8
-    assert answer.summary.metrics.attempts == 2
-    busy.thaw()
-
-
-async def test_a_decode_node_that_dies_is_noticed_while_they_are_awaited(node_pair):
-    pair = await node_pair.serve(kv_ready_timeout_seconds=FOREVER_SECONDS)
-    for node in pair.prefills:
-        node.answer_gate = asyncio.Event()
-    for node in pair.decodes:
-        node.step_seconds = 0.05
-    task = asyncio.ensure_future(pair.generate(max_tokens=40, output=OUTPUT))
-    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
-    busy, free = sorted(pair.prefills, key=lambda node: -node.num_active)
-    await pair.eventually(lambda: any(group.num_sent for node in pair.decodes for group in node.groups))
-    free.answer_gate.set()
-    await next(node for node in pair.decodes if node.groups).stop()
-    await pair.eventually(lambda: pair.num_opened == 2)
-    busy.answer_gate.set()
-    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
-    assert_complete(answer.started)
-    assert len(answer.token_ids()) == 40
-
-
 async def test_prompts_that_are_scored_keep_no_others_in_the_queue(serving):
     """A step has rows for one of them: more at a node would only take places there, and hold reserved blocks."""
     serving.prefill.max_rows_per_step = 64
@@ -180,7 +143,7 @@ async def test_prompts_that_are_scored_keep_no_others_in_the_queue(serving):
     gate = serving.prefill.answer_gate = asyncio.Event()
     text = "long" * 100
     tasks = [asyncio.ensure_future(serving.generate(text=text, max_tokens=8, output=OUTPUT)) for _ in range(20)]
-    await serving.eventually(lambda: serving.services.queue.num_waiting == 19)
+    await serving.eventually(lambda: serving.context.queue.num_waiting == 19)
     assert len(serving.prefill.requests) == 1
     serving.prefill.answer_gate = None
     await asyncio.wait_for(serving.generate(max_tokens=8), PATIENCE_SECONDS)
@@ -196,26 +159,13 @@ async def test_where_no_prefill_node_sends_them_the_decode_node_computes_both(se
     answer = await asyncio.wait_for(serving.generate(max_tokens=8, output=OUTPUT), PATIENCE_SECONDS)
     assert_complete(answer.started)
     assert len(answer.token_ids()) == 8
-    assert len(serving.prefill.requests) == MAX_TRANSFERS
+    assert len(serving.prefill.requests) == MAX_FAILED_TRANSFERS
 
 
 async def test_where_prefill_nodes_fail_before_the_kv_is_there_the_decode_node_computes_both(serving):
     serving.prefill.fails_with = grpc.StatusCode.UNAVAILABLE
     assert_complete((await serving.generate(max_tokens=8, output=OUTPUT)).started)
     assert not any(retarget.keeps_received for retarget in serving.decode.retargeted)
-
-
-async def test_a_decode_node_that_forgets_them_loses_the_request(node_pair):
-    pair = node_pair
-    for node in pair.decodes:
-        node.max_local_prefill_tokens = 100
-    first = pair.decodes[0]
-    first.prompt_logprobs = lambda opened: [pack_logprobs(fake_logprobs(opened.prompt_token_ids[1:3], 2))]
-    await pair.serve()
-    answers = await asyncio.gather(*(pair.generate(max_tokens=8, output=OUTPUT) for _ in range(4)))
-    for answer in answers:
-        assert_complete(answer.started)
-    assert first.opened
 
 
 async def test_a_continuation_has_them(serving):
@@ -246,7 +196,7 @@ async def test_other_prompts_are_computed_beside_one_that_is_scored(serving, mon
     await serving.eventually(lambda: len(serving.prefill.requests) == 1)
     tasks.append(asyncio.ensure_future(serving.generate(max_tokens=8)))
     await serving.eventually(
-        lambda: (serving.services.queue.num_waiting, len(serving.prefill.requests)) == (waits, 2 - waits)
+        lambda: (serving.context.queue.num_waiting, len(serving.prefill.requests)) == (waits, 2 - waits)
     )
     serving.prefill.answer_gate.set()
     await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS)
@@ -265,7 +215,7 @@ async def test_an_abort_does_not_wait_for_them(serving):
 
 
 async def test_what_does_not_fit_a_message_is_refused(serving, monkeypatch):
-    monkeypatch.setattr("router.api.validation.DEFAULT_MAX_MESSAGE_BYTES", most_logprobs_bytes(len(TEXT), 2))
+    monkeypatch.setattr("router.api.request_parsing.DEFAULT_MAX_MESSAGE_BYTES", most_logprobs_bytes(len(TEXT), 2))
     assert_complete((await serving.generate(max_tokens=8, output=OUTPUT)).started)
     failure = await serving.fail(text=TEXT + "!", max_tokens=8, output=OUTPUT)
     assert (failure.code, failure.field) == (grpc.StatusCode.INVALID_ARGUMENT, "output.prompt_logprobs")

@@ -136,7 +136,7 @@ async def test_the_name_is_taken_while_the_answer_is_resumable_and_its_memory_is
     await slow.generate(request(slow, max_tokens=5))
     failure = await slow.fail(request(slow))
     assert failure.code is grpc.StatusCode.ALREADY_EXISTS
-    assert slow.services.answers.reserved_bytes > 0
+    assert slow.context.answers.reserved_bytes > 0
 
 
 async def test_answers_that_were_read_give_way_to_new_ones(cluster):
@@ -144,7 +144,7 @@ async def test_answers_that_were_read_give_way_to_new_ones(cluster):
     for index in range(20):
         answer = await cluster.generate(cluster.resumable(request_id=f"r{index}", max_tokens=20))
         assert len(answer.token_ids()) == 20
-        assert cluster.services.answers.reserved_bytes <= 65_536
+        assert cluster.context.answers.reserved_bytes <= 65_536
 
 
 async def test_answers_that_nobody_reads_stay_within_their_budget(cluster):
@@ -158,7 +158,7 @@ async def test_answers_that_nobody_reads_stay_within_their_budget(cluster):
 
     failure = await refused(start_a_hundred())
     assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
-    assert 0 < cluster.services.answers.reserved_bytes <= 65_536
+    assert 0 < cluster.context.answers.reserved_bytes <= 65_536
 
 
 async def test_an_answer_that_failed_fails_for_who_comes_back_too(cluster):

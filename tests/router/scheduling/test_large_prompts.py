@@ -11,7 +11,7 @@ from tests.router.conftest import PATIENCE_SECONDS, read_on
 
 
 async def wait_for_queue(cluster, num_waiting):
-    await cluster.eventually(lambda: cluster.services.queue.num_waiting == num_waiting, what="queue")
+    await cluster.eventually(lambda: cluster.context.queue.num_waiting == num_waiting, what="queue")
 
 
 @pytest.mark.parametrize("is_begun", [False, True])

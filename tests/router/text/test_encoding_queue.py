@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from outrider.errors import CapacityError
-from router.text.encoding_queue import NEW_CLIENT_FACTOR, EncodingQueue
+from router.text.tokenizer import NEW_CLIENT_FACTOR, EncodingQueue
 
 PATIENCE_SECONDS = 30.0
 

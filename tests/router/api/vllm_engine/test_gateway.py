@@ -160,7 +160,7 @@ def test_errors_are_openais(client, decode, options, error, message):
 
 def test_overload_is_a_429_and_passes(client, router, decode):
     decode.max_running, decode.step_seconds = 1, 0.25
-    queue = router.cluster.services.queue
+    queue = router.cluster.context.queue
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(queue, "_max_waiting", 0)
         stream = chat(client, max_tokens=400, stream=True)

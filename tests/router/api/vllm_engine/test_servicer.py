@@ -224,7 +224,7 @@ async def test_a_full_system_is_exhausted(cluster):
 
 
 async def test_a_request_that_ends_nodes_is_not_sent_again(node_pair, monkeypatch):
-    monkeypatch.setattr("router.requests.losses.MAX_LOSSES", 1)
+    monkeypatch.setattr("router.requests.failures.MAX_LOST_NODES", 1)
     for node in node_pair.decodes:
         node.gives_up_opens = True
     await node_pair.serve()
@@ -320,7 +320,7 @@ async def test_it_is_healthy_from_the_first_node_to_the_drain(cluster):
     await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes)
     assert (await stub.HealthCheck(ask_health)).healthy, "requests wait for the node"
     waiting = asyncio.ensure_future(ask(cluster))
-    await cluster.eventually(lambda: cluster.services.queue.num_waiting == 1)
+    await cluster.eventually(lambda: cluster.context.queue.num_waiting == 1)
     await cluster.decode.start()
     assert (await waiting)[1][0].finish_reason == "length"
     cluster.service.requests.is_leaving = True

@@ -1,0 +1,177 @@
+"""The parts of a request's record: spans of time, steps, moves, and the sums of its drafts. All are bounded.
+
+Times are seconds of the router's monotonic clock, at which the router saw what they say.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from opentelemetry import trace
+
+from outrider.answer import SpeculationMetrics
+from outrider.prefill import PrefillFigures, TimedPart
+from outrider.request import Request
+from outrider.session import SpeculationCounts
+
+TOKENS_OF_A_STEP = 6
+"""Number of kept token ids that count as one more step against the bounds."""
+MAX_REQUEST_STEPS = 5_000
+"""Steps kept of one request. Further ones are only counted."""
+MAX_REJECTED = 256
+"""Rejected draft tokens kept of one step."""
+MAX_REQUEST_SPANS = 1_000
+"""Spans kept of one request, the first ones."""
+MAX_REQUEST_MOVES = 100
+"""Moves kept of one request, the first ones."""
+MAX_TRACED = 256
+"""Spans of the router that a request's trace has, the first ones."""
+MAX_DETAIL_CHARS = 500
+"""Characters kept of a message of a node, which may send anything."""
+
+
+class SpanKind(enum.StrEnum):
+    """What a span of a request measures, in the order in which a request usually goes through them."""
+
+    ENCODE = "encode"  # the prompt, in the router; an answer's constraint is compiled in it
+    QUEUE = "queue"  # for a place on nodes
+    OPEN = "open"  # a decode node is asked for room, until it grants it
+    PREFILL = "prefill"  # the call to a prefill node, until its answer
+    PREFILL_CHUNK = "prefill_chunk"  # a part of the prompt in one forward pass, or in several with others
+    KV_FRAME = "kv_frame"  # KV of a chunk and a group of layers, from the sender's hand to its acknowledgement
+    KV_TRANSFER = "kv_transfer"  # the first frame to complete KV, as the decode node has measured it
+    DECODE = "decode"  # from complete KV, or the grant where a decode node computes the prompt, to the attempt's end
+
+
+class RequestState(enum.StrEnum):
+    WAITING = "waiting"  # for its first grant
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"  # by its client, who may have left
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Span:
+    """One part of a request that took time, such as its wait in the queue."""
+
+    kind: SpanKind
+    start: float
+    attempt: int  # from 0; the one that it leads to
+    node: str = ""  # empty: the router itself
+    end: float | None = None  # None: it goes on
+    num_tokens: int | None = None
+    num_bytes: int | None = None
+    detail: str = ""
+    traced: trace.Span = trace.INVALID_SPAN  # in the request's trace; of some kinds
+
+    def close(self, detail: str = "") -> None:
+        """Ends the span now. A second call does nothing."""
+        if self.end is None:
+            self.end = time.monotonic()
+            self.detail = detail[:MAX_DETAIL_CHARS] or self.detail
+            self.traced.end()
+            self.traced = trace.INVALID_SPAN  # a record is kept for longer than its trace
+
+
+class Step(NamedTuple):
+    """Tokens of one sample that came together: a step of its decode node."""
+
+    sample: int
+    attempt: int
+    node: str  # the attempt's decode node
+    at: float  # their arrival at the router
+    position: int  # of the first one
+    num_tokens: int
+    num_draft_tokens: int  # that were verified
+    num_accepted: int
+    wanted_drafts: bool
+    found_drafts: bool  # a draft node's proposal was waiting
+    batch: int  # sequences that ran on the node, by its last report
+    token_ids: tuple[int, ...]  # empty unless text may be shown, as the next
+    rejected_token_ids: tuple[int, ...]  # of the draft, in the order of their rows
+
+
+class Move(NamedTuple):
+    """A change of nodes: another decode node went on with the request, or another prefill node computed its prompt."""
+
+    at: float
+    cause: str  # as in outrider:moves_total
+    node: str  # that lost the request
+    error: str
+
+
+@dataclass(slots=True)
+class SpeculationTotals:
+    """The sums of what decode nodes report of a request's drafts."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_wanting_steps: int = 0
+    num_hit_steps: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+
+    def add(self, counts: SpeculationCounts) -> None:
+        """Adds the counts of one step. It is on the path of every token, so it must stay cheap."""
+        if not counts.num_wanting_steps and not counts.num_spec_steps:
+            return
+        self.num_spec_steps += counts.num_spec_steps
+        self.num_draft_tokens += counts.num_draft_tokens
+        self.num_accepted_draft_tokens += counts.num_accepted_draft_tokens
+        self.num_wanting_steps += counts.num_wanting_steps
+        self.num_hit_steps += counts.num_hit_steps
+        histogram, added = self.acceptance_histogram, counts.acceptance_histogram
+        histogram.extend([0] * (len(added) - len(histogram)))
+        for num_accepted, num_steps in enumerate(added):
+            histogram[num_accepted] += num_steps
+
+    def metrics(self) -> SpeculationMetrics:
+        """Returns the sums with their rates; all are zero when nothing was drafted."""
+        if self.num_draft_tokens == 0:
+            return SpeculationMetrics()
+        return SpeculationMetrics(
+            num_spec_steps=self.num_spec_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens,
+            draft_acceptance_rate=self.num_accepted_draft_tokens / self.num_draft_tokens,
+            mean_acceptance_length=1.0 + self.num_accepted_draft_tokens / max(self.num_spec_steps, 1),
+            acceptance_histogram=tuple(self.acceptance_histogram),
+            look_ahead_hit_rate=self.num_hit_steps / self.num_wanting_steps if self.num_wanting_steps else 0.0,
+        )
+
+
+def parts_of_prefill(call: Span, figures: PrefillFigures) -> list[Span]:
+    """Returns what a prefill node did within a call, which has ended. Its times count from the call's arrival there."""
+    assert call.end is not None
+    ended_at = call.end
+    arrived_at = call.start + max(ended_at - call.start - figures.call_seconds, 0.0) / 2  # if both ways are as long
+
+    def part_of(kind: SpanKind, part: TimedPart, num_tokens: int | None = None, num_bytes: int | None = None) -> Span:
+        start, end = (min(arrived_at + seconds, ended_at) for seconds in (part.start_seconds, part.end_seconds))
+        return Span(kind, start, call.attempt, call.node, max(start, end), num_tokens, num_bytes)
+
+    return [
+        *(part_of(SpanKind.PREFILL_CHUNK, chunk, num_tokens=chunk.amount) for chunk in figures.chunks),
+        *(part_of(SpanKind.KV_FRAME, pushed, num_bytes=pushed.amount) for pushed in figures.pushed),
+    ]
+
+
+def request_attributes(request: Request, *, model: str) -> Mapping[str, str | int | float]:
+    """Returns what a trace says of a request, by OpenTelemetry's names; `gen_ai.request.id` is vLLM's."""
+    sampling = request.options.sampling
+    return {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "outrider",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.request.choice.count": sampling.n,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+    }

@@ -1,0 +1,186 @@
+"""What an attempt holds on nodes: its place, its sequence group on a decode node, its prefill call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from outrider.errors import OutriderError, PeerLostError
+from outrider.faults import fault_point
+from outrider.node import NodeState
+from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.tracing import traceparent_of
+from outrider.session import Granted, OpenSequenceGroup, RetargetSequenceGroup, SampleTokens, SequenceGroupEvent
+from router.nodes.link import NodeLink, PrefillLink
+from router.nodes.transport import DecodeSession
+from router.observe.record import AttemptRecord
+from router.observe.spans import Span
+from router.requests import events as on
+from router.requests import instructions as do
+from router.scheduling.placement import Place
+
+_log = get_logger("attempts")
+
+
+def node_of(link: NodeLink) -> on.Node:
+    """The node's process as it is now."""
+    return on.Node(link.name, link.incarnation, link.numerics)
+
+
+class AttemptNodes:
+    """Tells the machine what nodes say, and tells nodes what the machine wants. Owned by the event loop.
+
+    It listens to its sequence group (`router.nodes.transport.GroupListener`) and to the links of its nodes.
+    """
+
+    def __init__(
+        self,
+        command: OpenSequenceGroup,
+        place: Place,
+        record: AttemptRecord,
+        feed: Callable[[on.Event], None],
+        *,
+        may_replace: Callable[[PrefillLink], bool],
+    ) -> None:
+        """`may_replace`: whether a late prefill node's work moves to another one, which is then counted."""
+        self.place = place
+        self.record = record
+        self.is_closed = False
+        self._command = command
+        self._feed = feed
+        self._may_replace = may_replace
+        self._decode_incarnation = place.decode.incarnation
+        self._session: DecodeSession | None = None  # None: not opened, or left
+        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no call runs whose end matters
+        self._watched: PrefillLink | None = None  # whose prefill call runs
+
+    @property
+    def id(self) -> bytes:
+        return self._command.sequence_group_id
+
+    @property
+    def is_prefill_running(self) -> bool:
+        return self._prefill is not None
+
+    # ------------------------------------------------------------ what nodes say
+
+    def on_event(self, event: SequenceGroupEvent) -> None:
+        if type(event) is SampleTokens:
+            fault_point("router.token")
+        self._feed(event)
+
+    def on_lost(self, error: OutriderError) -> None:
+        """The decode node's session broke."""
+        lost = error if isinstance(error, PeerLostError) else PeerLostError(error.message)
+        self._feed(on.SessionLost(self.id, lost))
+
+    def _on_decode_change(self) -> None:
+        decode = self.place.decode
+        self._feed(on.DecodeNodeChanged(self.id, decode.is_late, decode.state is NodeState.DRAINING))
+
+    def _on_prefill_change(self) -> None:
+        if self._watched is not None and self._may_replace(self._watched):
+            self._feed(on.PrefillLate(self.id))
+
+    def _on_prefill_end(self, span: Span, task: asyncio.Task[PrefillFigures]) -> None:
+        error = asyncio.CancelledError("gRPC has cancelled it") if task.cancelled() else task.exception()
+        if task is not self._prefill:
+            was_stopped = error is None or task.cancelled()
+            self.record.end_prefill(span, "given up" if was_stopped else str(error))
+            return
+        self._prefill = None
+        if error is None:
+            self.record.end_prefill(span, task.result())
+            self._feed(on.PrefillEnded(self.id, task.result()))
+            return
+        self.record.end_prefill(span, str(error))
+        if not isinstance(error, PeerLostError):
+            _log.error("a prefill call failed", request_id=self._command.request_id, exc_info=error)
+            error = PeerLostError(f"the prefill call failed: {error}")
+        self._feed(on.PrefillEnded(self.id, error))
+
+    # ------------------------------------------------------------ what the machine wants
+
+    def open(self) -> None:
+        """Sends the command that opens the group."""
+        decode = self.place.decode
+        self.record.ask()
+        decode.add_listener(self._on_decode_change)
+        try:
+            session = decode.open_session()
+            session.open_group(self._command, self)
+        except PeerLostError as error:
+            self._feed(on.SessionLost(self.id, error))
+            return
+        self._session = session
+        if decode.is_late or decode.state is NodeState.DRAINING:
+            self._on_decode_change()
+
+    def start_prefill(self, granted: Granted, *, fingerprint: str, may_read_held: bool) -> None:
+        """Has the place's prefill node fill the reservation."""
+        link = self.place.prefill
+        assert link is not None, "the machine has seen a prefill node"
+        span = self.record.begin_prefill(link)
+        call = PrefillCall.of_grant(
+            granted,
+            self._command,
+            decode_incarnation=self._decode_incarnation,
+            fingerprint=fingerprint,
+            may_read_held=may_read_held,
+            traceparent=traceparent_of(span.traced),
+        )
+        self._watched = link
+        link.add_listener(self._on_prefill_change)
+        self._prefill = asyncio.create_task(link.prefill(call), name="prefill")
+        self._prefill.add_done_callback(lambda task: self._on_prefill_end(span, task))
+
+    def stop_prefill(self) -> None:
+        """Cancels the prefill call: nothing more comes of it."""
+        self._unwatch()
+        task, self._prefill = self._prefill, None
+        if task is not None:
+            task.cancel()
+
+    def choose_prefill(self, avoided: frozenset[bytes]) -> None:
+        """Reserves another prefill node in place of the one that failed."""
+        self._unwatch()
+        place = self.place
+        is_chosen = place.change_prefill(replace(place.demand, avoided=avoided))
+        chosen = node_of(place.prefill) if is_chosen and place.prefill is not None else None
+        self._feed(on.PrefillChosen(self.id, chosen))
+
+    def release_prefill(self) -> None:
+        """The prompt is computed, or the decode node computes it."""
+        self._unwatch()
+        self.place.release_prefill()
+
+    def retarget(self, command: RetargetSequenceGroup) -> None:
+        self.record.ask("for another transfer")
+        if self._session is not None:
+            self._session.retarget(command)
+
+    def cancel(self, samples: tuple[int, ...]) -> None:
+        if self._session is not None:
+            self._session.cancel(self.id, samples)
+
+    def close(self, instruction: do.CloseAttempt) -> None:
+        """Gives back all but a prefill call, whose statistics may still be wanted."""
+        self.is_closed = True
+        self._unwatch()
+        self.record.end(instruction.why)
+        self.place.decode.remove_listener(self._on_decode_change)
+        session, self._session = self._session, None
+        if session is not None:
+            session.forget(self.id)
+            if instruction.must_cancel:
+                session.cancel(self.id)
+        if instruction.frees_hedge:
+            self.place.forget_hedge()
+        self.place.release(instruction.rejected)
+
+    def _unwatch(self) -> None:
+        if self._watched is not None:
+            self._watched.remove_listener(self._on_prefill_change)
+            self._watched = None

@@ -1,0 +1,218 @@
+"""What a request may have done. Imported as `do`; `router.requests.driver` performs them, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from outrider.errors import PeerLostError
+from outrider.node import NodeRole
+from outrider.session import (
+    Granted,
+    KvReady,
+    OpenSequenceGroup,
+    Rejected,
+    RetargetSequenceGroup,
+    SampleTokens,
+)
+from router.requests.events import Timer
+from router.scheduling.placement import Demand
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueue:
+    """Wait for a place. `Placed` or `NotPlaced` follows, unless `LeaveQueue` comes first."""
+
+    demand: Demand
+    is_accepted: bool  # the bounds of the queue do not apply
+    is_kept: bool  # no other request displaces it
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeDemand:
+    """The request that waits needs another place now; it keeps its turn."""
+
+    demand: Demand
+
+
+class LeaveQueue(NamedTuple):
+    """The place is not wanted any more, also if it was just given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hedge:
+    """Find a place now, without a queue, because this attempt's node is late. `Placed` or `NotPlaced` follows."""
+
+    demand: Demand
+    late_group_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnPlace:
+    """Nobody wants the place of this event any more."""
+
+    place: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """Send the command to the place's decode node, and pass on what is said of the group."""
+
+    command: OpenSequenceGroup
+    place: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Have the place's prefill node fill the reservation; `PrefillEnded` follows, `PrefillLate` may."""
+
+    sequence_group_id: bytes
+    granted: Granted
+    may_read_held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopPrefill:
+    sequence_group_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChoosePrefill:
+    """Reserve another prefill node of the same numerics. `PrefillChosen` follows."""
+
+    sequence_group_id: bytes
+    avoided: frozenset[bytes]  # processes that have lost the request
+
+
+@dataclass(frozen=True, slots=True)
+class Retarget:
+    command: RetargetSequenceGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePrefill:
+    """The prompt is computed, or the decode node computes it."""
+
+    sequence_group_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSamples:
+    sequence_group_id: bytes
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAttempt:
+    """Release the place, and listen to the group no more."""
+
+    sequence_group_id: bytes
+    why: str  # for people; empty: it has done its work
+    must_cancel: bool  # the decode node still has the group
+    rejected: Rejected | None = None  # the decode node had no room
+    frees_hedge: bool = False  # it came to nothing: another hedge may be opened
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """A node of the attempt has failed it: keep other requests away from that node."""
+
+    sequence_group_id: bytes
+    role: NodeRole
+    incarnation: bytes  # of the node's process
+    may_be_request: bool  # the request may have caused the failure itself
+
+
+@dataclass(frozen=True, slots=True)
+class Forgive:
+    """These nodes' processes were blamed for what the request itself causes."""
+
+    incarnations: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    timer: Timer
+    at: float  # by the clock of `Request.step`
+    sequence_group_id: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StopTimer:
+    timer: Timer
+    sequence_group_id: bytes = b""
+
+
+class Deliver(NamedTuple):
+    """The answer has taken tokens, of which `num_new` are new: charge their memory, record them."""
+
+    tokens: SampleTokens
+    num_new: int
+    is_first: bool  # of the attempt: its nodes work
+
+
+@dataclass(frozen=True, slots=True)
+class RecordGrant:
+    granted: Granted
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKv:
+    ready: KvReady
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMigration:
+    """The next tokens come from another node than this one, or are computed with the help of another."""
+
+    node: str
+    cause: str  # a label of `outrider:moves_total`
+    error: PeerLostError | None = None
+
+
+class RecordEnd(NamedTuple):
+    """The last sample has ended."""
+
+
+class Summarize(NamedTuple):
+    """Close the answer with its summary."""
+
+
+class SettleRequest(NamedTuple):
+    """Nothing is computed any more: write the receipt, settle the account. Once in a request's life."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeName:
+    """The request holds nothing any more, its name is free. Once, and last."""
+
+    has_client_left: bool
+
+
+Instruction = (
+    Enqueue
+    | ChangeDemand
+    | LeaveQueue
+    | Hedge
+    | ReturnPlace
+    | OpenGroup
+    | StartPrefill
+    | StopPrefill
+    | ChoosePrefill
+    | Retarget
+    | ReleasePrefill
+    | CancelSamples
+    | CloseAttempt
+    | Blame
+    | Forgive
+    | SetTimer
+    | StopTimer
+    | Deliver
+    | RecordGrant
+    | RecordKv
+    | RecordMigration
+    | RecordEnd
+    | Summarize
+    | SettleRequest
+    | FreeName
+)

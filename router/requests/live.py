@@ -1,0 +1,145 @@
+"""A request by its name: what clients, the registry and the store want of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from outrider.answer import AnswerEvent
+from outrider.errors import OutriderError
+from router.observe.records import Trailers, trailers_of
+from router.requests import events as on
+from router.requests.answer import Answer
+from router.requests.answer_budget import Unread
+from router.requests.driver import Driver, EncodedRequest, RouterContext
+from router.requests.states import State
+
+Message = TypeVar("Message")
+
+
+class LiveRequest:
+    """Owned by the event loop.
+
+    The answer outlives its streams by the resume window; without one it ends with its only stream.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        context: RouterContext,
+        *,
+        window_seconds: float | None,
+        on_change: Callable[[LiveRequest], None],
+    ) -> None:
+        """The request is being encoded; `start` follows, or `close`.
+
+        `key`: the client's name for it, behind the client's own where clients have one. `window_seconds`: how long
+        the answer can be resumed. `on_change` is called when it has a reader again, and when its name is free.
+        """
+        self.key = key
+        self.window_seconds = window_seconds
+        self.is_kept = True  # False: it asked to be resumable anywhere, and the store did not answer
+        self._driver = Driver(key, context, window_seconds=window_seconds, on_free=lambda: on_change(self))
+        self._feed = self._driver.feed
+        self._request = self._driver.request
+        self._clock = context.answers.clock
+        self._on_change = on_change
+        self._writer: asyncio.Task[object] | None = None  # of the stream that is attached
+        self._given_up: OutriderError | None = None
+
+    def start(self, encoded: EncodedRequest) -> None:
+        """Begins to serve the request."""
+        encoded.account.give_up = self.give_up
+        self._driver.begin(encoded)
+
+    @property
+    def answer(self) -> Answer:
+        """Once the request has started."""
+        return self._driver.encoded.answer
+
+    @property
+    def state(self) -> State:
+        return self._request.state
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state is State.CLOSED
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is computed and nobody reads: the answer only waits for its client to come back."""
+        return self.is_closed or (self.state is State.ENDED and not self._request.has_reader)
+
+    def trailers(self) -> Trailers:
+        """What a call's trailers say of the answer so far."""
+        return trailers_of(self._driver.encoded.record, is_kept=self.is_kept)
+
+    def abort(self) -> bool:
+        """Ends the unfinished samples. Returns whether there was something to stop."""
+        was_running = self.state in {State.QUEUED, State.SERVING}
+        self._feed(on.AbortRequested())
+        return was_running
+
+    def fail(self, error: OutriderError) -> None:
+        """Ends the request with this error, unless its samples have ended."""
+        self._feed(on.Failed(error))
+
+    def close(self, error: OutriderError | None = None) -> None:
+        """Drops the answer and frees the name. Idempotent.
+
+        `error`: what an answer that has not ended ends with. None: its client has left.
+        """
+        self._feed(on.Dropped(error))
+
+    def give_up(self, error: OutriderError) -> None:
+        """Drops the answer, and ends the stream that its client does not read."""
+        if self._writer is not None:
+            self._given_up = error
+            self._writer.cancel()
+        self.close(error)
+
+    def leave(self) -> None:
+        """A call that could read the answer is over. Unless another one reads, the resume window begins."""
+        self._feed(on.ReaderLeft())
+
+    async def write(
+        self,
+        write: Callable[[Message], Awaitable[None]],
+        render: Callable[[AnswerEvent], Message],
+        next_positions: Mapping[int, int] | None = None,
+    ) -> None:
+        """Passes the answer on from these positions (by sample), message by message, as the client takes them.
+
+        The stream that was attached before ends. Raises: OutOfRangeError for positions that the answer does not
+        have; what the answer ends with; AbortedError when another stream is attached, or when the answer has been
+        dropped; what `give_up` says.
+        """
+        reader = self.answer.read(render, next_positions)
+        account, clock = self._driver.encoded.account, self._clock
+        account.unread = None
+        self._feed(on.ReaderAttached())
+        self._on_change(self)
+        writer = self._writer = asyncio.current_task()
+        try:
+            while messages := await reader.next():
+                for message in messages:
+                    account.unread = Unread.STALLED, clock()
+                    await write(message)
+                    account.unread = None
+            if self._writer is writer:
+                account.unread = Unread.DELIVERED, clock()
+        except asyncio.CancelledError:
+            if self._given_up is None or writer is None:
+                raise
+            writer.uncancel()  # it was us
+            raise self._given_up from None
+        except OutriderError as error:  # its own, or such as an answer that is too large for a message
+            if self.window_seconds is None:
+                self.close(error)
+            raise
+        finally:
+            self.answer.leave(reader)
+            if self._writer is writer:
+                self._writer = None
+            self.leave()

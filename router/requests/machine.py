@@ -1,0 +1,400 @@
+"""READ FIRST. One request's life as a state machine, from its arrival to the end of its resume window.
+
+`Request.step` takes an event and returns what is to be done. It does no I/O, and it knows neither clock
+nor tasks: `router.requests.driver` feeds it events and performs its instructions. `Request.TABLE` has every
+transition; those of an attempt are in `Attempt.TABLE`.
+
+Tokens depend on model, prompt, parameters and seed only. So whatever is lost, another attempt goes on
+from the tokens that the answer has; and where nodes compute alike, two attempts may run at once: the
+first token of a position counts, a second one is compared. Requests whose drafts are not verified by
+coupled sampling have one attempt at a time, since their tokens depend on drafts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from outrider.errors import AbortedError, InternalError, InvalidRequestError, PeerLostError
+from outrider.node import NodeRole
+from outrider.session import OpenSequenceGroup, Rejected, RejectReason, SampleStart
+from router.requests import events as on
+from router.requests import instructions as do
+from router.requests.answer import Answer
+from router.requests.attempt import Attempt
+from router.requests.prompt_logprobs import LogprobsHold
+from router.requests.states import Cluster, InvalidTransitionError, Limits, Shared, State
+from router.scheduling.placement import Demand
+
+Handlers = Mapping[type, Callable[["Request", Any], None]]
+RETRY_SECONDS = 0.1
+"""Interval at which a second decode node is looked for while the first one is late or drains."""
+STATS_SECONDS = 0.5
+"""How long a finished answer waits for the statistics of a prefill node."""
+
+
+class Request:
+    """The machine. Whoever calls `step` performs all instructions, in order."""
+
+    def __init__(self, limits: Limits, cluster: Cluster) -> None:
+        self.state = State.ENCODING
+        self.has_reader = False
+        self.attempts: list[Attempt] = []  # Invariant: at most two; the older first; of equal exact numerics if two.
+        self.shared = Shared(limits)
+        self._cluster = cluster
+        self._completed: Attempt | None = None  # the last one; Invariant: not in `attempts`.
+        self._is_seeking = False  # a place. Invariant: not while two attempts run.
+        self._seeks_second = False  # in the queue, for a second attempt
+        self._is_accepted = self._is_kept = False  # see `do.Enqueue`
+        self._timers: set[on.Timer] = set()  # that run
+
+    @property
+    def answer(self) -> Answer:
+        return self.shared.answer
+
+    @property
+    def is_active(self) -> bool:
+        """Whether something is computed for it, or will be."""
+        return self.state in {State.QUEUED, State.SERVING, State.CONCLUDING}
+
+    def step(self, event: on.Event, now: float) -> list[do.Instruction]:
+        """Takes an event, and returns what is to be done. `now`: monotonic seconds.
+
+        An event of an attempt that is over is dropped here, and nowhere else. Raises: InvalidTransitionError.
+        """
+        out: list[do.Instruction] = []
+        self.shared.now, self.shared.out = now, out
+        group_id = getattr(event, "sequence_group_id", b"")
+        if not group_id:
+            handler = self.TABLE[self.state].get(type(event))
+            if handler is None:
+                raise InvalidTransitionError(self.state, event)
+            handler(self, event)
+            return out
+        for attempt in self.attempts:
+            if attempt.opened.sequence_group_id == group_id:
+                if (outcome := attempt.step(event)) is not None:
+                    self._take_outcome(attempt, outcome)
+                return out
+        completed = self._completed
+        if completed is not None and completed.group_id == group_id and isinstance(event, on.PrefillEnded):
+            completed.step(event)
+            if self.state is State.CONCLUDING:
+                self._finish()
+        return out
+
+    def crash(self, error: InternalError, now: float) -> list[do.Instruction]:
+        """Ends the request after a bug of ours. Returns what the failed step wanted done, and what frees everything."""
+        self.shared.now = now
+        if self.state is State.ENCODING:
+            self._close(on.Dropped(error))
+        elif self.state is not State.CLOSED:
+            self._end(on.Failed(error))
+        return self.shared.out
+
+    # ------------------------------------------------------------ what comes of attempts
+
+    def _take_outcome(self, attempt: Attempt, outcome: on.Outcome) -> None:
+        match outcome:
+            case on.Completed():
+                self._complete(attempt)
+            case on.Refused(rejected):
+                self._take_refusal(attempt, rejected)
+            case on.Lost():
+                self._take_loss(attempt, outcome)
+            case on.Fatal(error):
+                self.attempts.remove(attempt)
+                attempt.close(error.reason)  # its message is the request's
+                self._end(on.Failed(error))
+        self._advance()
+
+    def _complete(self, attempt: Attempt) -> None:
+        self.attempts.remove(attempt)
+        attempt.close("", keeps_prefill=True)
+        self._completed = attempt
+
+    def _take_refusal(self, attempt: Attempt, rejected: Rejected) -> None:
+        """The request goes back to its turn in the queue, unless no node can ever take it."""
+        reason = rejected.reason
+        self.attempts.remove(attempt)
+        no_room = rejected if reason in {RejectReason.NO_ROOM, RejectReason.DRAINING} else None
+        attempt.close(f"{reason.name}: {rejected.message}", rejected=no_room, frees_hedge=True)
+        self._is_accepted |= self.shared.was_admitted
+        self._is_kept = self.shared.was_admitted  # a place that came to nothing does not count
+        if reason is RejectReason.TOO_LARGE:
+            self.shared.excluded |= {attempt.decode.incarnation}
+            if self.attempts or self._cluster.is_usable(self.shared.demand()):
+                return
+            if not self._cluster.may_know_more:
+                self._end(on.Failed(InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")))
+            elif not self.shared.was_admitted:  # else it waits for a node that is as large as its first one
+                message = f"too large for the decode nodes that serve now: {rejected.message}"
+                self._end(on.Failed(PeerLostError(message, reason="NO_NODE")))
+
+    def _take_loss(self, attempt: Attempt, lost: on.Lost) -> None:
+        """The work goes on from what the answer has, unless too many nodes were lost."""
+        failures, is_second = self.shared.failures, attempt is not self.attempts[0]
+        failures.look_at(self.answer.num_generated_tokens)
+        if lost.is_counted:
+            attempt.blame(NodeRole.DECODE, attempt.decode.incarnation, lost.cause)
+            failures.add_node(attempt.decode.incarnation)
+        self.attempts.remove(attempt)
+        attempt.close(f"{lost.cause}: {lost.error.message}", frees_hedge=True)
+        final = None if self.attempts else failures.final_error(lost.error)
+        if final is not None:
+            self._do(do.Forgive(tuple(sorted(failures.suspects))))
+            self._end(on.Failed(final))
+        elif not is_second:  # without the second one the work goes on where it was
+            self._is_accepted = True  # it was admitted: it is not refused now
+            self._do(do.RecordMigration(attempt.decode.name, lost.cause, lost.error))
+
+    # ------------------------------------------------------------ what is to be done next
+
+    def _advance(self) -> None:
+        """Ends one of two attempts where one is enough, and looks for another one where it is needed."""
+        if self.state not in {State.QUEUED, State.SERVING}:
+            return
+        if len(self.attempts) == 2:
+            older, newer = self.attempts
+            if not older.is_in_doubt:
+                self._drop_attempt(newer)
+            elif newer.has_tokens:
+                self._drop_attempt(older)
+                cause = "draining" if older.is_draining else "decode_late"
+                self._do(do.RecordMigration(older.decode.name, cause))
+            elif not self.answer.is_complete:
+                for attempt in (older, newer):  # a sample may have ended in the other one
+                    if isinstance(attempt.cancel_ended_samples(), on.Completed):
+                        self._complete(attempt)
+        if self.answer.is_complete:
+            self._conclude()
+        elif not self.attempts:
+            self._seek_first()
+        elif len(self.attempts) == 1:
+            self._seek_second(self.attempts[0])
+
+    def _seek_first(self) -> None:
+        self.state = State.QUEUED
+        if self._completed is not None:
+            self._end(on.Failed(InternalError("a decode node says that all samples have ended, and some have not")))
+        elif not self._is_seeking:
+            self._enqueue(self.shared.demand())
+        elif self._seeks_second:  # nothing runs beside it any more
+            self._seeks_second = False
+            self._do(do.ChangeDemand(self.shared.demand()))
+
+    def _seek_second(self, first: Attempt) -> None:
+        """A second attempt may begin where the first is late or its node drains, if both compute the same tokens."""
+        is_reproducible = self.answer.request.options.is_reproducible and first.has_exact_numerics
+        if not (first.is_in_doubt and is_reproducible):
+            self._leave_queue()
+            return
+        if self._is_seeking:
+            return
+        failures, demand = self.shared.failures, self.shared.demand(alongside=first.decode)
+        failures.look_at(self.answer.num_generated_tokens)
+        if not (failures.may_open_second and self._cluster.has_timely_decode_node(demand)):
+            self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
+        elif first.is_draining:
+            self._is_accepted = True
+            self._enqueue(demand, is_second=True)
+        else:
+            self._is_seeking = True
+            self._do(do.Hedge(demand, first.group_id))
+
+    def _enqueue(self, demand: Demand, *, is_second: bool = False) -> None:
+        self._is_seeking, self._seeks_second = True, is_second
+        self._do(do.Enqueue(demand, is_accepted=self._is_accepted, is_kept=self._is_kept))
+
+    def _leave_queue(self) -> None:
+        if self._is_seeking:
+            self._is_seeking = self._seeks_second = False
+            self._do(do.LeaveQueue())
+
+    # ------------------------------------------------------------ events of the request
+
+    def _begin(self, event: on.Encoded) -> None:
+        self.shared.maybe_answer = event.answer
+        self.shared.was_admitted = self._is_accepted = self._is_kept = event.was_admitted
+        self.state = State.QUEUED
+        self._advance()
+
+    def _open(self, event: on.Placed) -> None:
+        is_wanted = self._is_seeking and (not self.attempts or self.attempts[0].is_in_doubt)
+        self._is_seeking = self._seeks_second = False
+        if not is_wanted:
+            self._return_place(event)
+            return
+        self._is_kept = True
+        answer, request = self.answer, self.answer.request
+        hold = LogprobsHold(len(request.prompt_token_ids) - 1) if answer.needs_prompt_logprobs else None
+        command = OpenSequenceGroup(
+            sequence_group_id=self.shared.limits.new_id(),
+            transfer_id=b"" if event.prefill is None else self.shared.limits.new_id(),
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            samples=answer.unfinished_samples() or (SampleStart(sample=0),),  # only the prompt is wanted
+            options=replace(
+                request.options,
+                cache_salt=event.kv_salt,
+                prompt_logprobs=None if hold is None else request.options.prompt_logprobs,
+            ),
+        )
+        attempt = Attempt(self.shared, event.decode, event.prefill, command, hold, event.is_hedge)
+        self.attempts.append(attempt)
+        self.state = State.SERVING
+        attempt.open(event.place)
+
+    def _return_place(self, event: on.Placed) -> None:
+        self._do(do.ReturnPlace(event.place))
+
+    def _take_no_place(self, event: on.NotPlaced) -> None:
+        was_seeking = self._is_seeking
+        self._is_seeking = self._seeks_second = False
+        if self.attempts:  # what runs goes on where it is
+            self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
+        elif event.error is not None:
+            self._end(on.Failed(event.error))
+        elif was_seeking:  # the attempt that was late is gone meanwhile
+            self._advance()
+
+    def _take_timer(self, event: on.TimerFired) -> None:
+        self._timers.discard(event.timer)
+        match event.timer:
+            case on.Timer.STATS:
+                self._finish()
+            case on.Timer.WINDOW:
+                self._close(on.Dropped())
+            case _:
+                self._advance()
+
+    def _abort(self, _event: on.AbortRequested) -> None:
+        self.answer.abort()
+        self._free()
+        self._conclude()
+
+    def _attach(self, _event: on.ReaderAttached) -> None:
+        self.has_reader = True
+        self._stop_timer(on.Timer.WINDOW)
+
+    def _attach_late(self, _event: on.ReaderAttached) -> None:
+        """What has ended can still be read. Nobody computes the rest."""
+        self.answer.fail(dropped())
+
+    def _detach(self, _event: on.ReaderLeft) -> None:
+        """Begins the resume window, unless another stream reads. The name of a refused request is free at once."""
+        self.has_reader = self.answer.has_reader
+        if self.has_reader:
+            return
+        was_refused = self.answer.failure is not None and self.answer.started is None
+        if self.shared.limits.window_seconds is None or was_refused:
+            self._close(on.Dropped())
+        else:
+            self._set_timer(on.Timer.WINDOW, self.shared.limits.window_seconds)
+
+    def _ignore(self, _event: object) -> None:
+        """The event comes too late to matter."""
+
+    # ------------------------------------------------------------ ends
+
+    def _conclude(self) -> None:
+        """All samples have ended. The statistics of the last prefill call are worth a short wait."""
+        self.state = State.CONCLUDING
+        self._do(do.RecordEnd())
+        for attempt in tuple(self.attempts):
+            if self._completed is None:
+                self._complete(attempt)
+            else:
+                self._drop_attempt(attempt)
+        self._leave_queue()
+        self._stop_timer(on.Timer.RETRY)
+        if self._completed is not None and self._completed.is_prefill_running:
+            self._set_timer(on.Timer.STATS, STATS_SECONDS)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._free()
+        self.answer.begin()
+        self.state = State.ENDED
+        self._do(do.Summarize())
+        self._do(do.SettleRequest())
+
+    def _end(self, event: on.Failed) -> None:
+        """The request fails. What its answer has can be read until its window ends."""
+        was_active, self.state = self.is_active, State.ENDED
+        self._free()
+        if was_active:
+            self.answer.fail(event.error)
+            self._do(do.SettleRequest())
+
+    def _close(self, event: on.Dropped) -> None:
+        error, was_active, self.state = event.error, self.is_active, State.CLOSED
+        self._free()
+        if self.shared.maybe_answer is not None and (error is not None or self.answer.has_reader):
+            self.answer.fail(error or dropped())  # its reader waits for no more
+        if was_active:
+            self._do(do.SettleRequest())
+        self._stop_timer(on.Timer.WINDOW)
+        self._do(do.FreeName(has_client_left=was_active and error is None))
+
+    def _free(self) -> None:
+        """Gives up everything on nodes and in the queue."""
+        for attempt in tuple(self.attempts):
+            self._drop_attempt(attempt)
+        if self._completed is not None:
+            self._completed.close("")
+        self._leave_queue()
+        self._stop_timer(on.Timer.RETRY)
+        self._stop_timer(on.Timer.STATS)
+
+    def _drop_attempt(self, attempt: Attempt) -> None:
+        self.attempts.remove(attempt)
+        attempt.close("given up" if attempt.running else "")
+
+    def _set_timer(self, timer: on.Timer, seconds: float) -> None:
+        if timer not in self._timers:
+            self._timers.add(timer)
+            self._do(do.SetTimer(timer, self.shared.now + seconds))
+
+    def _stop_timer(self, timer: on.Timer) -> None:
+        if timer in self._timers:
+            self._timers.remove(timer)
+            self._do(do.StopTimer(timer))
+
+    def _do(self, instruction: do.Instruction) -> None:
+        self.shared.out.append(instruction)
+
+    _READABLE: ClassVar[Handlers] = {
+        on.ReaderAttached: _attach,
+        on.ReaderLeft: _detach,
+        on.TimerFired: _take_timer,
+        on.Dropped: _close,
+    }
+    _WORKING: ClassVar[Handlers] = {
+        **_READABLE,
+        on.Placed: _open,
+        on.NotPlaced: _take_no_place,
+        on.AbortRequested: _abort,
+        on.Failed: _end,
+    }
+    _OVER: ClassVar[Handlers] = {
+        on.Placed: _return_place,
+        on.NotPlaced: _ignore,
+        on.AbortRequested: _ignore,
+        on.Failed: _ignore,
+    }
+    TABLE: ClassVar[Mapping[State, Handlers]] = {
+        State.ENCODING: {**_OVER, on.Encoded: _begin, on.Dropped: _close},  # nothing runs yet
+        State.QUEUED: _WORKING,
+        State.SERVING: _WORKING,
+        State.CONCLUDING: {**_READABLE, **_OVER},
+        State.ENDED: {**_READABLE, **_OVER},
+        State.CLOSED: {**_OVER, on.ReaderAttached: _attach_late, on.ReaderLeft: _ignore, on.Dropped: _ignore},
+    }
+    """Every transition. An event that is missing is a bug, and `InvalidTransitionError` names it and the state."""
+
+
+def dropped() -> AbortedError:
+    return AbortedError("the answer was dropped", reason="DROPPED")
