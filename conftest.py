@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="whole matrices and long soaks, as `make test-all` has them")
+    parser.addoption("--rewrite", action="store_true", help="writes the answers in tests/router/scenarios anew")
 
 
 @pytest.hookimpl(optionalhook=True)

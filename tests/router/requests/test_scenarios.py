@@ -1,0 +1,20 @@
+"""Stories about one request (`tests/router/scenarios/*.txt`): what the machine answers to each event.
+
+`pytest tests/router/requests/test_scenarios.py --rewrite` writes the answers anew; the difference is to be read.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.scenarios import Scenario, scenario_files
+
+
+@pytest.mark.parametrize("path", scenario_files(), ids=lambda path: path.stem)
+def test_a_story_is_told_as_it_is_written(path, request):
+    written = path.read_text()
+    told = Scenario(written).play()
+    if request.config.getoption("--rewrite"):
+        path.write_text(told)
+    else:
+        assert told == written
