@@ -12,9 +12,10 @@ package index needs besides the checkout. What to look for, in the order of the 
 - env: the two ceilings `copy_gb_s`, of which floors are made, and `tflops`
 - smoke: `numerics` begin with `exact` in deterministic mode; graphs are `equal` to eager steps; 0 of 200 answers are
   `differing` at any batch size
-- steps: `ms` of one sequence; `times_floor` beside `predicted_ms`; `busy` from 0.9 up, the `pause_ms` between steps, and
-  which kernels take `longest`
-- cluster: 8 of 8 the `same` with drafts and after a kill, with `attempts` above 1; `acceptance`, `ttft_ms`, `ms_a_token`
+- steps: `ms` of one sequence; `times_floor` beside `predicted_ms`; `busy` from 0.9 up, the `pause_ms` between steps,
+  and which kernels take `longest`
+- cluster: 8 of 8 the `same` with drafts and after a kill, with `attempts` above 1; `acceptance`, `ttft_ms`,
+  `ms_a_token`
 - train: `samples_per_second`
 - handoff: `gb_s` by connector, or why one is `unavailable`
 - kernels: `failed_test`; a kernel that computes something else makes the figures above worthless
