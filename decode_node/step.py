@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from decode_node.drafting.client import StepDrafts
+from decode_node.drafting.book import RemoteDrafts
 from decode_node.groups import Sample, SequenceGroup
 from outrider.engine.arrays import Array
 from outrider.engine.input_batch import SequenceRows
@@ -18,11 +17,10 @@ from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.profile import StepKind
 from outrider.request import FinishReason, TokenLogprobs, VerificationMethod
 from outrider.session import SampleDone, SampleTokens, SequenceGroupEvent, SpeculationCounts
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.verify.base import DraftRows, Verified
 
 NO_DRAFT = DraftTree(0)
-NO_DRAFTS = StepDrafts()
 
 
 class PlannedSequence(NamedTuple):
@@ -33,12 +31,11 @@ class PlannedSequence(NamedTuple):
     draft: DraftTree  # in the order of its rows
 
     @classmethod
-    def of(cls, scheduled: Scheduled, sample: Sample, chosen: DraftTree | None) -> PlannedSequence:
-        """With as much of the chosen draft as got rows."""
-        if chosen is None:
+    def of(cls, scheduled: Scheduled, sample: Sample, draft: RankedDraft | None) -> PlannedSequence:
+        """With as much of the draft as got rows."""
+        if draft is None or not scheduled.num_draft_tokens:
             return cls(scheduled, sample, NO_DRAFT)
-        draft = chosen.cut(scheduled.num_draft_tokens)
-        return cls(scheduled, sample, draft.depth_first() if draft.parents else draft)
+        return cls(scheduled, sample, draft.tree.cut(scheduled.num_draft_tokens).depth_first())
 
     def rows(self) -> SequenceRows:
         """Tokens without KV, then the draft tokens."""
@@ -78,7 +75,7 @@ class LaunchedStep:
     planned: Sequence[PlannedSequence]
     logits: Array  # as of Engine.forward
     launched_at: float  # when the forward pass was queued, in seconds of a monotonic clock
-    drafts: StepDrafts = NO_DRAFTS
+    remote: RemoteDrafts = field(default_factory=RemoteDrafts)
     preempted: Sequence[Sample] = ()
 
 
@@ -146,13 +143,12 @@ class StepReport:
 
     samples: Sequence[Sample]
     verdicts: Sequence[Verdict]  # of each sample
-    requested: AbstractSet[int]  # sequences that wanted a draft node's drafts
-    hits: AbstractSet[int]  # of them, those that found one waiting
+    remote: RemoteDrafts
     stats: Callable[[], StepStats]  # counted when they are told: a device has the next step by then
 
     def events(self) -> Iterator[tuple[SequenceGroup, SequenceGroupEvent]]:
         """In the order of the batch, each sample's tokens before its end."""
-        requested, hits = self.requested, self.hits
+        requested, hits = self.remote.requested, self.remote.hits
         for sample, verdict in zip(self.samples, self.verdicts, strict=True):
             if sample.sampling.failure:  # its tokens are not what was asked for
                 continue

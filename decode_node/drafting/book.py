@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from decode_node.drafting.draft_nodes import DraftNodes, DraftNodeState
@@ -46,12 +46,15 @@ class DraftCounters:
     num_quarantined: int = 0
 
 
-class Found(NamedTuple):
-    """What is at hand for a step, by sequence id."""
+@dataclass(slots=True)
+class RemoteDrafts:
+    """What draft nodes have for a step, by sequence id."""
 
-    trees: dict[int, DraftTree]
-    requested: list[int]  # sequences that want drafts
-    missing: list[int]  # of them, those whose draft may come while the step waits
+    trees: dict[int, DraftTree] = field(default_factory=dict)
+    requested: set[int] = field(default_factory=set)  # sequences that want drafts
+    hits: set[int] = field(default_factory=set)  # of them, those that found one waiting for them
+    missing: list[int] = field(default_factory=list)  # of them, those whose draft may come while the step waits
+    waited_seconds: float = 0.0
 
 
 class FeatureRange(NamedTuple):
@@ -144,23 +147,22 @@ class DraftBook:
             drafted.assignment.node.retry_at = 0.0  # where it had no room, it has some now
             self._unassign(drafted.assignment)
 
-    def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> Found:
+    def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> RemoteDrafts:
         """Drafts at hand, uncut. `wait_seconds`: how long the caller would wait for those that are missing."""
         now = self._clock()
-        found = Found({}, [], [])
-        trees, requested, missing = found
-        sequences = self._sequences
+        found = RemoteDrafts()
         for sequence_id in sequence_ids:
-            drafted = sequences.get(sequence_id)
+            drafted = self._sequences.get(sequence_id)
             if drafted is None or drafted.num_wanted <= 0:
                 continue
-            requested.append(sequence_id)
+            found.requested.add(sequence_id)
             kept = drafted.trees.take(drafted.committed)
             if kept is not None:
-                trees[sequence_id] = kept.tree
+                found.trees[sequence_id] = kept.tree
+                found.hits.add(sequence_id)
                 self.counters.lead_seconds += now - kept.arrived_at
             elif wait_seconds > 0.0 and self._may_come(drafted, now, wait_seconds):
-                missing.append(sequence_id)
+                found.missing.append(sequence_id)
         return found
 
     def observe_step(self, seconds: float) -> None:

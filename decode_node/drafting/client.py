@@ -12,13 +12,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import numpy as np
 
-from decode_node.drafting.book import DraftBook, DraftCounters, FeatureRange
+from decode_node.drafting.book import DraftBook, DraftCounters, FeatureRange, RemoteDrafts
 from decode_node.drafting.link import DraftLink
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
@@ -27,19 +26,8 @@ from outrider.rpc.tls import PLAINTEXT
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
-from outrider.speculation.draft_tree import DraftTree
 
 NO_TABLES: Mapping[int, SequenceKV] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class StepDrafts:
-    """Drafts for one step, by sequence id; sequences without one are absent."""
-
-    trees: Mapping[int, DraftTree] = field(default_factory=dict)
-    requested: AbstractSet[int] = frozenset()  # sequences that wanted a draft node's
-    hits: AbstractSet[int] = frozenset()  # of them, those that found one waiting for them
-    waited_seconds: float = 0.0  # for draft nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +144,7 @@ class DraftClient:
             self._book.close(sequence_id)
         self._wake()
 
-    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
+    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> RemoteDrafts:
         """Proposals for this step: what is here, after waiting at most `wait_seconds` for what is not.
 
         Never waits for a node that is late or not connected, nor for a sequence whose node has answered that it has
@@ -164,18 +152,18 @@ class DraftClient:
         """
         started = time.monotonic()
         with self._changed:
-            trees, requested, missing = self._book.find(sequence_ids, wait_seconds=wait_seconds)
-            hits = frozenset(trees)
+            found = self._book.find(sequence_ids, wait_seconds=wait_seconds)
             deadline = started + wait_seconds
-            if missing:
+            if found.missing:
                 self._wake()
-            while missing and (remaining := deadline - time.monotonic()) > 0.0:
+            while found.missing and (remaining := deadline - time.monotonic()) > 0.0:
                 if not self._changed.wait(remaining):
                     break
-                more = self._book.find(missing, wait_seconds=wait_seconds)
-                trees |= more.trees
-                missing = more.missing
-        return StepDrafts(trees, requested=set(requested), hits=hits, waited_seconds=time.monotonic() - started)
+                more = self._book.find(found.missing, wait_seconds=wait_seconds)
+                found.trees |= more.trees
+                found.missing = more.missing
+        found.waited_seconds = time.monotonic() - started
+        return found
 
     def observe_step(self, seconds: float) -> None:
         """How long a step of the engine took."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 
-from decode_node.drafting.client import DraftClient, StepDrafts
+from decode_node.drafting.book import RemoteDrafts
+from decode_node.drafting.client import DraftClient
 from decode_node.groups import Sample
 from outrider.engine.scheduler import EngineSequence, StepRoom
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
+from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree, RankedDraft
 from outrider.speculation.features import Features
 from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
 
@@ -148,6 +149,14 @@ class MisreadWatch:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """The drafts of one step."""
+
+    ranked: Mapping[int, RankedDraft] = field(default_factory=dict)  # the best of each sequence, by id
+    remote: RemoteDrafts = field(default_factory=RemoteDrafts)
+
+
 class DraftGatherer:
     """Joins the controller (who drafts, how much), the draft client (from afar) and local proposers (from here).
 
@@ -180,7 +189,7 @@ class DraftGatherer:
         self._clock = clock
         self._last_step_seconds = 0.0
         self._misread = MisreadWatch()
-        self._drafts: dict[int, list[DraftTree]] = {}  # of this step by sequence, but for verified ones
+        self._drafts: dict[int, list[RankedDraft]] = {}  # of this step by sequence, but for verified ones
         self._reproducible: set[int] = set()  # sequences whose tokens do not depend on drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
@@ -228,21 +237,21 @@ class DraftGatherer:
         """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
         if self._controller.num_speculative_tokens <= 0:
             return StepDrafts()
-        taken = StepDrafts()
+        remote = RemoteDrafts()
         if self._client is not None:
             most_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
             keys = [sample.sequence.key for sample in samples]
-            taken = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
-        trees = {key: tree for key, tree in taken.trees.items() if tree}
-        self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
+            remote = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
+        ranked = {key: self._controller.rank(key, tree) for key, tree in remote.trees.items() if tree}
+        self._drafts = {sequence_id: [draft] for sequence_id, draft in ranked.items()}
         wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
-            self._ask(local, samples, wanted, trees)
-        self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in taken.requested})
-        return replace(taken, trees=trees)
+            self._ask(local, samples, wanted, ranked)
+        self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in remote.requested})
+        return StepDrafts(ranked, remote)
 
     def _ask(
-        self, local: LocalProposer, samples: Sequence[Sample], wanted: Mapping[int, int], trees: dict[int, DraftTree]
+        self, local: LocalProposer, samples: Sequence[Sample], wanted: Mapping[int, int], best: dict[int, RankedDraft]
     ) -> None:
         """Betters the drafts at hand by that proposer's where this pays."""
         controller, source = self._controller, local.source
@@ -255,43 +264,40 @@ class DraftGatherer:
         asked = controller.choose_asked(
             source,
             wanted,
-            trees,
+            best,
             {} if is_cheap else {sample.sequence.key: local.num_missed(sample) for sample in samples},
         )
         started = self._clock()
-        found, behind, num_read = local.propose(
+        trees, behind, num_read = local.propose(
             [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
             reads_ahead=is_cheap,
             min_reach=controller.min_reach(source, len(asked)),
         )
         read = {key: number for key, number in asked.items() if key not in behind}
-        controller.observe_asked(source, read, found, seconds=self._clock() - started, num_read=num_read)
-        for sequence_id, tree in found.items():
-            at_hand = trees.get(sequence_id)
-            trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
-            self._drafts.setdefault(sequence_id, []).append(tree)
+        seconds = self._clock() - started
+        found = {sequence_id: controller.rank(sequence_id, tree) for sequence_id, tree in trees.items()}
+        controller.observe_asked(source, read, found, seconds=seconds, num_read=num_read)
+        for sequence_id, draft in found.items():
+            at_hand = best.get(sequence_id)
+            best[sequence_id] = draft if at_hand is None else controller.better(draft, at_hand)
+            self._drafts.setdefault(sequence_id, []).append(draft)
 
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
-    ) -> dict[int, DraftTree]:
-        """What the step verifies of them, by sequence id.
+    ) -> dict[int, int]:
+        """How many of its first tokens the step verifies of each draft, by sequence id.
 
         `samples`: those of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
         """
-        trees = drafts.trees
-        offers = [
-            (sample.sequence.key, trees[sample.sequence.key], sample.max_draft_tokens)
-            for sample in samples
-            if sample.sequence.key in trees
-        ]
-        return self._controller.choose(offers, room, num_waiting=num_waiting)
+        limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
+        return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
 
     def observe_verdicts(self, verdicts: Iterable[tuple[int, DraftTree, Sequence[int]]]) -> None:
         """How the drafts of a step went: of each sequence the tokens that were accepted, from the root on."""
         for sequence_id, draft, accepted in verdicts:
             self._controller.observe_verdict(sequence_id, draft, accepted)
             self._misread.observe(draft.source, is_first_accepted=bool(accepted))
-            others = [each for each in self._drafts.get(sequence_id, ()) if each.source != draft.source]
+            others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
             self._drafts[sequence_id] = others
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
@@ -311,7 +317,7 @@ class DraftGatherer:
         for sample, token_ids in committed:
             sequence_id = sample.sequence.key
             if sequence_id in self._reproducible:
-                for draft in self._drafts.pop(sequence_id, ()):
+                for draft, _ in self._drafts.pop(sequence_id, ()):
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._misread.observe(draft.source, is_first_accepted=draft.token_ids[0] == token_ids[0])
         if self._client is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.speculation.draft_tree import ROOT, DraftTree
+from outrider.speculation.draft_tree import ROOT, DraftTree, RankedDraft
 
 PRIOR_ACCEPTANCE = 0.8
 """What the first drafts of a proposer are taken to be worth: they begin long."""
@@ -130,16 +130,16 @@ class AcceptanceRecord:
         is_cut_short = bool(children.get(accepted[num_first - 1] if num_first else ROOT))
         self._observe(num_first + is_cut_short, num_first)
 
-    def ranked(self, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
-        """The draft with its tokens by falling probability, and of each the probability that the text goes through it.
+    def rank(self, draft: DraftTree) -> RankedDraft:
+        """Orders the draft's tokens by the probability that the text goes through them.
 
         Parents stay before their children: no token is likelier than its parent.
         """
         if not draft.parents:
-            return draft, self.chain[: len(draft.token_ids)]
+            return RankedDraft(draft, self.chain[: len(draft.token_ids)])
         probabilities = self._through(draft)
         order = sorted(range(len(probabilities)), key=lambda index: -probabilities[index])
-        return draft.only(order), [probabilities[index] for index in order]
+        return RankedDraft(draft.only(order), [probabilities[index] for index in order])
 
     def _through(self, draft: DraftTree) -> list[float]:
         """Of each token of a draft with branches: the acceptance of its parents, times its own after its siblings.

@@ -22,7 +22,7 @@ from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.ask_cost import Candidate, choose_asked, worth
 from outrider.speculation.draft_source import DraftSource, SourceRecord
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.row_choice import RowChoice, StepOffer
 from outrider.speculation.step_cost import StepCostModel
 
@@ -55,10 +55,10 @@ WORTH_ASKING = 0.5
 class DraftController:
     """Decides which draft tokens are asked for and which are verified. Engine thread only.
 
-    Order of calls in a step: `choose_asked` and `observe_asked` for each proposer of this process, the cheapest first,
-    `observe_added` for draft nodes, `choose` for all drafts there are, the forward, `observe_verdict` for each sequence
-    whose draft was verified, `observe_committed` for drafts that were not, `observe_step` once. `num_wanted` says what
-    draft nodes are asked for.
+    Order of calls in a step: `rank` for each draft as it comes, `choose_asked` and `observe_asked` for each proposer of
+    this process, the cheapest first, `observe_added` for draft nodes, `choose` for the best drafts, the forward,
+    `observe_verdict` for each sequence whose draft was verified, `observe_committed` for drafts that were not,
+    `observe_step` once. `num_wanted` says what draft nodes are asked for.
     """
 
     num_speculative_tokens: int
@@ -101,8 +101,19 @@ class DraftController:
         """Whether it costs next to nothing to ask that proposer."""
         return self._sources[source].cost.is_cheap(self._plain_seconds)
 
+    def rank(self, sequence_id: int, draft: DraftTree) -> RankedDraft:
+        """The draft by falling probability of its tokens, of which as many have one as may be verified.
+
+        A drawn draft, whatever its length, has the probabilities of as many tokens as it might have had.
+        """
+        record = self._record_of(sequence_id, draft)
+        if draft.was_drawn:
+            return RankedDraft(draft, record.chain)
+        tree, probabilities = record.rank(draft)
+        return RankedDraft(tree, probabilities[: self.num_speculative_tokens])
+
     def choose_asked(
-        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, DraftTree], num_missed: Mapping[int, int]
+        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
     ) -> dict[int, int]:
         """For how many tokens a proposer of this process is asked now, by sequence id; absent: for none.
 
@@ -133,7 +144,7 @@ class DraftController:
         self,
         source: str,
         asked: Mapping[int, int],
-        found: Mapping[int, DraftTree],
+        found: Mapping[int, RankedDraft],
         *,
         seconds: float,
         num_read: int | None,
@@ -144,7 +155,7 @@ class DraftController:
         more than these need.
         """
         known = self._sources[source]
-        if any(draft.was_drawn for draft in found.values()):  # how long it took depends on what was drawn
+        if any(draft.tree.was_drawn for draft in found.values()):  # how long it took depends on what was drawn
             self._asked_seconds += known.cost.seconds(
                 max(asked.values(), default=0), sum(asked.values()), num_read or 0
             )
@@ -152,57 +163,47 @@ class DraftController:
             self._asked_seconds += seconds
         if num_read is None or not (asked or num_read):
             return
-        depths = [found[key].depth if key in found else number for key, number in asked.items()]
+        depths = [found[key].tree.depth if key in found else number for key, number in asked.items()]
         known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_missed=num_read)
         if self.is_cheap(source):
             return
         known.observe_trial(asked, num_read=num_read)
         for (sequence_id, number), depth in zip(asked.items(), depths, strict=True):
             draft = found.get(sequence_id)
-            probabilities = () if draft is None else self._ranked(sequence_id, draft)[1]
-            was_drawn = draft is not None and draft.was_drawn
+            probabilities = () if draft is None else draft.probabilities
+            was_drawn = draft is not None and draft.tree.was_drawn
             expected = self._record(sequence_id, source).overall.chain[: number if was_drawn else depth]
             known.observe_worth(
                 expected=worth(expected, self.row_price),
                 found=worth(probabilities[:number] if was_drawn else probabilities, self.row_price),
             )
 
-    def observe_added(self, source: str, drafts: Mapping[int, Sequence[DraftTree]]) -> None:
+    def observe_added(self, source: str, drafts: Mapping[int, Sequence[RankedDraft]]) -> None:
         """What that proposer's drafts were worth beside others. `drafts`: of all, by sequence that it was asked for."""
-        for sequence_id, trees in drafts.items():
-            tokens = {each.source: sum(self._ranked(sequence_id, each)[1]) for each in trees}
+        for sequence_id, found in drafts.items():
+            tokens = {each.tree.source: sum(each.probabilities) for each in found}
             own = tokens.pop(source, 0.0)
             self._record(sequence_id, source).observe_added(max(own - max(tokens.values(), default=0.0), 0.0))
 
-    def better(self, sequence_id: int, one: DraftTree, other: DraftTree) -> DraftTree:
-        """The draft of a sequence that is expected to win more."""
-
-        def value(draft: DraftTree) -> tuple[float, float]:
-            found = self._ranked(sequence_id, draft)[1]
-            return worth(found, self.row_price), sum(found)
-
-        return max(one, other, key=value)
+    def better(self, one: RankedDraft, other: RankedDraft) -> RankedDraft:
+        """The one of two drafts of a sequence that is expected to win more."""
+        return max(one, other, key=lambda draft: (worth(draft.probabilities, self.row_price), sum(draft.probabilities)))
 
     def choose(
-        self, offers: Sequence[tuple[int, DraftTree, int]], room: StepRoom, *, num_waiting: int = 0
-    ) -> dict[int, DraftTree]:
-        """What is verified of these drafts, by sequence id, by falling worth; those without rows are absent.
+        self, drafts: Mapping[int, RankedDraft], limits: Mapping[int, int], room: StepRoom, *, num_waiting: int = 0
+    ) -> dict[int, int]:
+        """How many of its first tokens are verified of each draft, by sequence id; absent: none.
 
         Args:
-            offers: sequence id, its draft, and the most tokens of it that may be verified.
+            drafts: by sequence id.
+            limits: by id of the step's sequences, the most draft tokens that may be verified.
             room: what the step has for drafts.
             num_waiting: prompts that wait for the step's processors. Those that are computed in the step are added.
         """
         if self.num_speculative_tokens <= 0 or not room.sequences:
             return {}
-        records: list[AcceptanceRecord] = []
-        trees: list[DraftTree] = []
-        probabilities: list[Sequence[float]] = []
-        for sequence_id, draft, limit in offers:
-            tree, found = self._ranked(sequence_id, draft)
-            records.append(self._record(sequence_id, draft.source).of(draft.grade))
-            trees.append(tree)
-            probabilities.append(found[: max(0, limit)])
+        offered = [sequence_id for sequence_id in limits if sequence_id in drafts]
+        probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
         self._num_waiting = num_waiting + len(room.prompts)
         offer = StepOffer(
             probabilities,
@@ -230,12 +231,9 @@ class DraftController:
         if not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
                 choice = self._with_other_rows(offer, choice)
+            records = [self._record_of(key, drafts[key].tree) for key in offered]
             num_rows = self._with_probes(offer, choice, records)
-        return {
-            sequence_id: tree.cut(count)
-            for (sequence_id, *_), tree, count in zip(offers, trees, num_rows, strict=True)
-            if count
-        }
+        return {key: min(count, len(drafts[key].tree)) for key, count in zip(offered, num_rows, strict=True) if count}
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns how one draft went: the tokens of it that were accepted, from the root on."""
@@ -290,7 +288,7 @@ class DraftController:
         for sequence_id, most in wanted.items():
             if most > 0:
                 draft = drafts.get(sequence_id)
-                at_hand = () if draft is None else self._ranked(sequence_id, draft)[1][:most]
+                at_hand = () if draft is None else draft.probabilities[:most]
                 chain = self._record(sequence_id, source).overall.chain[:most]
                 missed = num_missed.get(sequence_id, 0)
                 candidates.append(Candidate(sequence_id, chain, worth(at_hand, row_price), missed, known.more))
@@ -299,17 +297,6 @@ class DraftController:
             asked, {each.sequence_id: each.num_missed for each in candidates}, before=self._step - PROBE_STEPS
         )
         return asked
-
-    def _ranked(self, sequence_id: int, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
-        """As `AcceptanceRecord.ranked`, of as many tokens as may be verified.
-
-        Of a drawn draft, whatever its length: the probabilities of as many as it might have had.
-        """
-        record = self._record(sequence_id, draft.source).of(draft.grade)
-        if draft.was_drawn:
-            return draft, record.chain
-        tree, found = record.ranked(draft)
-        return tree, found[: self.num_speculative_tokens]
 
     def _with_other_rows(self, offer: StepOffer, choice: RowChoice) -> RowChoice:
         """The choice, or one of another number of rows whose time is not known well, when there is credit for it.
@@ -353,6 +340,9 @@ class DraftController:
             num_rows[place] = 1
             total += 1
         return num_rows
+
+    def _record_of(self, sequence_id: int, draft: DraftTree) -> AcceptanceRecord:
+        return self._record(sequence_id, draft.source).of(draft.grade)
 
     def _record(self, sequence_id: int, source: str) -> SourceRecord:
         """A new sequence is due for a trial at once, should its proposer be thought little of."""

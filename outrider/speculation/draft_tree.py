@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
+from typing import NamedTuple
 
 from outrider.speculation.token_distribution import TokenDistribution
 
@@ -169,6 +170,13 @@ class DraftTree:
         if not below:
             return None
         return replace(self.only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
+
+
+class RankedDraft(NamedTuple):
+    """A draft and what is expected of it in the step for which it was ranked: see `DraftController.rank`."""
+
+    tree: DraftTree  # its tokens by falling probability, parents before their children
+    probabilities: Sequence[float]  # that the text goes through each token; of a drawn draft also through absent ones
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from decode_node.drafting.client import StepDrafts
+from decode_node.drafting.book import RemoteDrafts
 from decode_node.drafting.gather import DraftGatherer
 from outrider.engine.scheduler import StepRoom
 from outrider.request import RequestOptions, SamplingParams
@@ -147,7 +147,7 @@ class SimulatedDraftNode(NoDrafts):
         for sequence_id in sequence_ids:
             text, position = self.batch.texts[sequence_id]
             trees[sequence_id] = text.draft(DRAFT_NODE, position, 0, MAX_DRAFT_TOKENS)
-        return StepDrafts(trees, requested=set(trees), hits=set(trees))
+        return RemoteDrafts(trees, requested=set(trees), hits=set(trees))
 
 
 class SourcesBatch(SimulatedBatch):
@@ -201,7 +201,8 @@ class SourcesBatch(SimulatedBatch):
         samples, started = list(self._samples.values()), self.now
         drafts = self.gatherer.gather(samples)
         room = StepRoom(samples, max_draft_rows=4096, num_rows=len(samples))
-        chosen = self.gatherer.choose(drafts, room, samples, num_waiting=0)
+        num_rows = self.gatherer.choose(drafts, room, samples, num_waiting=0)
+        chosen = {key: drafts.ranked[key].tree.cut(num) for key, num in num_rows.items()}
         verdicts, committed, num_tokens = [], [], 0
         for sample in samples:
             key, draft = sample.sequence.key, chosen.get(sample.sequence.key, DraftTree(0))

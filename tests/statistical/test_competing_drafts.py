@@ -125,7 +125,8 @@ def competition_z(*, is_unsure, num_tokens=140, seed=21):
     while live := [each for each in samples if len(each.sequence.token_ids) < end]:
         drafts = gatherer.gather(live)
         room = StepRoom(sequences=[each.sequence for each in live], max_draft_rows=400, num_rows=len(live))
-        chosen = gatherer.choose(drafts, room, live, num_waiting=0)
+        num_rows = gatherer.choose(drafts, room, live, num_waiting=0)
+        chosen = {key: drafts.ranked[key].tree.cut(num) for key, num in num_rows.items()}
         num_drafts.update(draft.source for draft in chosen.values())
         rows = []
         for sample in live:
