@@ -358,13 +358,10 @@ class DecodeLoop:
             )
             for item, outcome in outcomes
         ]
-        self._drafts.observe_verdicts(
-            [
-                (item.sample.sequence.key, item.draft, outcome.path or range(len(outcome.token_ids) - 1))
-                for item, outcome in outcomes
-                if item.draft.token_ids
-            ]
-        )
+        for item, outcome in outcomes:
+            if item.draft.token_ids:
+                accepted = outcome.path or range(outcome.num_accepted)
+                self._drafts.observe_verdict(item.sample.sequence.key, item.draft, accepted)
         for item, verdict in zip(verifying, verdicts, strict=True):
             self._apply(item.sample, verdict)
         self._drafts.announce(

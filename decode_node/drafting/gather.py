@@ -20,12 +20,6 @@ from outrider.speculation.proposers.base import Progress, ProposalRequest, Propo
 
 WAIT_SHARE_OF_STEP = 0.2
 
-NUM_JUDGED = 64
-"""Verified drafts of a proposer after which it is judged, once."""
-
-LEAST_ACCEPTED = 0.05
-"""Of their first tokens. A head that is read as it was trained has 0.3 to 0.9; one of random weights has nothing."""
-
 FeaturesOf = Callable[[EngineSequence], Features]
 """What the target's forwards have left of a sequence for a head."""
 
@@ -123,32 +117,6 @@ class LocalProposer:
         return trees, behind, None if ahead else max(0, num_read)  # less where what was read is forgotten
 
 
-class MisreadWatch:
-    """Says once of a draft model or head that nearly nothing it drafts is accepted: then it is probably read wrongly.
-
-    Engine thread only.
-    """
-
-    def __init__(self) -> None:
-        self._verdicts: dict[str, list[bool]] = {}  # of first tokens, by proposer
-
-    def observe(self, source: str, *, is_first_accepted: bool) -> None:
-        """One verdict. Proposers without a model, whose names have no colon, may well be wrong about a text."""
-        verdicts = self._verdicts.setdefault(source, [])
-        if len(verdicts) == NUM_JUDGED or (source != DRAFT_NODE and ":" not in source):
-            return
-        verdicts.append(is_first_accepted)
-        if len(verdicts) == NUM_JUDGED and sum(verdicts) < LEAST_ACCEPTED * NUM_JUDGED:
-            _log.warning(
-                "next to nothing of these drafts is accepted: a head or draft model is probably read wrongly, or was "
-                "made for another target; check that it names this target, its layer ids (counted from the input of a "
-                "layer or from its output), the flags of its norms, and its d2t",
-                proposer=source,
-                num_drafts=NUM_JUDGED,
-                num_first_tokens_accepted=sum(verdicts),
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class StepDrafts:
     """The drafts of one step."""
@@ -188,7 +156,6 @@ class DraftGatherer:
         self._takes_trees = takes_trees
         self._clock = clock
         self._last_step_seconds = 0.0
-        self._misread = MisreadWatch()
         self._drafts: dict[int, list[RankedDraft]] = {}  # of this step by sequence, but for verified ones
         self._reproducible: set[int] = set()  # sequences whose tokens do not depend on drafts
 
@@ -292,13 +259,12 @@ class DraftGatherer:
         limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
 
-    def observe_verdicts(self, verdicts: Iterable[tuple[int, DraftTree, Sequence[int]]]) -> None:
-        """How the drafts of a step went: of each sequence the tokens that were accepted, from the root on."""
-        for sequence_id, draft, accepted in verdicts:
-            self._controller.observe_verdict(sequence_id, draft, accepted)
-            self._misread.observe(draft.source, is_first_accepted=bool(accepted))
-            others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
-            self._drafts[sequence_id] = others
+    def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
+        """Learns how the verified draft of a sequence went: the tokens of it that were accepted, from the root on."""
+        self._controller.observe_verdict(sequence_id, draft, accepted)
+        self._warn_if_misread(draft.source)
+        others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
+        self._drafts[sequence_id] = others
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
         """What a step cost."""
@@ -319,7 +285,7 @@ class DraftGatherer:
             if sequence_id in self._reproducible:
                 for draft, _ in self._drafts.pop(sequence_id, ()):
                     self._controller.observe_committed(sequence_id, draft, token_ids)
-                    self._misread.observe(draft.source, is_first_accepted=draft.token_ids[0] == token_ids[0])
+                    self._warn_if_misread(draft.source)
         if self._client is None:
             return
         drafting = [(sample, token_ids) for sample, token_ids in committed if sample.may_draft]
@@ -335,3 +301,13 @@ class DraftGatherer:
             ],
             tables,
         )
+
+    def _warn_if_misread(self, source: str) -> None:
+        """Warns of a draft model or head whose drafts are hardly ever right. A lookup, with no colon, may be wrong."""
+        if (source == DRAFT_NODE or ":" in source) and self._controller.is_misread(source):
+            _log.warning(
+                "almost none of these draft tokens are accepted: the head or draft model was probably loaded wrongly, "
+                "or was made for another target; check that it names this target, its layer ids (counted from the "
+                "input of a layer or from its output), the flags of its norms, and its d2t",
+                proposer=source,
+            )

@@ -239,6 +239,10 @@ class DraftController:
         """Learns how one draft went: the tokens of it that were accepted, from the root on."""
         self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, anew_after=PROBE_STEPS)
 
+    def is_misread(self, source: str) -> bool:
+        """Whether, by the verdict just observed, the proposer has drafted too badly for one that is loaded rightly."""
+        return self._sources[source].is_misread
+
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
         """Learns from a draft that was not verified: what was committed in its place says which tokens were right.
 

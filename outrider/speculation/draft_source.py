@@ -24,10 +24,15 @@ DEBT_GROWTH = 0.001
 by this share of itself in each step: a long text is read for a trial late in its answer, and yet in bounded time."""
 
 
+NUM_JUDGED = 64
+"""Drafts of a proposer after which it is judged, once."""
+
+MIN_BEGUN = 0.05
+"""Share of them whose first token is accepted: a head has 0.3 to 0.9, with weights read wrongly it has next to none."""
+
+
 class DraftSource:
     """What is known of one source of drafts over all sequences. Not thread-safe."""
-
-    __slots__ = ("_credit", "_max_debt", "_num_found", "_trial", "acceptance", "cost", "more", "overall", "records")
 
     def __init__(self) -> None:
         self.acceptance: dict[int, SourceAcceptance] = {}
@@ -42,8 +47,15 @@ class DraftSource:
         self._credit = 0.0  # seconds, for trials; below 0 after one that took more
         self._max_debt = 0.0  # seconds, that the next trial may leave
         self._trial: int | None = None  # sequence that is being tried: it may take several calls to read its text
+        self.num_judged = 0  # drafts
+        self.num_begun = 0  # of them, those whose first token was accepted
         self.records: dict[int, SourceRecord] = {}
         """By sequence."""
+
+    @property
+    def is_misread(self) -> bool:
+        """Whether nearly none of the first `NUM_JUDGED` drafts was right; False before and after the last of them."""
+        return self.num_judged == NUM_JUDGED and self.num_begun < MIN_BEGUN * NUM_JUDGED
 
     def earn(self, seconds: float, *, most: float) -> None:
         """Adds time for trials, of which at most `most` is saved up: beyond that, more and more may be owed."""
@@ -132,6 +144,8 @@ class SourceRecord:
 
         `anew_after`: steps without a verdict, after which an accepted draft says that the text has changed.
         """
+        self._source.num_judged += 1
+        self._source.num_begun += bool(accepted)
         for record in (self.of(draft.grade), self.overall):
             if accepted and step - record.last_step >= anew_after:
                 record.begin_anew()

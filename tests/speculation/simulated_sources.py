@@ -203,18 +203,17 @@ class SourcesBatch(SimulatedBatch):
         room = StepRoom(samples, max_draft_rows=4096, num_rows=len(samples))
         num_rows = self.gatherer.choose(drafts, room, samples, num_waiting=0)
         chosen = {key: drafts.ranked[key].tree.cut(num) for key, num in num_rows.items()}
-        verdicts, committed, num_tokens = [], [], 0
+        committed, num_tokens = [], 0
         for sample in samples:
             key, draft = sample.sequence.key, chosen.get(sample.sequence.key, DraftTree(0))
             accepted = draft.path_of((RIGHT,) * MAX_DRAFT_TOKENS)
             num_accepted = len(accepted)
             if draft:
-                verdicts.append((key, draft, accepted))
+                self.gatherer.observe_verdict(key, draft, accepted)
             committed.append((sample, (RIGHT,) * (1 + num_accepted)))
             sample.sequence.token_ids += committed[-1][1]
             self.texts[key][1] += 1 + num_accepted
             num_tokens += 1 + num_accepted
-        self.gatherer.observe_verdicts(verdicts)
         ended = {key for key, (_, position) in self.texts.items() if position >= self.length}
         self.gatherer.announce([each for each in committed if each[0].sequence.key not in ended])
         for key in ended:

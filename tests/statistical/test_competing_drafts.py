@@ -137,14 +137,9 @@ def competition_z(*, is_unsure, num_tokens=140, seed=21):
             logits_at(logits, each.rows.position + place) for each in rows for place in range(each.rows.num_rows)
         ]
         outcomes = list(zip(live, verify_now(verifier, np.stack(targets), rows), strict=True))
-        gatherer.observe_verdicts(
-            [
-                (sample.sequence.key, chosen[sample.sequence.key], range(outcome.num_accepted))
-                for sample, outcome in outcomes
-                if sample.sequence.key in chosen
-            ]
-        )
         for sample, outcome in outcomes:
+            if draft := chosen.get(sample.sequence.key):
+                gatherer.observe_verdict(sample.sequence.key, draft, range(outcome.num_accepted))
             sample.sequence.token_ids.extend(outcome.token_ids)
             sampler.commit(sample.sampling, outcome.token_ids)
         seconds = 0.03 + 0.000005 * len(targets)

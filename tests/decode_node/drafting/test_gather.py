@@ -120,13 +120,13 @@ def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fall
 
     node = node_with(make_scripted_node, drafts=client, proposers=[WrongProposer([])])
     heard = set()
-    observe = node.loop._drafts.observe_verdicts
+    observe = node.loop._drafts.observe_verdict
 
-    def note(verdicts):
-        heard.update((draft.source, len(accepted)) for _, draft, accepted in verdicts)
-        observe(verdicts)
+    def note(sequence_id, draft, accepted):
+        heard.add((draft.source, len(accepted)))
+        observe(sequence_id, draft, accepted)
 
-    node.loop._drafts.observe_verdicts = note
+    node.loop._drafts.observe_verdict = note
     node.open(sampling={"max_tokens": 30})
     node.run()
     assert heard == {(DRAFT_NODE, 1), ("scripted", 0)}
@@ -140,14 +140,13 @@ def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_wha
         proposers=[Oracle(lambda: node.model)],
     )
     verified = []
-    observe = node.loop._drafts.observe_verdicts
+    observe = node.loop._drafts.observe_verdict
 
-    def note(verdicts):
-        verdicts = list(verdicts)
-        verified.extend(draft.source for _, draft, _ in verdicts)
-        observe(verdicts)
+    def note(sequence_id, draft, accepted):
+        verified.append(draft.source)
+        observe(sequence_id, draft, accepted)
 
-    node.loop._drafts.observe_verdicts = note
+    node.loop._drafts.observe_verdict = note
     node.open(sampling={"max_tokens": 60})
     node.run()
     assert set(verified[4:]) == {"scripted"}
