@@ -10,13 +10,14 @@ from decode_node.drafting.book import RemoteDrafts
 from decode_node.drafting.client import DraftClient
 from decode_node.groups import Sample
 from outrider.engine.scheduler import EngineSequence, StepRoom
+from outrider.request import RequestOptions
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree, RankedDraft
 from outrider.speculation.features import Features
-from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
+from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
 
@@ -39,82 +40,60 @@ class LocalProposer:
         self.needs_constraint = proposer.info.needs_constraint
         self._proposer = proposer
         self._features_of = features_of
-        self._starts: dict[int, SequenceStart] = {}
-        self._unread: dict[int, Sequence[int]] = {}  # tokens that it does not know yet, by sequence
+        self._unread: dict[int, ProposalRequest] = {}  # prompts that it does not know yet, by sequence
         self._num_read: dict[int, int] = {}  # tokens that it knows, by sequence
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
-        self._starts[sequence_id] = start
         if self._proposer.info.features is None:  # a head's come with the KV
-            self._unread[sequence_id] = token_ids
+            self._unread[sequence_id] = ProposalRequest(sequence_id, token_ids, 0, start)
 
     def close(self, sequence_id: int) -> None:
         self._unread.pop(sequence_id, None)
         self._num_read.pop(sequence_id, None)
-        if self._starts.pop(sequence_id, None) is not None:
-            self._proposer.forget(sequence_id)
+        self._proposer.forget(sequence_id)
 
-    def num_missed(self, sample: Sample) -> int:
-        """Tokens of the sequence that it has not read."""
-        return len(sample.sequence.token_ids) - self._num_read.get(sample.sequence.key, 0)
+    def num_missed(self, sequence: EngineSequence) -> int:
+        """Returns how many tokens of the sequence it has not read."""
+        return len(sequence.token_ids) - self._num_read.get(sequence.key, 0)
 
-    def propose(
-        self, wanted: Sequence[tuple[Sample, int]], *, reads_ahead: bool, min_reach: float = 0.0
-    ) -> tuple[dict[int, DraftTree], set[int], int | None]:
-        """Drafts of at most so many tokens, by sequence; asks until they are complete.
+    def request(self, sample: Sample, start: SequenceStart, num_wanted: int, *, min_reach: float) -> ProposalRequest:
+        """Returns a request for a draft after the newest token of the sample.
 
-        Also tells which of them are still to be read, and how many tokens it has read; None: prompts besides.
-
-        With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way.
         `min_reach`: see ProposalRequest. Not of drafts that are drawn: what a call took would tell of draws that were
         not judged, and what comes to their positions later is drawn with the same luck.
         """
-        starts, unread = self._starts, self._unread
-        requests: list[ProposalRequest] = []
-        for sample, num_wanted in wanted:
-            sequence = sample.sequence
-            start, features = starts.get(sequence.key), self._features_of and self._features_of(sequence)
-            requests.append(
-                ProposalRequest(
-                    sequence.key,
-                    sequence.token_ids,
-                    num_wanted,
-                    start,
-                    features=features,
-                    constraint=sample.sampling.constraint,
-                    min_reach=0.0 if start is not None and start.wants_distributions else min_reach,
-                )
-            )
+        return ProposalRequest(
+            sample.sequence.key,
+            sample.sequence.token_ids,
+            num_wanted,
+            start,
+            features=self._features_of and self._features_of(sample.sequence),
+            constraint=sample.sampling.constraint,
+            min_reach=0.0 if start.wants_distributions else min_reach,
+        )
+
+    def propose(self, requests: Sequence[ProposalRequest], *, reads_ahead: bool) -> tuple[dict[int, Proposal], bool]:
+        """Asks until all drafts are complete, or wait for the rest of their prefix. Proposals by sequence.
+
+        With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way; the
+        second value tells whether there were any.
+        """
+        found: dict[int, Proposal] = {}
         requested = {request.sequence_id for request in requests}
-        num_missed = sum(self.num_missed(sample) for sample, _ in wanted)
-        behind: set[int] = set()
-        ahead: list[ProposalRequest] = []
-        if reads_ahead:
-            ahead = [
-                ProposalRequest(sequence_id, token_ids, 0, starts[sequence_id])
-                for sequence_id, token_ids in unread.items()
-                if sequence_id not in requested
-            ]
-            requests += ahead
-        trees: dict[int, DraftTree] = {}
-        while requests:
-            drafting: list[ProposalRequest] = []
-            for request, proposal in zip(requests, self._proposer.propose(requests), strict=True):
-                sequence_id = request.sequence_id
-                if proposal.tree:
-                    proposal.tree.source = self.source
-                    trees[sequence_id] = proposal.tree
+        ahead = [each for key, each in self._unread.items() if key not in requested] if reads_ahead else []
+        drafting = [*requests, *ahead]
+        while drafting:
+            asked, drafting = drafting, []
+            for request, proposal in zip(asked, self._proposer.propose(asked), strict=True):
                 if proposal.progress is Progress.DRAFTING:
                     drafting.append(request)
                     continue
-                self._num_read[sequence_id] = len(request.token_ids) - proposal.num_behind
+                proposal.tree.source = self.source
+                found[request.sequence_id] = proposal
+                self._num_read[request.sequence_id] = len(request.token_ids) - proposal.num_behind
                 if proposal.progress is Progress.DONE:
-                    unread.pop(sequence_id, None)
-                else:
-                    behind.add(sequence_id)
-            requests = drafting
-        num_read = num_missed - sum(self.num_missed(sample) for sample, _ in wanted)
-        return trees, behind, None if ahead else max(0, num_read)  # less where what was read is forgotten
+                    self._unread.pop(request.sequence_id, None)
+        return found, bool(ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +136,7 @@ class DraftGatherer:
         self._clock = clock
         self._last_step_seconds = 0.0
         self._drafts: dict[int, list[RankedDraft]] = {}  # of this step by sequence, but for verified ones
-        self._reproducible: set[int] = set()  # sequences whose tokens do not depend on drafts
+        self._starts: dict[int, SequenceStart] = {}  # of open sequences that may have drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
         """From the grant on the sequence is announced; drafters learn the prompt while it is prefilled."""
@@ -167,15 +146,11 @@ class DraftGatherer:
         if most <= 0:
             return
         known_token_ids = opened.known_token_ids(start)
-        # A greedy request is verified by coupled sampling, whatever it asks for.
-        is_reproducible = options.is_reproducible or options.sampling.is_greedy
-        if is_reproducible:
-            self._reproducible.add(sequence_id)
-        sequence_start = SequenceStart(
+        self._starts[sequence_id] = sequence_start = SequenceStart(
             options=options,
             sample=start.sample,
             prompt_length=len(opened.prompt_token_ids),
-            takes_trees=self._takes_trees and is_reproducible,  # other methods verify one path
+            takes_trees=self._takes_trees and _is_coupled(options),  # other methods verify one path
             traceparent=opened.traceparent,
         )
         for local in self._local:
@@ -190,9 +165,9 @@ class DraftGatherer:
         if self._client is not None:
             self._client.close(sequence_id)
         self._controller.forget(sequence_id)
-        self._reproducible.discard(sequence_id)
-        for local in self._local:
-            local.close(sequence_id)
+        if self._starts.pop(sequence_id, None) is not None:
+            for local in self._local:
+                local.close(sequence_id)
 
     def may_draft(self, samples: Iterable[Sample]) -> bool:
         """Whether a draft of one of them may come to hand."""
@@ -211,39 +186,45 @@ class DraftGatherer:
             remote = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
         ranked = {key: self._controller.rank(key, tree) for key, tree in remote.trees.items() if tree}
         self._drafts = {sequence_id: [draft] for sequence_id, draft in ranked.items()}
-        wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
-            self._ask(local, samples, wanted, ranked)
+            self._ask(local, samples, ranked)
         self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in remote.requested})
         return StepDrafts(ranked, remote)
 
-    def _ask(
-        self, local: LocalProposer, samples: Sequence[Sample], wanted: Mapping[int, int], best: dict[int, RankedDraft]
-    ) -> None:
+    def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
         """Betters the drafts at hand by that proposer's where this pays."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
                 return
-            wanted = {sample.sequence.key: wanted[sample.sequence.key] for sample in samples}
         is_cheap = controller.is_cheap(source)
+        num_missed = {sample.sequence.key: local.num_missed(sample.sequence) for sample in samples}
         asked = controller.choose_asked(
             source,
-            wanted,
+            {sample.sequence.key: sample.max_draft_tokens for sample in samples},
             best,
-            {} if is_cheap else {sample.sequence.key: local.num_missed(sample) for sample in samples},
+            {} if is_cheap else num_missed,
         )
+        min_reach = controller.min_reach(source, len(asked))
+        samples = [sample for sample in samples if sample.sequence.key in asked]
         started = self._clock()
-        trees, behind, num_read = local.propose(
-            [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
-            reads_ahead=is_cheap,
-            min_reach=controller.min_reach(source, len(asked)),
-        )
-        read = {key: number for key, number in asked.items() if key not in behind}
+        requests = [
+            local.request(each, self._starts[each.sequence.key], asked[each.sequence.key], min_reach=min_reach)
+            for each in samples
+        ]
+        proposals, has_read_ahead = local.propose(requests, reads_ahead=is_cheap)
         seconds = self._clock() - started
-        found = {sequence_id: controller.rank(sequence_id, tree) for sequence_id, tree in trees.items()}
-        controller.observe_asked(source, read, found, seconds=seconds, num_read=num_read)
+        # Less than none where what was read has been forgotten.
+        num_read = sum(num_missed[each.sequence.key] - local.num_missed(each.sequence) for each in samples)
+        found = {key: controller.rank(key, each.tree) for key, each in proposals.items() if each.tree}
+        controller.observe_asked(
+            source,
+            {key: number for key, number in asked.items() if proposals[key].progress is Progress.DONE},
+            found,
+            seconds=seconds,
+            num_read=None if has_read_ahead else max(0, num_read),
+        )
         for sequence_id, draft in found.items():
             at_hand = best.get(sequence_id)
             best[sequence_id] = draft if at_hand is None else controller.better(draft, at_hand)
@@ -282,7 +263,8 @@ class DraftGatherer:
         committed = list(committed)
         for sample, token_ids in committed:
             sequence_id = sample.sequence.key
-            if sequence_id in self._reproducible:
+            start = self._starts.get(sequence_id)
+            if start is not None and _is_coupled(start.options):
                 for draft, _ in self._drafts.pop(sequence_id, ()):
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._warn_if_misread(draft.source)
@@ -311,3 +293,8 @@ class DraftGatherer:
                 "input of a layer or from its output), the flags of its norms, and its d2t",
                 proposer=source,
             )
+
+
+def _is_coupled(options: RequestOptions) -> bool:
+    """Whether drafts are verified by coupled sampling, so that tokens do not depend on them: as all greedy ones are."""
+    return options.is_reproducible or options.sampling.is_greedy

@@ -99,14 +99,11 @@ def test_the_time_in_which_a_prompt_was_read_ahead_is_not_taken_for_that_of_draf
 def test_a_drawn_draft_is_asked_for_in_full_whatever_a_token_costs(method):
     """Else what a call took would tell of tokens that were drawn and not judged."""
     options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, temperature=1.0), verification_method=method)
-    proposer = ScriptedProposer([])
-    local = LocalProposer(proposer)
-    local.open(1, SequenceStart(options=options, sample=0, prompt_length=len(PROMPT)), PROMPT)
+    start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
     sequence = SimpleNamespace(key=1, token_ids=list(PROMPT))
     sample = SimpleNamespace(sequence=sequence, sampling=SimpleNamespace(constraint=None))
-    local.propose([(sample, 3)], reads_ahead=False, min_reach=0.25)
-    expected = 0.0 if method is VerificationMethod.REJECTION else 0.25
-    assert [each.min_reach for each in proposer.requests] == [expected]
+    request = LocalProposer(ScriptedProposer([])).request(sample, start, 3, min_reach=0.25)
+    assert request.min_reach == (0.0 if method is VerificationMethod.REJECTION else 0.25)
 
 
 def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fallbacks(make_scripted_node):
