@@ -2,8 +2,8 @@
 
 A draft token costs a row, and a row costs time that all sequences wait for. The controller knows how likely each draft
 token is (`AcceptanceRecord`, by sequence, proposer, grade and position) and how long steps take (`StepCostModel`), and
-gives rows to those that win most (`choose_rows`). No row at all is a choice as well. A sequence that gets none is tried
-again with a single token now and then, for a small share of the time.
+gives rows to those that win most (`StepOffer.choose`). No row at all is a choice as well. A sequence that gets none is
+tried again with a single token now and then, for a small share of the time.
 
 To ask a proposer in this process costs time as well (`AskCost`): it is asked for those sequences whose draft at hand
 it is expected to better by more than that (`choose_asked`), and tried again now and then as above.
@@ -203,36 +203,36 @@ class DraftController:
         if self.num_speculative_tokens <= 0 or not room.sequences:
             return {}
         offered = [sequence_id for sequence_id in limits if sequence_id in drafts]
-        probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
         self._num_waiting = num_waiting + len(room.prompts)
+        num_possible = min(room.max_draft_rows, len(room.sequences) * self.num_speculative_tokens)
+        step_seconds = self.cost.seconds(len(room.sequences), room.num_rows, num_more=num_possible)
+        probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
         offer = StepOffer(
-            probabilities,
-            room,
-            self.cost,
+            drafts=probabilities,
+            step_seconds=[each + self._asked_seconds for each in step_seconds],  # whatever is verified, they are spent
+            max_rows=min(sum(map(len, probabilities)), num_possible, self._max_explored_rows(room)),
+            num_sequences=len(room.sequences),
             num_waiting=self._num_waiting,
-            num_speculative_tokens=self.num_speculative_tokens,
-            verifies_all=self.verifies_all,
-            asked_seconds=self._asked_seconds,
         )
+        plain_seconds = step_seconds[0]
+        max_credit = MAX_PROBE_CREDIT * plain_seconds
         self._asked_seconds = 0.0
         if self.cost.is_known:
-            self._plain_seconds = offer.plain_seconds
+            self._plain_seconds = plain_seconds
         choice = offer.choose(num_rows=offer.max_rows if self.verifies_all else None)
         self.row_price = choice.row_price
         if not room.prompts:
-            speedup = choice.expected_tokens / choice.expected_seconds * offer.plain_seconds / offer.num_sequences
+            speedup = choice.expected_tokens / choice.expected_seconds * plain_seconds / offer.num_sequences
             self._speedup += (max(speedup, 1.0) - self._speedup) / SPEEDUP_STEPS
-        self._probe_credit = min(
-            self._probe_credit + PROBE_SHARE * offer.plain_seconds, MAX_PROBE_CREDIT * offer.plain_seconds
-        )
+        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain_seconds, max_credit)
         for source in self._sources.values():
-            source.earn(PROBE_SHARE * offer.plain_seconds, most=MAX_PROBE_CREDIT * offer.plain_seconds)
+            source.earn(PROBE_SHARE * plain_seconds, most=max_credit)
         num_rows = choice.num_rows
         if not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
-                choice = self._with_other_rows(offer, choice)
+                choice = self._with_other_rows(offer, choice, room.num_rows)
             records = [self._record_of(key, drafts[key].tree) for key in offered]
-            num_rows = self._with_probes(offer, choice, records)
+            num_rows = self._with_probes(offer, choice, records, max_credit=max_credit)
         return {key: min(count, len(drafts[key].tree)) for key, count in zip(offered, num_rows, strict=True) if count}
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
@@ -302,12 +302,17 @@ class DraftController:
         )
         return asked
 
-    def _with_other_rows(self, offer: StepOffer, choice: RowChoice) -> RowChoice:
+    def _max_explored_rows(self, room: StepRoom) -> int:
+        """Rows for drafts up to the size that a step may grow to: see `StepCostModel.reach`."""
+        reach = None if room.prompts or self.verifies_all else self.cost.reach()
+        return room.max_draft_rows if reach is None else max(0, reach - room.num_rows)
+
+    def _with_other_rows(self, offer: StepOffer, choice: RowChoice, num_rows: int) -> RowChoice:
         """The choice, or one of another number of rows whose time is not known well, when there is credit for it.
 
-        Of no rows for drafts, so that it is known what drafts win, or of a few more or less.
+        Of no rows for drafts, so that it is known what drafts win, or of a few more or less. `num_rows`: of the step
+        without drafts.
         """
-        num_rows = offer.num_rows
         num_best = sum(choice.num_rows)
         plain = None if self.cost.is_known_at(num_rows) else num_rows
         for total in (plain, *self.cost.unknown_near(num_rows + num_best)):
@@ -323,12 +328,14 @@ class DraftController:
                 return other
         return choice
 
-    def _with_probes(self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord]) -> Sequence[int]:
+    def _with_probes(
+        self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord], *, max_credit: float
+    ) -> Sequence[int]:
         """The choice, and single tokens of sequences that had none for long: the longest first, as credit allows."""
         due = [
             (record.last_step, place)
             for place, (count, record) in enumerate(zip(choice.num_rows, records, strict=True))
-            if not count and self._step - record.last_step >= PROBE_STEPS and offer.probabilities[place]
+            if not count and self._step - record.last_step >= PROBE_STEPS and offer.drafts[place]
         ]
         if not due:
             return choice.num_rows
@@ -338,7 +345,7 @@ class DraftController:
             if total == offer.max_rows:
                 break
             price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
-            if price >= self._probe_credit < MAX_PROBE_CREDIT * offer.plain_seconds:
+            if price >= self._probe_credit < max_credit:
                 break  # full, it pays for any: the debt is paid before the next one
             self._probe_credit -= price
             num_rows[place] = 1
