@@ -28,7 +28,8 @@ from decode_node.commands import (
     TransferFailed,
     only_admits,
 )
-from decode_node.drafting.gather import DraftGatherer, StepDrafts
+from decode_node.drafting.book import StepDrafts
+from decode_node.drafting.gather import DraftGatherer
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
 from decode_node.sequence_group_manager import SequenceGroupManager
@@ -244,7 +245,7 @@ class DecodeLoop:
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = self.progress.clock() - started, self._time.take()
         stats = partial(step_stats, step, verifying, verdicts, seconds=seconds, nanoseconds=nanoseconds)
-        self._unreported = StepReport([item.sample for item in verifying], verdicts, step.remote, stats)
+        self._unreported = StepReport([item.sample for item in verifying], verdicts, step.drafts, stats)
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
@@ -271,7 +272,7 @@ class DecodeLoop:
         self._verifier.prepare([each.draft_rows() for each in constrained])
         launched_at = self.progress.clock()
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
-        return LaunchedStep(plan, planned, logits, launched_at, drafts.remote, preempted)
+        return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
 
     def _may_go_on(self) -> bool:
         """Whether the next step may begin before commands are handled: what they open joins the step after it."""
@@ -283,7 +284,7 @@ class DecodeLoop:
         may_wait = not self._cpu_turns.is_over(0.0)
         drafts = self._drafts.gather(self._groups.samples_at_decode_row(), may_wait=may_wait)
         self._time.mark(Part.DRAFTING)
-        self._time.move(round(drafts.remote.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
+        self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
         return drafts
 
     def _plan(self, drafts: StepDrafts) -> tuple[StepPlan, list[PlannedSequence]]:

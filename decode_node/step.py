@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from decode_node.drafting.book import RemoteDrafts
+from decode_node.drafting.book import StepDrafts
 from decode_node.groups import Sample, SequenceGroup
 from outrider.engine.arrays import Array
 from outrider.engine.input_batch import SequenceRows
@@ -75,7 +75,7 @@ class LaunchedStep:
     planned: Sequence[PlannedSequence]
     logits: Array  # as of Engine.forward
     launched_at: float  # when the forward pass was queued, in seconds of a monotonic clock
-    remote: RemoteDrafts = field(default_factory=RemoteDrafts)
+    drafts: StepDrafts = field(default_factory=StepDrafts)
     preempted: Sequence[Sample] = ()
 
 
@@ -143,12 +143,12 @@ class StepReport:
 
     samples: Sequence[Sample]
     verdicts: Sequence[Verdict]  # of each sample
-    remote: RemoteDrafts
+    drafts: StepDrafts
     stats: Callable[[], StepStats]  # counted when they are told: a device has the next step by then
 
     def events(self) -> Iterator[tuple[SequenceGroup, SequenceGroupEvent]]:
         """In the order of the batch, each sample's tokens before its end."""
-        requested, hits = self.remote.requested, self.remote.hits
+        requested, hits = self.drafts.requested, self.drafts.hits
         for sample, verdict in zip(self.samples, self.verdicts, strict=True):
             if sample.sampling.failure:  # its tokens are not what was asked for
                 continue

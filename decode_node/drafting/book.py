@@ -19,7 +19,7 @@ from outrider.speculation.draft_stream import (
     SequenceStart,
     SequenceUpdate,
 )
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.prefix_hash import HashedTokens
 
 MAX_TOKENS_PER_UPDATE = 4096
@@ -47,14 +47,15 @@ class DraftCounters:
 
 
 @dataclass(slots=True)
-class RemoteDrafts:
-    """What draft nodes have for a step, by sequence id."""
+class StepDrafts:
+    """The drafts of one step, by sequence id: what draft nodes have, and the best of all after ranking."""
 
-    trees: dict[int, DraftTree] = field(default_factory=dict)
+    trees: dict[int, DraftTree] = field(default_factory=dict)  # of draft nodes
     requested: set[int] = field(default_factory=set)  # sequences that want drafts
     hits: set[int] = field(default_factory=set)  # of them, those that found one waiting for them
     missing: list[int] = field(default_factory=list)  # of them, those whose draft may come while the step waits
     waited_seconds: float = 0.0
+    ranked: dict[int, RankedDraft] = field(default_factory=dict)  # the best draft of each sequence, from any source
 
 
 class FeatureRange(NamedTuple):
@@ -147,10 +148,10 @@ class DraftBook:
             drafted.assignment.node.retry_at = 0.0  # where it had no room, it has some now
             self._unassign(drafted.assignment)
 
-    def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> RemoteDrafts:
+    def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> StepDrafts:
         """Drafts at hand, uncut. `wait_seconds`: how long the caller would wait for those that are missing."""
         now = self._clock()
-        found = RemoteDrafts()
+        found = StepDrafts()
         for sequence_id in sequence_ids:
             drafted = self._sequences.get(sequence_id)
             if drafted is None or drafted.num_wanted <= 0:

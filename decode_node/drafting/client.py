@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import grpc.aio
 import numpy as np
 
-from decode_node.drafting.book import DraftBook, DraftCounters, FeatureRange, RemoteDrafts
+from decode_node.drafting.book import DraftBook, DraftCounters, FeatureRange, StepDrafts
 from decode_node.drafting.link import DraftLink
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
@@ -144,7 +144,7 @@ class DraftClient:
             self._book.close(sequence_id)
         self._wake()
 
-    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> RemoteDrafts:
+    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
         """Proposals for this step: what is here, after waiting at most `wait_seconds` for what is not.
 
         Never waits for a node that is late or not connected, nor for a sequence whose node has answered that it has

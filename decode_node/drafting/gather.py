@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
-from decode_node.drafting.book import RemoteDrafts
+from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.client import DraftClient
 from decode_node.groups import Sample
 from outrider.engine.scheduler import EngineSequence, StepRoom
@@ -96,14 +95,6 @@ class LocalProposer:
         return found, bool(ahead)
 
 
-@dataclass(frozen=True, slots=True)
-class StepDrafts:
-    """The drafts of one step."""
-
-    ranked: Mapping[int, RankedDraft] = field(default_factory=dict)  # the best of each sequence, by id
-    remote: RemoteDrafts = field(default_factory=RemoteDrafts)
-
-
 class DraftGatherer:
     """Joins the controller (who drafts, how much), the draft client (from afar) and local proposers (from here).
 
@@ -179,17 +170,17 @@ class DraftGatherer:
         """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
         if self._controller.num_speculative_tokens <= 0:
             return StepDrafts()
-        remote = RemoteDrafts()
+        drafts = StepDrafts()
         if self._client is not None:
             most_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
             keys = [sample.sequence.key for sample in samples]
-            remote = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
-        ranked = {key: self._controller.rank(key, tree) for key, tree in remote.trees.items() if tree}
-        self._drafts = {sequence_id: [draft] for sequence_id, draft in ranked.items()}
+            drafts = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
+        drafts.ranked = {key: self._controller.rank(key, tree) for key, tree in drafts.trees.items() if tree}
+        self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
         for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
-            self._ask(local, samples, ranked)
-        self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in remote.requested})
-        return StepDrafts(ranked, remote)
+            self._ask(local, samples, drafts.ranked)
+        self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
+        return drafts
 
     def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
         """Betters the drafts at hand by that proposer's where this pays."""

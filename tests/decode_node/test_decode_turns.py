@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.drafting.book import RemoteDrafts
+from decode_node.drafting.book import StepDrafts
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
@@ -136,7 +136,7 @@ def test_drafts_are_not_waited_for_in_a_turn_that_others_wait_for(is_wanted):
     class SlowDrafts(NoDrafts):
         def take(self, sequence_ids, *, wait_seconds):
             waits.append(wait_seconds)
-            return RemoteDrafts()
+            return StepDrafts()
 
     turns = ScriptedTurns(is_over=is_wanted)
     node = Node(num_speculative_tokens=3, cpu_turns=turns, drafts=SlowDrafts(), max_wait_seconds=0.5)

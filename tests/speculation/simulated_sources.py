@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from decode_node.drafting.book import RemoteDrafts
+from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
 from outrider.engine.scheduler import StepRoom
 from outrider.request import RequestOptions, SamplingParams
@@ -147,7 +147,7 @@ class SimulatedDraftNode(NoDrafts):
         for sequence_id in sequence_ids:
             text, position = self.batch.texts[sequence_id]
             trees[sequence_id] = text.draft(DRAFT_NODE, position, 0, MAX_DRAFT_TOKENS)
-        return RemoteDrafts(trees, requested=set(trees), hits=set(trees))
+        return StepDrafts(trees, requested=set(trees), hits=set(trees))
 
 
 class SourcesBatch(SimulatedBatch):

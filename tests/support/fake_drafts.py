@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_node.drafting.book import RemoteDrafts
+from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.client import NO_TABLES
 from outrider.speculation.draft_tree import DraftTree
 
@@ -22,7 +22,7 @@ class NoDrafts:
         return
 
     def take(self, sequence_ids, *, wait_seconds):
-        return RemoteDrafts()
+        return StepDrafts()
 
     def observe_step(self, seconds):
         return
@@ -55,7 +55,7 @@ class TextDrafts(NoDrafts):
     def take(self, sequence_ids, *, wait_seconds):
         requested = {each for each in sequence_ids if self._wanted.get(each, 0) > 0}
         drafts = {each: self._draft(each) for each in sequence_ids if each in requested}
-        return RemoteDrafts({key: tree for key, tree in drafts.items() if tree is not None}, requested=requested)
+        return StepDrafts({key: tree for key, tree in drafts.items() if tree is not None}, requested=requested)
 
     def _draft(self, sequence_id):
         token_ids, num_wanted = self._texts[sequence_id], self._wanted[sequence_id]
