@@ -30,7 +30,7 @@ from outrider.speculation.proposers.base import (
     nothing,
 )
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
-from outrider.speculation.proposers.forward_plan import Plan, PlannedRows
+from outrider.speculation.proposers.forward_plan import Plan, take
 from outrider.speculation.row_budget import MAX_ROWS, CatchUpBudget, RowBudget
 
 NUM_EXTRA_TOKENS = 2
@@ -124,7 +124,8 @@ class DraftModelProposer:
         too_long = len(token_ids) + request.num_wanted > self._forward.max_model_len
         if start is None or not token_ids or too_long or max(new, default=0) >= self._forward.vocab_size:
             return None
-        if self._head is not None and not _has_features(request):
+        # A head is fed with all committed tokens but the first, which has no row: one token is not enough.
+        if self._head is not None and not (request.features and len(request.features) >= len(token_ids) - 1 >= 1):
             return None
         if tree is None:
             if not self._forward.is_ready(start):
@@ -295,13 +296,15 @@ class DraftModelProposer:
                 each.state for each in path.decided[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]
             ),
             max_tokens,
+            min_reach,
         )
-        plan.rows.append(PlannedRows(tree, path, rows, min_reach))
+        plan.rows.append(rows)
+        plan.paths.append((tree, path))
         return True
 
     def _evict(self, plan: Plan, busy: Iterable[PathTree]) -> bool:
         """Frees blocks: those of alternatives first, then those of the least recently used sequence."""
-        planned = {id(row.path) for row in plan.rows}
+        planned = {id(path) for _, path in plan.paths}
         for tree in self._trees.values():
             for path in tree.alternatives:
                 if id(path) not in planned:
@@ -321,22 +324,22 @@ class DraftModelProposer:
             return
         started = self._clock()
         try:
-            decided = self._forward.decide([row.rows for row in plan.rows], plan.copies)
+            decided = self._forward.decide(plan.rows, plan.copies)
         except Exception:
             self._give_up_copies(plan)
             raise
-        num_rows, seconds = sum(len(row.rows.token_ids) for row in plan.rows), self._clock() - started
+        num_rows, seconds = sum(len(row.token_ids) for row in plan.rows), self._clock() - started
         if num_rows > len(plan.rows):
             self._catch_up.observe(num_rows, seconds)  # with a rollout too much, which is safe
-        elif all(row.rows.max_tokens <= 1 for row in plan.rows):
+        elif all(row.max_tokens <= 1 for row in plan.rows):
             self._budget.observe(num_rows, seconds)
-        for row, outcome in zip(plan.rows, decided, strict=True):
-            row.take(outcome)
+        for (tree, path), rows, outcome in zip(plan.paths, plan.rows, decided, strict=True):
+            take(tree, path, rows, outcome)
 
     def _give_up_copies(self, plan: Plan) -> None:
         """Marks blocks that a failed forward may not have copied as not computed."""
         destinations = {destination for _, destination in plan.copies}
-        for kv in (row.path.kv for row in plan.rows):
+        for kv in (path.kv for _, path in plan.paths):
             if not destinations.isdisjoint(kv.block_ids):  # the last one with valid tokens: only that is ever copied
                 kv.truncate(kv.num_tokens - kv.num_tokens % self._forward.pool.block_size)
 
@@ -391,9 +394,3 @@ class DraftModelProposer:
                 yield AheadBranch(
                     tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + most, len(path)))
                 )
-
-
-def _has_features(request: ProposalRequest) -> bool:
-    """Whether a head can be fed with all committed tokens; the first has no row, so one token is not enough."""
-    features, num_tokens = request.features, len(request.token_ids)
-    return features is not None and len(features) >= num_tokens - 1 >= 1
