@@ -10,7 +10,7 @@ PRIOR_ACCEPTANCE = 0.8
 """What the first drafts of a proposer are taken to be worth: they begin long."""
 
 PRIOR_TOKENS = 8.0
-"""How many draft tokens weigh as much as what is assumed of a sequence."""
+"""How many draft tokens weigh as much as what is assumed of a sequence, or of a proposer."""
 
 POSITION_TOKENS = 8.0
 """How many draft tokens a sequence's overall acceptance weighs in that of one position."""
@@ -44,8 +44,16 @@ class Acceptance:
 
     __slots__ = ("_forgetting", "_num_accepted", "_num_decided", "_prior", "_prior_tokens")
 
-    def __init__(self, prior: float, *, prior_tokens: float, forgetting: float) -> None:
-        """`prior`: what is assumed; `prior_tokens`: how many draft tokens that weighs."""
+    def __init__(
+        self,
+        prior: float = PRIOR_ACCEPTANCE,
+        *,
+        prior_tokens: float = PRIOR_TOKENS,
+        forgetting: float = SOURCE_FORGETTING,
+    ) -> None:
+        """`prior`: what is assumed; `prior_tokens`: how many draft tokens that weighs. By default those of a proposer's
+        drafts over all sequences: what a new sequence is taken to accept.
+        """
         self._prior = prior
         self._prior_tokens = prior_tokens
         self._forgetting = forgetting
@@ -61,22 +69,9 @@ class Acceptance:
         self._num_accepted = self._forgetting * self._num_accepted + num_accepted
 
 
-class SourceAcceptance(Acceptance):
-    """Of one proposer's drafts of one grade, over all sequences: what a new one is taken to accept."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(PRIOR_ACCEPTANCE, prior_tokens=PRIOR_TOKENS, forgetting=SOURCE_FORGETTING)
-
-
-class PathAcceptance(Acceptance):
+def path_acceptance(prior: float = PATH_ACCEPTANCE) -> Acceptance:
     """Of what one draft model drafts for one sequence, or of its runners-up of one rank where that was rejected."""
-
-    __slots__ = ()
-
-    def __init__(self, prior: float = PATH_ACCEPTANCE) -> None:
-        super().__init__(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
+    return Acceptance(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
 
 
 class AcceptanceRecord:
@@ -90,7 +85,7 @@ class AcceptanceRecord:
 
     __slots__ = ("_accepted", "_chain", "_decided", "_num_positions", "_siblings", "_source", "last_step")
 
-    def __init__(self, source: SourceAcceptance, num_positions: int, *, step: int) -> None:
+    def __init__(self, source: Acceptance, num_positions: int, *, step: int) -> None:
         self._source = source
         self._num_positions = num_positions
         self.last_step = step  # in which a draft was judged

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from outrider.speculation.acceptance_record import AcceptanceRecord, SourceAcceptance
+from outrider.speculation.acceptance_record import Acceptance, AcceptanceRecord
 from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_tree import DraftTree
 
@@ -35,9 +36,9 @@ class DraftSource:
     """What is known of one source of drafts over all sequences. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.acceptance: dict[int, SourceAcceptance] = {}
+        self.acceptance: defaultdict[int, Acceptance] = defaultdict(Acceptance)
         """By grade."""
-        self.overall = SourceAcceptance()
+        self.overall = Acceptance()
         """Of all grades."""
         self.cost = AskCost()
         self.more = 0.0
@@ -132,10 +133,7 @@ class SourceRecord:
         """The record of drafts of that grade."""
         record = self._by_grade.get(grade)
         if record is None:
-            acceptance = self._source.acceptance
-            if grade not in acceptance:
-                acceptance[grade] = SourceAcceptance()
-            record = AcceptanceRecord(acceptance[grade], self._num_positions, step=self._begun)
+            record = AcceptanceRecord(self._source.acceptance[grade], self._num_positions, step=self._begun)
             self._by_grade[grade] = record
         return record
 

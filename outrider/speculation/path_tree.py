@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.speculation.acceptance_record import PRIOR_RUNNERS_UP, PathAcceptance
+from outrider.speculation.acceptance_record import PRIOR_RUNNERS_UP, path_acceptance
 from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import ROOT, DraftTree, num_common
 from outrider.speculation.features import Features, HeadRules
@@ -104,8 +104,8 @@ class PathTree:
         self.start = start
         self.sampling = sampling
         self.features: Features | None = None  # of a head: of all committed tokens but the newest
-        self.acceptance = PathAcceptance()  # each position that a path had guessed counts once
-        self.runner_up_chances = [PathAcceptance(prior) for prior in PRIOR_RUNNERS_UP]
+        self.acceptance = path_acceptance()  # each position that a path had guessed counts once
+        self.runner_up_chances = [path_acceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
         self.spare: DraftPath | None = None  # a head's guess until its main path has one; its KV is not its own

@@ -9,14 +9,14 @@ import pytest
 from outrider.speculation.acceptance_record import (
     PRIOR_ACCEPTANCE,
     SIBLING_ACCEPTANCE,
+    Acceptance,
     AcceptanceRecord,
-    SourceAcceptance,
 )
 from outrider.speculation.draft_tree import ROOT, DraftTree
 
 
 def record_of(verdicts=(), *, source=None, num_positions=5):
-    record = AcceptanceRecord(source or SourceAcceptance(), num_positions, step=0)
+    record = AcceptanceRecord(source or Acceptance(), num_positions, step=0)
     for num_draft, num_accepted in verdicts:
         record.observe_chain(num_draft, num_accepted)
     return record
@@ -27,7 +27,7 @@ def test_a_new_sequence_is_taken_to_accept_what_its_proposer_is_taken_for():
 
 
 def test_a_new_sequence_is_taken_to_accept_what_others_did():
-    source = SourceAcceptance()
+    source = Acceptance()
     record_of([(5, 0)] * 100, source=source)
     assert record_of(source=source).chain[0] < 0.1
 
