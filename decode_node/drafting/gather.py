@@ -190,15 +190,15 @@ class DraftGatherer:
             if not samples:
                 return
         is_cheap = controller.is_cheap(source)
-        num_missed = {sample.sequence.key: local.num_missed(sample.sequence) for sample in samples}
         asked = controller.choose_asked(
             source,
             {sample.sequence.key: sample.max_draft_tokens for sample in samples},
             best,
-            {} if is_cheap else num_missed,
+            {} if is_cheap else {sample.sequence.key: local.num_missed(sample.sequence) for sample in samples},
         )
         min_reach = controller.min_reach(source, len(asked))
         samples = [sample for sample in samples if sample.sequence.key in asked]
+        num_missed = sum([local.num_missed(sample.sequence) for sample in samples])
         started = self._clock()
         requests = [
             local.request(each, self._starts[each.sequence.key], asked[each.sequence.key], min_reach=min_reach)
@@ -206,15 +206,14 @@ class DraftGatherer:
         ]
         proposals, has_read_ahead = local.propose(requests, reads_ahead=is_cheap)
         seconds = self._clock() - started
-        # Less than none where what was read has been forgotten.
-        num_read = sum(num_missed[each.sequence.key] - local.num_missed(each.sequence) for each in samples)
+        num_read = num_missed - sum([local.num_missed(sample.sequence) for sample in samples])
         found = {key: controller.rank(key, each.tree) for key, each in proposals.items() if each.tree}
         controller.observe_asked(
             source,
             {key: number for key, number in asked.items() if proposals[key].progress is Progress.DONE},
             found,
             seconds=seconds,
-            num_read=None if has_read_ahead else max(0, num_read),
+            num_read=None if has_read_ahead else max(0, num_read),  # less where what was read is forgotten
         )
         for sequence_id, draft in found.items():
             at_hand = best.get(sequence_id)
@@ -254,9 +253,9 @@ class DraftGatherer:
         committed = list(committed)
         for sample, token_ids in committed:
             sequence_id = sample.sequence.key
-            start = self._starts.get(sequence_id)
-            if start is not None and _is_coupled(start.options):
-                for draft, _ in self._drafts.pop(sequence_id, ()):
+            unverified = self._drafts.pop(sequence_id, ())
+            if unverified and _is_coupled(self._starts[sequence_id].options):
+                for draft, _ in unverified:
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._warn_if_misread(draft.source)
         if self._client is None:
