@@ -29,7 +29,7 @@ from outrider.speculation.draft_stream import (
     DraftStatus,
     SequenceProposals,
     SequenceUpdate,
-    most_tokens_offered,
+    max_offered_tokens,
 )
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import MAX_SEQUENCES, Progress, Proposal, ProposalRequest, Proposer
@@ -245,7 +245,7 @@ class DraftLoop:
             return 0
         offered = wanted = min(held.num_wanted, self._num_speculative_tokens)
         if not looks_ahead:
-            offered = min(wanted + self._proposer.info.num_extra_tokens, most_tokens_offered(wanted))
+            offered = min(wanted + self._proposer.info.num_extra_tokens, max_offered_tokens(wanted))
         num_left = held.start.prompt_length + held.start.options.sampling.max_tokens - len(held.tokens)
         return max(0, min(offered, num_left))
 

@@ -16,7 +16,7 @@ from outrider.speculation.draft_stream import (
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
-    most_tokens_offered,
+    max_offered_tokens,
 )
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
@@ -204,7 +204,7 @@ class Assignment:
             return False
         takes_trees, committed = self.sequence.start.takes_trees, self.sequence.committed
         num_committed = len(committed.token_ids)
-        max_tokens = most_tokens_offered(self.max_wanted, takes_trees=takes_trees)
+        max_tokens = max_offered_tokens(self.max_wanted, takes_trees=takes_trees)
         for tree in answer.branches:
             num_tokens = len(tree.token_ids)
             if num_tokens > max_tokens or (tree.parents and not takes_trees):

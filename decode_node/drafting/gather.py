@@ -179,7 +179,7 @@ class DraftGatherer:
         self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
         for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
             self._ask(local, samples, drafts.ranked)
-        self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
+        self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
         return drafts
 
     def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:

@@ -83,10 +83,10 @@ class Candidate(NamedTuple):
     chain: Sequence[float]  # by position the probability that its draft is accepted to there
     at_hand: float  # worth of the draft that is here already
     num_missed: int  # tokens that the proposer has not read
-    more: float = 0.0  # what the proposer's drafts are worth beyond such a chain
+    tree_bonus: float = 0.0  # what the proposer's drafts are worth beyond such a chain
 
 
-def worth(probabilities: Sequence[float], row_price: float) -> float:
+def expected_gain(probabilities: Sequence[float], row_price: float) -> float:
     """The tokens that a draft is expected to win, less those that its rows cost."""
     return sum([each - row_price for each in probabilities if each > row_price])
 
@@ -112,11 +112,11 @@ def choose_asked(
     numbers: dict[int, list[int]] = {}  # by sequence, for each length of the longest draft
     for candidate in candidates:
         chain = candidate.chain
-        gain = candidate.more - candidate.at_hand - missed_price * candidate.num_missed
+        gain = candidate.tree_bonus - candidate.at_hand - missed_price * candidate.num_missed
         best_gain, best_number = 0.0, 0
         found: list[int] = []
         for place in range(longest):
-            least = row_price if place else row_price - candidate.more
+            least = row_price if place else row_price - candidate.tree_bonus
             if place < len(chain) and chain[place] > least:
                 gain += max(chain[place] - row_price, 0.0) - token_price
                 if gain > best_gain:

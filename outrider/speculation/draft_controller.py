@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord
-from outrider.speculation.ask_cost import Candidate, choose_asked, worth
+from outrider.speculation.ask_cost import Candidate, choose_asked, expected_gain
 from outrider.speculation.draft_source import DraftSource, SourceRecord
 from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.row_choice import RowChoice, StepOffer
@@ -56,8 +56,8 @@ class DraftController:
     """Decides which draft tokens are asked for and which are verified. Engine thread only.
 
     Order of calls in a step: `rank` for each draft as it comes, `choose_asked` and `observe_asked` for each proposer of
-    this process, the cheapest first, `observe_added` for draft nodes, `choose` for the best drafts, the forward,
-    `observe_verdict` for each sequence whose draft was verified, `observe_committed` for drafts that were not,
+    this process, the cheapest first, `observe_marginal_gain` for draft nodes, `choose` for the best drafts, the
+    forward, `observe_verdict` for each sequence whose draft was verified, `observe_committed` for drafts that were not,
     `observe_step` once. `num_wanted` says what draft nodes are asked for.
     """
 
@@ -173,21 +173,25 @@ class DraftController:
             probabilities = () if draft is None else draft.probabilities
             was_drawn = draft is not None and draft.tree.was_drawn
             expected = self._record(sequence_id, source).overall.chain[: number if was_drawn else depth]
-            known.observe_worth(
-                expected=worth(expected, self.row_price),
-                found=worth(probabilities[:number] if was_drawn else probabilities, self.row_price),
+            known.observe_tree_bonus(
+                expected=expected_gain(expected, self.row_price),
+                found=expected_gain(probabilities[:number] if was_drawn else probabilities, self.row_price),
             )
 
-    def observe_added(self, source: str, drafts: Mapping[int, Sequence[RankedDraft]]) -> None:
+    def observe_marginal_gain(self, source: str, drafts: Mapping[int, Sequence[RankedDraft]]) -> None:
         """What that proposer's drafts were worth beside others. `drafts`: of all, by sequence that it was asked for."""
         for sequence_id, found in drafts.items():
             tokens = {each.tree.source: sum(each.probabilities) for each in found}
             own = tokens.pop(source, 0.0)
-            self._record(sequence_id, source).observe_added(max(own - max(tokens.values(), default=0.0), 0.0))
+            self._record(sequence_id, source).observe_marginal_gain(max(own - max(tokens.values(), default=0.0), 0.0))
 
     def better(self, one: RankedDraft, other: RankedDraft) -> RankedDraft:
         """The one of two drafts of a sequence that is expected to win more."""
-        return max(one, other, key=lambda draft: (worth(draft.probabilities, self.row_price), sum(draft.probabilities)))
+
+        def value(draft: RankedDraft) -> tuple[float, float]:
+            return expected_gain(draft.probabilities, self.row_price), sum(draft.probabilities)
+
+        return max(one, other, key=value)
 
     def choose(
         self, drafts: Mapping[int, RankedDraft], limits: Mapping[int, int], room: StepRoom, *, num_waiting: int = 0
@@ -226,7 +230,7 @@ class DraftController:
             self._speedup += (max(speedup, 1.0) - self._speedup) / SPEEDUP_STEPS
         self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain_seconds, max_credit)
         for source in self._sources.values():
-            source.earn(PROBE_SHARE * plain_seconds, most=max_credit)
+            source.earn(PROBE_SHARE * plain_seconds, max_credit=max_credit)
         num_rows = choice.num_rows
         if not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
@@ -270,16 +274,16 @@ class DraftController:
         """For all that a draft of some grade could win: the answer says of which it is."""
         least = WORTH_ASKING * self.row_price
         asked: dict[int, int] = {}
-        for sequence_id, most in wanted.items():
-            if most > 0:
+        for sequence_id, limit in wanted.items():
+            if limit > 0:
                 record = self._record(sequence_id, source)
                 is_due = self.verifies_all or self._step - record.last_step >= CHEAP_PROBE_STEPS
                 if is_due or record.best().chain[0] >= least:
-                    asked[sequence_id] = min(most, self.num_speculative_tokens)
+                    asked[sequence_id] = min(limit, self.num_speculative_tokens)
         return asked
 
     def _choose_asked(
-        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, DraftTree], num_missed: Mapping[int, int]
+        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
     ) -> dict[int, int]:
         """The same of a proposer that costs something."""
         known = self._sources[source]
@@ -289,13 +293,14 @@ class DraftController:
             0.0 if self.verifies_all else self._speedup * (len(wanted) + self._num_waiting) / self._plain_seconds
         )
         candidates: list[Candidate] = []
-        for sequence_id, most in wanted.items():
-            if most > 0:
+        for sequence_id, limit in wanted.items():
+            if limit > 0:
                 draft = drafts.get(sequence_id)
-                at_hand = () if draft is None else draft.probabilities[:most]
-                chain = self._record(sequence_id, source).overall.chain[:most]
+                at_hand = () if draft is None else draft.probabilities[:limit]
+                chain = self._record(sequence_id, source).overall.chain[:limit]
                 missed = num_missed.get(sequence_id, 0)
-                candidates.append(Candidate(sequence_id, chain, worth(at_hand, row_price), missed, known.more))
+                gain = expected_gain(at_hand, row_price)
+                candidates.append(Candidate(sequence_id, chain, gain, missed, known.tree_bonus))
         asked = choose_asked(candidates, known.cost, token_rate=self._token_rate, row_price=row_price)
         known.add_trial(
             asked, {each.sequence_id: each.num_missed for each in candidates}, before=self._step - PROBE_STEPS

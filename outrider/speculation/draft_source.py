@@ -9,14 +9,14 @@ from outrider.speculation.acceptance_record import Acceptance, AcceptanceRecord
 from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_tree import DraftTree
 
-LEAST_ADDED = 0.05
+MIN_MARGINAL_GAIN = 0.05
 """Accepted tokens a step that drafts from afar should add to those of others: about what it takes to ask for them."""
 
-ADDED_AT_FIRST = 1.0
-ADDED_RATE = 0.1
+FIRST_MARGINAL_GAIN = 1.0
+MARGINAL_GAIN_RATE = 0.1
 """What a source is taken to add before it was asked, in tokens; the weight of each step in which it is asked."""
 
-WORTH_RATE = 0.02
+TREE_BONUS_RATE = 0.02
 """Weight of a new draft in what drafts are worth beyond their chains."""
 
 DEBT_FACTOR = 4.0
@@ -41,10 +41,10 @@ class DraftSource:
         self.overall = Acceptance()
         """Of all grades."""
         self.cost = AskCost()
-        self.more = 0.0
+        self.tree_bonus = 0.0
         """Tokens that a draft is worth, on average, beyond what was expected of its chain before it was made: it has
         branches, and its grade tells which tokens are worth their rows."""
-        self._num_found = 0  # drafts of which `more` is the mean
+        self._num_found = 0  # drafts of which `tree_bonus` is the mean
         self._credit = 0.0  # seconds, for trials; below 0 after one that took more
         self._max_debt = 0.0  # seconds, that the next trial may leave
         self._trial: int | None = None  # sequence that is being tried: it may take several calls to read its text
@@ -58,17 +58,17 @@ class DraftSource:
         """Whether nearly none of the first `NUM_JUDGED` drafts was right; False before and after the last of them."""
         return self.num_judged == NUM_JUDGED and self.num_begun < MIN_BEGUN * NUM_JUDGED
 
-    def earn(self, seconds: float, *, most: float) -> None:
-        """Adds time for trials, of which at most `most` is saved up: beyond that, more and more may be owed."""
+    def earn(self, seconds: float, *, max_credit: float) -> None:
+        """Adds time for trials, of which at most `max_credit` is saved up: beyond that, more and more may be owed."""
         self._credit += seconds
-        if self._credit >= most:
-            self._credit = most
+        if self._credit >= max_credit:
+            self._credit = max_credit
             self._max_debt += DEBT_FACTOR * seconds + DEBT_GROWTH * self._max_debt
 
-    def observe_worth(self, *, expected: float, found: float) -> None:
+    def observe_tree_bonus(self, *, expected: float, found: float) -> None:
         """In tokens: what a draft's chain was expected to be worth, and what the whole draft is."""
         self._num_found += 1
-        self.more += max(WORTH_RATE, 1 / self._num_found) * (found - expected - self.more)
+        self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_found) * (found - expected - self.tree_bonus)
 
     def add_trial(self, asked: dict[int, int], num_missed: Mapping[int, int], *, before: int) -> None:
         """Asks for a token of one sequence that was not asked for since that step, as credit allows.
@@ -115,7 +115,7 @@ class DraftSource:
 class SourceRecord:
     """What one sequence accepts, by grade. Not thread-safe."""
 
-    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "added", "last_asked", "overall")
+    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_asked", "marginal_gain", "overall")
 
     def __init__(self, source: DraftSource, num_positions: int, *, step: int) -> None:
         """`step`: in which something was verified last, as far as that matters."""
@@ -126,7 +126,7 @@ class SourceRecord:
         self.overall = AcceptanceRecord(source.overall, num_positions, step=step)
         """Of drafts of all grades: before one is asked for, its grade is not known."""
         self.last_asked = step
-        self.added = ADDED_AT_FIRST
+        self.marginal_gain = FIRST_MARGINAL_GAIN
         """Tokens that its drafts were expected to win beyond the best of others, on average where it was asked."""
 
     def of(self, grade: int) -> AcceptanceRecord:
@@ -153,14 +153,14 @@ class SourceRecord:
             else:
                 record.observe_chain(len(draft.token_ids), len(accepted))
 
-    def observe_added(self, tokens: float) -> None:
+    def observe_marginal_gain(self, tokens: float) -> None:
         """In one step, in which it was asked: 0 where it had nothing better than others."""
-        self.added += ADDED_RATE * (tokens - self.added)
+        self.marginal_gain += MARGINAL_GAIN_RATE * (tokens - self.marginal_gain)
 
     @property
     def adds_nothing(self) -> bool:
         """Whether asking is hardly worth its messages."""
-        return self.added < LEAST_ADDED
+        return self.marginal_gain < MIN_MARGINAL_GAIN
 
     def best(self) -> AcceptanceRecord:
         """The record of the grade whose drafts are accepted most."""

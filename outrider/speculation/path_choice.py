@@ -32,10 +32,10 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
     rows: list[AheadRow] = []
     for path in tree.paths:
         num_tokens = len(path)
-        if tree.num_missing(path) > tree.most_draft_rows:
+        if tree.num_missing(path) > tree.max_path_rows:
             continue  # its KV was evicted
         max_tokens = 2 * num_wanted + 1 if path is tree.main else path.num_assumed + num_wanted
-        if num_tokens >= max_tokens or tree.is_over(path):
+        if num_tokens >= max_tokens or tree.is_complete(path):
             continue
         is_wanted = path is tree.main and num_tokens < num_wanted
         rows.append(AheadRow(owner, tree.probability(path, num_tokens) * acceptance, tree, path, is_wanted))

@@ -6,7 +6,7 @@ The text follows the main path as long as the target decides like the draft mode
 not, the runners-up of the draft model's race are its likeliest choices: an alternative assumes one of them.
 
 A head's rows are one less than its tokens. What it drafted is drafted anew once its tokens are committed, from the
-features that came with them: until then the rest of the old path is the `spare`.
+features that came with them: until then the rest of the old path is the `stale_path`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PathTree:
         self.runner_up_chances = [path_acceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
-        self.spare: DraftPath | None = None  # a head's guess until its main path has one; its KV is not its own
+        self.stale_path: DraftPath | None = None  # a head's guess until its main path has one; its KV is not its own
         self.num_wasted_tokens = 0  # decided, and dropped without having been committed
         self._head = head
         self._num_without_row = 0 if head is None else 1  # leading tokens
@@ -187,25 +187,25 @@ class PathTree:
         self.num_wasted_tokens += path.num_decided
         path.kv.free()
 
-    def answer(self, *, may_be_spare: bool) -> DraftPath:
+    def answer(self, *, may_be_stale: bool) -> DraftPath:
         """The path to send: the main one. As long as a head's guess from before the commit agrees, its rest follows.
 
         Of drawn drafts only until the main path begins: a guess that stays because the new path has drawn the same
         token would be judged by another distribution than that draw's.
         """
-        main, spare = self.main, self.spare
-        if not may_be_spare or spare is None or len(spare) <= len(main) or not self._is_spare_right(spare):
+        main, stale = self.main, self.stale_path
+        if not may_be_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
             return main
-        return replace(main, decided=[*main.decided, *spare.decided[len(main) :]])
+        return replace(main, decided=[*main.decided, *stale.decided[len(main) :]])
 
-    def drop_wrong_spare(self) -> None:
+    def drop_wrong_stale_path(self) -> None:
         """Once it no longer follows the main path, what was sent of it is to be sent anew."""
-        main, spare = self.main, self.spare
-        if spare is not None and not self._is_spare_right(spare):
-            num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, spare.token_ids)
+        main, stale = self.main, self.stale_path
+        if stale is not None and not self._is_stale_path_right(stale):
+            num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, stale.token_ids)
             main.num_sent = min(main.num_sent, num_right)
-            self.num_wasted_tokens += spare.num_decided
-            self.spare = None
+            self.num_wasted_tokens += stale.num_decided
+            self.stale_path = None
 
     # --- growth ---------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class PathTree:
         return max(0, len(self) - self._num_fed(self.main))
 
     @property
-    def most_draft_rows(self) -> int:
+    def max_path_rows(self) -> int:
         """Rows of one path that are drafting, not catching up: its newest token, and of a head those just committed."""
         return 1 if self._head is None else 1 + MAX_PROPOSAL_TOKENS
 
@@ -240,7 +240,7 @@ class PathTree:
         """Of the KV cache, for the tokens before this position."""
         return position - self._num_without_row
 
-    def is_over(self, path: DraftPath) -> bool:
+    def is_complete(self, path: DraftPath) -> bool:
         """Whether it ends with a stop token, at the maximum length, or where a head can draft no further."""
         return self.num_left_of(path) <= 0 or (bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids)
 
@@ -332,10 +332,10 @@ class PathTree:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _is_spare_right(self, spare: DraftPath) -> bool:
+    def _is_stale_path_right(self, stale: DraftPath) -> bool:
         if self.start.wants_distributions:
             return not self.main
-        return num_common(self.main.token_ids, spare.token_ids) == min(len(self.main), len(spare))
+        return num_common(self.main.token_ids, stale.token_ids) == min(len(self.main), len(stale))
 
     @property
     def _max_own_rows(self) -> int:
@@ -350,21 +350,21 @@ class PathTree:
         return num_fed
 
     def _draft_anew(self, new: Sequence[int]) -> None:
-        """Of a head, after a commit: keeps the rows that were fed with features, and what is still right as spare."""
-        size, spare = len(new), None
-        for path in (*self.paths, *((self.spare,) if self.spare else ())):
+        """Keeps a head's rows that were fed with features after a commit, and as the stale path what is still right."""
+        size, stale = len(new), None
+        for path in (*self.paths, *((self.stale_path,) if self.stale_path else ())):
             num_agreeing = num_common(path.token_ids, new)
             self.num_wasted_tokens += path.num_decided - max(0, num_agreeing - path.num_assumed)
-            if spare is None and num_agreeing == size < len(path) and path.num_assumed <= size:
+            if stale is None and num_agreeing == size < len(path) and path.num_assumed <= size:
                 self.num_wasted_tokens -= len(path) - size
-                spare = path
+                stale = path
         for path in self.alternatives:
             path.kv.free()
         kv = self.main.kv
         kv.truncate(min(kv.num_tokens, self.rows_before(len(self) - size)))
-        if spare is not None:
-            spare.cut_front(size)
-        self.main, self.alternatives, self.spare = DraftPath(kv), [], spare
+        if stale is not None:
+            stale.cut_front(size)
+        self.main, self.alternatives, self.stale_path = DraftPath(kv), [], stale
 
     def _list_openings(self, num_positions: int) -> list[Opening]:
         taken = {(path.num_assumed - 1, path.rank) for path in self.alternatives}
@@ -382,7 +382,7 @@ class PathTree:
 
     def _learn(self, new: Sequence[int]) -> None:
         """Updates the estimates by the committed tokens, up to the first that no path had guessed."""
-        path = self.answer(may_be_spare=True)
+        path = self.answer(may_be_stale=True)
         for index, token_id in enumerate(new):
             if index >= len(path):
                 return

@@ -11,7 +11,7 @@ RETRY = 0.995
 
 MAX_ROWS = 64
 
-LEAST_ROWS = 16
+MIN_CATCH_UP_ROWS = 16
 """Of prefixes: fewer cost about as much."""
 
 FIRST_ROWS = 64
@@ -64,11 +64,11 @@ class CatchUpBudget:
     def num_rows(self) -> int:
         """For the next forward."""
         affordable = self._seconds / self._row_seconds if self._row_seconds > 0.0 else FIRST_ROWS
-        return int(min(self._max_rows, max(affordable, LEAST_ROWS)))
+        return int(min(self._max_rows, max(affordable, MIN_CATCH_UP_ROWS)))
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Records a forward with prefix rows. One of few rows says little about the cost of a row, and is ignored."""
-        if num_rows < LEAST_ROWS:
+        if num_rows < MIN_CATCH_UP_ROWS:
             return
         weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
         self._row_seconds += weight * (seconds / num_rows - self._row_seconds)

@@ -4,7 +4,7 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
-from outrider.speculation.row_budget import FIRST_ROWS, LEAST_ROWS, CatchUpBudget
+from outrider.speculation.row_budget import FIRST_ROWS, MIN_CATCH_UP_ROWS, CatchUpBudget
 from tests.draft_node.simulated_pair import ScriptedForward
 from tests.support.fake_clock import FakeClock
 
@@ -23,13 +23,13 @@ def test_there_is_a_least_and_a_most():
     slow, quick = (CatchUpBudget(max_rows=512, seconds=0.1) for _ in range(2))
     slow.observe(64, 64.0)
     quick.observe(64, 0.0001)
-    assert (slow.num_rows, quick.num_rows) == (LEAST_ROWS, 512)
+    assert (slow.num_rows, quick.num_rows) == (MIN_CATCH_UP_ROWS, 512)
     assert CatchUpBudget(max_rows=8, seconds=0.1).num_rows == 8
 
 
 def test_few_rows_say_nothing():
     budget = CatchUpBudget(max_rows=512, seconds=0.1)
-    budget.observe(LEAST_ROWS - 1, 30.0)
+    budget.observe(MIN_CATCH_UP_ROWS - 1, 30.0)
     assert budget.num_rows == FIRST_ROWS
 
 

@@ -225,7 +225,7 @@ def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_the
         asked.append(controller.num_wanted(1, 4, DRAFT_NODE) > 0)
         if asked[-1]:
             found = [draft_of(4), same] if has_another else [draft_of(4)]
-            controller.observe_added(DRAFT_NODE, {1: [controller.rank(1, each) for each in found]})
+            controller.observe_marginal_gain(DRAFT_NODE, {1: [controller.rank(1, each) for each in found]})
         step_of(controller, [(1, draft_of(4))], 4)
         controller.observe_verdict(1, same, range(4))
     assert sum(asked[-PROBE_STEPS:]) == (TRIAL_STEPS if has_another else PROBE_STEPS)
@@ -233,7 +233,7 @@ def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_the
     for _ in range(PROBE_STEPS):  # the others have nothing any more; what it drafts arrives two steps later
         if controller.num_wanted(1, 4, DRAFT_NODE):
             found = [controller.rank(1, draft_of(4))] if num_before >= 2 else []
-            controller.observe_added(DRAFT_NODE, {1: found})
+            controller.observe_marginal_gain(DRAFT_NODE, {1: found})
             num_before += 1
         else:
             num_before = 0
@@ -290,7 +290,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
             asked = controller.choose_asked("head", {1: 5}, {1: other}, {1: 1})
             # It takes the longer the more tokens it has: a time that is not to be looked at in this step.
             controller.observe_asked("head", {1: 5}, {1: one}, seconds=0.002 * length, num_read=1)
-            controller.observe_added("head", {1: [one, other]})
+            controller.observe_marginal_gain("head", {1: [one, other]})
             better = controller.better(one, other).tree.source
             chosen = choose(controller, [(1, draft), (2, draft_of(5))], room_for(2, max_rows=4), limit=5)
             controller.observe_step(clock(6), num_rows=6, num_sequences=2, num_prompt_rows=0)

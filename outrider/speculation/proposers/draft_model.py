@@ -16,7 +16,7 @@ from dataclasses import replace
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
-from outrider.speculation.draft_stream import most_tokens_offered
+from outrider.speculation.draft_stream import max_offered_tokens
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
@@ -164,9 +164,9 @@ class DraftModelProposer:
         """Whether there is an answer: the whole draft, or its first token if the rest may follow by look-ahead."""
         if request.num_wanted <= 0:
             return not tree.num_behind
-        answer = tree.answer(may_be_spare=request.max_alternatives > 0)
+        answer = tree.answer(may_be_stale=request.max_alternatives > 0)
         return len(answer) >= (1 if request.max_alternatives else request.num_wanted) or (
-            bool(answer) and (tree.is_over(answer) or answer.reach < request.min_reach)
+            bool(answer) and (tree.is_complete(answer) or answer.reach < request.min_reach)
         )
 
     # --- planning -------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class DraftModelProposer:
         for request, tree in waiting:
             num_missing = tree.num_missing(tree.main) if request.num_wanted > 0 else tree.num_behind
             missing[request.sequence_id] = num_missing
-            if num_missing > tree.most_draft_rows or not (tree.main or self._head is not None):
+            if num_missing > tree.max_path_rows or not (tree.main or self._head is not None):
                 catching_up.append(request.sequence_id)
         first = next(iter(catching_up), None)
         kept = int(FIRST_SHARE * budget)  # for it
@@ -354,7 +354,7 @@ class DraftModelProposer:
                 ahead=tuple(self._due(request, tree)),
                 has_more=request.sequence_id in plan.looking_ahead,
             )
-        answer = tree.answer(may_be_spare=request.max_alternatives > 0)
+        answer = tree.answer(may_be_stale=request.max_alternatives > 0)
         progress = Progress.DRAFTING
         if request.sequence_id in plan.no_room or self._is_drafted(request, tree):
             progress = Progress.DONE
@@ -363,7 +363,7 @@ class DraftModelProposer:
         num_offered = 0
         if progress is Progress.DONE:
             # What look-ahead has made already goes along: the rest serves the next step.
-            most = most_tokens_offered(request.num_wanted) if request.max_alternatives else request.num_wanted
+            most = max_offered_tokens(request.num_wanted) if request.max_alternatives else request.num_wanted
             tree.main.num_sent = num_offered = min(len(answer), most) if request.num_wanted > 0 else 0
         return Proposal(
             sequence_id=request.sequence_id,
@@ -375,21 +375,21 @@ class DraftModelProposer:
     def _due(self, request: ProposalRequest, tree: PathTree) -> Iterator[AheadBranch]:
         """Branches to send: paths with twice the tokens that were sent, if these win enough, and complete ones."""
         num_wanted = request.num_wanted
-        tree.drop_wrong_spare()
+        tree.drop_wrong_stale_path()
         for each in tree.paths:
-            path = tree.answer(may_be_spare=True) if each is tree.main else each
+            path = tree.answer(may_be_stale=True) if each is tree.main else each
             # The main path has two drafts: what is verified now, and after one more token the next.
             is_next = each is tree.main and len(path) > num_wanted + 1
             num_before = num_wanted + 1 if is_next else path.num_assumed
             size, told = len(path) - num_before, max(0, path.num_sent - num_before)
-            is_complete = size >= num_wanted or tree.is_over(path)
+            is_complete = size >= num_wanted or tree.is_complete(path)
             if size <= told or (told >= num_wanted) or not (is_complete or size >= 2 * told):
                 continue
             gains = (tree.probability(path, num_tokens) for num_tokens in range(num_before + told + 1, len(path) + 1))
             if is_complete or sum(gains) >= MIN_GAIN:
                 each.num_sent = len(path)
                 # The main path begins earlier if there is room, for a target that verifies less than it asked for.
-                most = most_tokens_offered(num_wanted)
+                most = max_offered_tokens(num_wanted)
                 start = path.num_assumed or min(num_before, max(0, len(path) - most))
                 yield AheadBranch(
                     tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + most, len(path)))

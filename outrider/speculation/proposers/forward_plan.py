@@ -27,7 +27,7 @@ def take(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> N
         if not each.token_ids:
             break
         if index and rows.max_tokens > 1:
-            if tree.is_over(path) or path.reach < rows.min_reach:
+            if tree.is_complete(path) or path.reach < rows.min_reach:
                 break
             path.kv.advance(path.kv.num_tokens + 1)  # with the token before
         path.decided.append(each)
