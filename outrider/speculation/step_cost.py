@@ -126,7 +126,7 @@ class StepCostModel:
         place, share = self._place(num_rows)
         return bool(self._squares[place + round(share), place + round(share)] >= MIN_EVIDENCE)
 
-    def reach(self) -> int | None:
+    def max_explored_rows(self) -> int | None:
         """The number of rows to which a step may grow: a knot more than was seen lately. None: nothing was seen.
 
         What lies further off may cost anything: a line that goes on straight says nothing about a cliff.
