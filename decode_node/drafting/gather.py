@@ -1,4 +1,4 @@
-"""The drafts of one step: of each sequence the one that is expected to win most, from wherever it pays to ask."""
+"""Finds the best draft of each sequence for a step, from draft nodes and from the proposers of this process."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ from outrider.speculation.features import Features
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
+"""Share of the last step's duration that a step waits for draft nodes, at most."""
 
 FeaturesOf = Callable[[EngineSequence], Features]
-"""What the target's forwards have left of a sequence for a head."""
+"""Returns what the target's forwards have computed of a sequence for a head."""
 
 _log = get_logger("drafts")
 
 
 def log_failed_proposer(error: Exception, sequence_id: int) -> None:
-    """A proposer in this process has failed for a sequence, which goes on without its drafts for a while."""
+    """Logs that a proposer in this process has failed for a sequence, which goes on without its drafts for a while."""
     _log.error("local proposer failed", sequence_id=sequence_id, error=str(error), exc_info=error)
 
 
 class LocalProposer:
-    """A proposer in this process, and what it has still to read. Engine thread only."""
+    """A proposer in this process, and how far it has read each sequence. Engine thread only."""
 
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.source = proposer.info.name
         self.needs_constraint = proposer.info.needs_constraint
         self._proposer = proposer
         self._features_of = features_of
-        self._unread: dict[int, ProposalRequest] = {}  # prompts that it does not know yet, by sequence
+        self._unread: dict[int, ProposalRequest] = {}  # to read a prompt that it does not know yet, by sequence
         self._num_read: dict[int, int] = {}  # tokens that it knows, by sequence
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
-        if self._proposer.info.features is None:  # a head's come with the KV
+        """Announces a sequence, whose prompt may be read while its KV is transferred."""
+        if self._proposer.info.features is None:  # a head cannot read before the KV is here, with its features
             self._unread[sequence_id] = ProposalRequest(sequence_id, token_ids, 0, start)
 
     def close(self, sequence_id: int) -> None:
+        """Forgets a sequence."""
         self._unread.pop(sequence_id, None)
         self._num_read.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
@@ -58,8 +61,9 @@ class LocalProposer:
     def request(self, sample: Sample, start: SequenceStart, num_wanted: int, *, min_reach: float) -> ProposalRequest:
         """Returns a request for a draft after the newest token of the sample.
 
-        `min_reach`: see ProposalRequest. Not of drafts that are drawn: what a call took would tell of draws that were
-        not judged, and what comes to their positions later is drawn with the same luck.
+        `min_reach`: see ProposalRequest. It does not apply to drafts that are drawn: the duration of a call would
+        depend on drawn tokens that are not verified, and tokens at their positions are later drawn from the same random
+        words.
         """
         return ProposalRequest(
             sample.sequence.key,
@@ -72,10 +76,12 @@ class LocalProposer:
         )
 
     def propose(self, requests: Sequence[ProposalRequest], *, reads_ahead: bool) -> tuple[dict[int, Proposal], bool]:
-        """Asks until all drafts are complete, or wait for the rest of their prefix. Proposals by sequence.
+        """Calls the proposer until each draft is complete or waits for the rest of its prefix.
 
-        With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way; the
-        second value tells whether there were any.
+        With `reads_ahead`, the time that reading new tokens leaves goes to prompts whose KV is being transferred.
+
+        Returns:
+            Proposals by sequence, and whether prompts were read ahead.
         """
         found: dict[int, Proposal] = {}
         requested = {request.sequence_id for request in requests}
@@ -96,13 +102,13 @@ class LocalProposer:
 
 
 class DraftGatherer:
-    """Joins the controller (who drafts, how much), the draft client (from afar) and local proposers (from here).
+    """Connects the controller, which decides, with the client of draft nodes and the proposers of this process.
 
-    All sources compete by what their drafts have won of this sequence. A draft of a draft node that is here costs
-    nothing more; proposers of this process are asked, the cheapest first, where they are expected to better what is at
-    hand by more than they take. Drafts that were made and not verified are judged by what was committed.
+    All sources compete by the acceptance of their drafts in a sequence. A draft that a draft node has sent costs
+    nothing more. Proposers of this process are asked, the cheapest first, if they are expected to improve on the best
+    draft so far by more than they cost. Drafts that are not verified are judged by the tokens that were committed.
 
-    Engine thread only. No step waits for the network past its budget: min(`max_wait_seconds`, 20 % of the last step).
+    Engine thread only. A step waits for the network min(`max_wait_seconds`, 20 % of the last step), at most.
     """
 
     def __init__(
@@ -116,8 +122,14 @@ class DraftGatherer:
         features_of: FeaturesOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`client`: None without draft nodes. `proposers`: with different names. `features_of`: where one is a head.
-        `clock`: in seconds, by which their time is measured.
+        """Args:
+        client: None without draft nodes.
+        controller: that of this node.
+        proposers: of this process, with different names.
+        max_wait_seconds: how long a step may wait for draft nodes.
+        takes_trees: whether drafts may have branches.
+        features_of: needed if one of the proposers is a head.
+        clock: in seconds, for the duration of calls.
         """
         self._client = client
         self._controller = controller
@@ -126,15 +138,15 @@ class DraftGatherer:
         self._takes_trees = takes_trees
         self._clock = clock
         self._last_step_seconds = 0.0
-        self._drafts: dict[int, list[RankedDraft]] = {}  # of this step by sequence, but for verified ones
+        self._drafts: dict[int, list[RankedDraft]] = {}  # unverified drafts of this step, by sequence
         self._starts: dict[int, SequenceStart] = {}  # of open sequences that may have drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
-        """From the grant on the sequence is announced; drafters learn the prompt while it is prefilled."""
-        options, most = opened.options, self._controller.num_speculative_tokens
+        """Announces a sequence when it is granted, so that drafters read the prompt while it is prefilled."""
+        options, max_tokens = opened.options, self._controller.num_speculative_tokens
         if options.num_speculative_tokens is not None:
-            most = min(options.num_speculative_tokens, most)
-        if most <= 0:
+            max_tokens = min(options.num_speculative_tokens, max_tokens)
+        if max_tokens <= 0:
             return
         known_token_ids = opened.known_token_ids(start)
         self._starts[sequence_id] = sequence_start = SequenceStart(
@@ -148,11 +160,11 @@ class DraftGatherer:
             local.open(sequence_id, sequence_start, known_token_ids)
         if self._client is not None:
             num_left = options.sampling.max_tokens - len(start.generated_token_ids) - 1
-            num_wanted = self._controller.num_wanted(sequence_id, min(most, num_left), DRAFT_NODE)
+            num_wanted = self._controller.num_wanted(sequence_id, min(max_tokens, num_left), DRAFT_NODE)
             self._client.open(sequence_id, sequence_start, known_token_ids, num_wanted=num_wanted)
 
     def close(self, sequence_id: int) -> None:
-        """The sequence has ended, or will not start."""
+        """Forgets a sequence that has ended, or will not start."""
         if self._client is not None:
             self._client.close(sequence_id)
         self._controller.forget(sequence_id)
@@ -161,20 +173,19 @@ class DraftGatherer:
                 local.close(sequence_id)
 
     def may_draft(self, samples: Iterable[Sample]) -> bool:
-        """Whether a draft of one of them may come to hand."""
+        """Returns whether the next step may have a draft for one of the samples."""
         if self._controller.num_speculative_tokens <= 0 or not (self._client or self._local):
             return False
         return any(sample.may_draft for sample in samples)
 
     def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> StepDrafts:
-        """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
+        """Finds drafts for samples whose next row is a decode row. Waits within its budget, or not at all."""
         if self._controller.num_speculative_tokens <= 0:
             return StepDrafts()
         drafts = StepDrafts()
         if self._client is not None:
-            most_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
-            keys = [sample.sequence.key for sample in samples]
-            drafts = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
+            budget = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
+            drafts = self._client.take([sample.sequence.key for sample in samples], wait_seconds=budget)
         drafts.ranked = {key: self._controller.rank(key, tree) for key, tree in drafts.trees.items() if tree}
         self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
         for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
@@ -183,7 +194,7 @@ class DraftGatherer:
         return drafts
 
     def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
-        """Betters the drafts at hand by that proposer's where this pays."""
+        """Asks a proposer for the sequences for which this pays, and keeps the better drafts in `best`."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
@@ -223,22 +234,22 @@ class DraftGatherer:
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
     ) -> dict[int, int]:
-        """How many of its first tokens the step verifies of each draft, by sequence id.
+        """Decides how many of its first tokens the step verifies of each draft, by sequence id.
 
-        `samples`: those of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
+        `samples`: of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
         """
         limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns how the verified draft of a sequence went: the tokens of it that were accepted, from the root on."""
+        """Learns which tokens of a verified draft were accepted: their indices, from the root on."""
         self._controller.observe_verdict(sequence_id, draft, accepted)
         self._warn_if_misread(draft.source)
         others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
         self._drafts[sequence_id] = others
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
-        """What a step cost."""
+        """Learns the duration of a step."""
         self._last_step_seconds = seconds
         if self._client is not None:
             self._client.observe_step(seconds)
@@ -275,7 +286,7 @@ class DraftGatherer:
         )
 
     def _warn_if_misread(self, source: str) -> None:
-        """Warns of a draft model or head whose drafts are hardly ever right. A lookup, with no colon, may be wrong."""
+        """Warns once of a head or draft model, which has a colon in its name, whose drafts are hardly ever right."""
         if (source == DRAFT_NODE or ":" in source) and self._controller.is_misread(source):
             _log.warning(
                 "almost none of these draft tokens are accepted: the head or draft model was probably loaded wrongly, "
@@ -286,5 +297,5 @@ class DraftGatherer:
 
 
 def _is_coupled(options: RequestOptions) -> bool:
-    """Whether drafts are verified by coupled sampling, so that tokens do not depend on them: as all greedy ones are."""
+    """Returns whether coupled sampling verifies the drafts, as of all greedy requests: tokens do not depend on them."""
     return options.is_reproducible or options.sampling.is_greedy
