@@ -1,4 +1,4 @@
-"""One step's values, in order: what is planned for each sequence, what was decided for it, and what is reported."""
+"""The values of a step, in order: what is planned for each sequence, what is decided for it, what is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_DRAFT = DraftTree(0)
 
 
 class PlannedSequence(NamedTuple):
-    """What was scheduled, for which sample, and the draft that is verified."""
+    """A scheduled sequence, its sample, and the draft that is verified."""
 
     scheduled: Scheduled
     sample: Sample
@@ -32,13 +32,13 @@ class PlannedSequence(NamedTuple):
 
     @classmethod
     def of(cls, scheduled: Scheduled, sample: Sample, draft: RankedDraft | None) -> PlannedSequence:
-        """With as much of the draft as got rows."""
+        """Cuts the draft to the rows that it was given, and puts it into their order."""
         if draft is None or not scheduled.num_draft_tokens:
             return cls(scheduled, sample, NO_DRAFT)
         return cls(scheduled, sample, draft.tree.cut(scheduled.num_draft_tokens).depth_first())
 
     def rows(self) -> SequenceRows:
-        """Tokens without KV, then the draft tokens."""
+        """Returns the rows of the forward: tokens without KV, then the draft tokens."""
         sequence, draft, num_rows = self.scheduled.sequence, self.draft, self.scheduled.num_rows
         kv, known = sequence.kv, sequence.token_ids
         assert kv is not None
@@ -52,13 +52,13 @@ class PlannedSequence(NamedTuple):
         )
 
     def draft_rows(self) -> DraftRows:
-        """What the verifier decides: what follows the known tokens, and what follows each draft token."""
+        """Returns what the verifier decides: the tokens after the known ones, and after each draft token."""
         sample, draft = self.sample, self.draft
         rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
         return DraftRows(rows, draft.distributions, sample.group.opened.options.verification_method, draft.parents)
 
     def moved_slots(self, outcome: Verified) -> Iterator[tuple[int, int]]:
-        """Accepted tokens of a tree that do not lie where their positions are: (source, destination) slots."""
+        """Yields (source, destination) slots of accepted tokens of a tree whose KV is not at their position's slot."""
         kv = self.scheduled.sequence.kv
         assert kv is not None
         first = len(self.scheduled.sequence.token_ids)
@@ -80,23 +80,24 @@ class LaunchedStep:
 
 
 class Verdict(NamedTuple):
-    """The tokens that are committed by this step, in order, and why the sample ends with them, if it does."""
+    """The tokens that a step commits for one sample, in order, and why the sample ends with them, if it does."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]  # empty, or one for each token
     finish_reason: FinishReason | None
     stop_token_id: int | None
     num_draft_tokens: int
-    num_accepted: int  # accepted draft tokens, those behind a stop included
+    num_accepted: int  # accepted draft tokens, including those after a stop
     rejected_token_ids: tuple[int, ...] = ()  # the other draft tokens, in the order of their rows
 
 
 def apply_stop_conditions(
     verified: Verified, draft: DraftTree, *, stop_token_ids: frozenset[int], num_tokens_left: int
 ) -> Verdict:
-    """The accepted draft tokens and one token more, cut after the first token that ends the sample.
+    """Cuts what was verified after the first token that ends the sample.
 
-    On one token STOP wins over LENGTH. `num_tokens_left`: of max_tokens, at least 1.
+    If a token is a stop token and the last one allowed, the reason is STOP. `num_tokens_left`: of max_tokens, at
+    least 1.
     """
     token_ids, num_draft_tokens = verified.token_ids, len(draft.token_ids)
     num_accepted = len(token_ids) - 1
@@ -125,7 +126,7 @@ def _requested(logprobs: tuple[TokenLogprobs | None, ...]) -> tuple[TokenLogprob
 
 @lru_cache(maxsize=4096)
 def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool, hit: bool) -> SpeculationCounts:  # noqa: FBT001 of one caller
-    """What one verdict adds to its request's counts: one value for all that went alike."""
+    """Returns what a verdict adds to its request's counts; equal verdicts share one value."""
     drafted = num_draft_tokens > 0
     return SpeculationCounts(
         num_spec_steps=int(drafted),
@@ -139,18 +140,18 @@ def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Committed verdicts not yet reported. Made into events before the next step commits."""
+    """Committed verdicts that are not reported yet. They become events before the next step commits."""
 
     samples: Sequence[Sample]
     verdicts: Sequence[Verdict]  # of each sample
     drafts: StepDrafts
-    stats: Callable[[], StepStats]  # counted when they are told: a device has the next step by then
+    stats: Callable[[], StepStats]  # counts when it is reported: by then a device has begun the next step
 
     def events(self) -> Iterator[tuple[SequenceGroup, SequenceGroupEvent]]:
-        """In the order of the batch, each sample's tokens before its end."""
+        """Yields events in the order of the batch, each sample's tokens before its end."""
         requested, hits = self.drafts.requested, self.drafts.hits
         for sample, verdict in zip(self.samples, self.verdicts, strict=True):
-            if sample.sampling.failure:  # its tokens are not what was asked for
+            if sample.sampling.failure:  # its tokens do not satisfy its constraint
                 continue
             sequence, group, token_ids = sample.sequence, sample.group, verdict.token_ids
             group_id = group.opened.sequence_group_id
@@ -174,7 +175,7 @@ class StepReport:
                 yield group, done
 
     def publish_blocks(self) -> None:
-        """Of samples that go on; those that ended, or were preempted since, have published theirs."""
+        """Publishes the full blocks of samples that go on; ended and preempted samples have published theirs."""
         for sample in self.samples:
             sequence = sample.sequence
             if sequence.kv is not None:
@@ -183,13 +184,13 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What the engine thread tells about one step: it neither logs nor counts in metrics itself."""
+    """What the engine thread reports of a step; it neither logs nor counts in metrics itself."""
 
     seconds: float
     nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
     num_rows: int
     num_generated_tokens: int
-    preempted_groups: Sequence[tuple[int, bytes]]  # of each such sequence: session and sequence group
+    preempted_groups: Sequence[tuple[int, bytes]]  # session and sequence group of each preempted sequence
     num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified
     num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
     num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)

@@ -1,28 +1,28 @@
-"""Limits the rows of a draft model's forward: of prefixes by their time, of paths to what adds little."""
+"""Limits the rows of a draft model's forward: those of prefixes by time, those of a look-ahead to what adds little."""
 
 from __future__ import annotations
 
 SMOOTHING = 0.2
 OUTLIER_FACTOR = 3.0
-"""A forward's time counts as at most this many times the mean."""
+"""A forward's duration counts as at most this many times the mean."""
 
 RETRY = 0.995
-"""Means of larger sizes shrink by this factor at each forward, so that a size that was slow once is tried again."""
+"""Factor by which the means of larger sizes shrink at each forward, so that a size that was slow is tried again."""
 
 MAX_ROWS = 64
 
 MIN_CATCH_UP_ROWS = 16
-"""Of prefixes: fewer cost about as much."""
+"""Prefix rows of a forward, at least: fewer cost about as much."""
 
 FIRST_ROWS = 64
-"""Of prefixes, until a row's cost is measured."""
+"""Prefix rows of a forward until the cost of a row is measured."""
 
 
 class RowBudget:
-    """Running means of the time of forwards, by size: 1 row, 2 to 3, 4 to 7 and so on. Not thread-safe.
+    """Running means of the duration of forwards, by size: 1 row, 2 to 3, 4 to 7 and so on. Not thread-safe.
 
-    Sizes are compared with each other and not fitted to a line: on a device most sizes cost the same and then one costs
-    twice, and on a busy machine times scatter more than rows explain.
+    Sizes are compared and not fitted to a line: on a device most sizes cost the same and then one costs twice, and on a
+    busy machine durations scatter more than the number of rows explains.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,9 @@ class RowBudget:
             self._means[larger] *= RETRY
 
     def num_more(self, num_rows: int, *, share: float) -> int:
-        """Rows that may join so many others and lengthen the forward by at most this share; sizes are tried in turn.
+        """Returns how many rows may join others without lengthening the forward by more than this share.
+
+        Sizes whose duration is unknown are tried one after the other.
 
         `num_rows` 0: beside the smallest forward there is, at least one row.
         """
@@ -52,22 +54,22 @@ class RowBudget:
 
 
 class CatchUpBudget:
-    """Of prefix rows, as drafts of other sequences wait for them: a time limit, converted by their measured cost."""
+    """Limits prefix rows, for which drafts of other sequences wait, to a duration, by the measured cost of a row."""
 
     def __init__(self, *, max_rows: int, seconds: float) -> None:
-        """At most `max_rows`, and as many as take about `seconds`."""
+        """Allows as many rows as take about `seconds`, at most `max_rows`."""
         self._max_rows = max_rows
         self._seconds = seconds
         self._row_seconds = 0.0  # running mean; 0: none was seen
 
     @property
     def num_rows(self) -> int:
-        """For the next forward."""
+        """The number of prefix rows allowed in the next forward."""
         affordable = self._seconds / self._row_seconds if self._row_seconds > 0.0 else FIRST_ROWS
         return int(min(self._max_rows, max(affordable, MIN_CATCH_UP_ROWS)))
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Records a forward with prefix rows. One of few rows says little about the cost of a row, and is ignored."""
+        """Records a forward with prefix rows. A forward of few rows is ignored: it says little about a row's cost."""
         if num_rows < MIN_CATCH_UP_ROWS:
             return
         weight = SMOOTHING if self._row_seconds > 0.0 else 1.0

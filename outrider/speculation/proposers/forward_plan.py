@@ -10,18 +10,18 @@ from outrider.speculation.proposers.draft_forward import PathRows
 
 @dataclass(slots=True)
 class Plan:
-    """One call of `propose`: at most one forward."""
+    """The work of one call of `propose`: at most one forward."""
 
     rows: list[PathRows] = field(default_factory=list)
     paths: list[tuple[PathTree, DraftPath]] = field(default_factory=list)  # of each of `rows`
     copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks, before the forward
     behind: set[int] = field(default_factory=set)  # sequences whose prefix needs another call
-    no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, for want of a block
+    no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, as no block is free
     looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
 
 
 def take(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
-    """Adds what was decided after the path: of a rollout as much as would have been asked for token by token."""
+    """Adds decided tokens to a path; those of a rollout only as far as they would have been asked for one by one."""
     path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
     for index, each in enumerate((decided, *decided.following)):
         if not each.token_ids:
