@@ -39,7 +39,7 @@ class LocalProposer:
         self.source = proposer.info.name
         self.needs_constraint = proposer.info.needs_constraint
         self._proposer = proposer
-        self._features_of = features_of
+        self._features_of = features_of if proposer.info.features is not None else None
         self._unread: dict[int, ProposalRequest] = {}  # to read a prompt that it does not know yet, by sequence
         self._num_read: dict[int, int] = {}  # tokens that it knows, by sequence
 

@@ -11,7 +11,7 @@ RETRY = 0.995
 
 MAX_ROWS = 64
 
-MIN_CATCH_UP_ROWS = 16
+MIN_PREFIX_ROWS = 16
 """Prefix rows of a forward, at least: fewer cost about as much."""
 
 FIRST_ROWS = 64
@@ -19,22 +19,41 @@ FIRST_ROWS = 64
 
 
 class RowBudget:
-    """Running means of the duration of forwards, by size: 1 row, 2 to 3, 4 to 7 and so on. Not thread-safe.
+    """Limits the rows of a drafter's forwards, by their measured duration. Not thread-safe.
 
-    Sizes are compared and not fitted to a line: on a device most sizes cost the same and then one costs twice, and on a
-    busy machine durations scatter more than the number of rows explains.
+    Drafts of other sequences wait for prefix rows: these are limited to a duration, by the mean cost of a row.
+
+    Rows of a look-ahead are limited to what lengthens a forward little, by the mean duration of each size: 1 row, 2 to
+    3, 4 to 7 and so on. Sizes are compared and not fitted to a line: on a device most sizes cost the same and then one
+    costs twice, and on a busy machine durations scatter more than the number of rows explains.
     """
 
-    def __init__(self) -> None:
-        self._means: dict[int, float] = {}  # seconds, by bit length of the number of rows
+    def __init__(self, *, max_prefix_rows: int, prefix_seconds: float) -> None:
+        """Allows as many prefix rows as take about `prefix_seconds`, at most `max_prefix_rows`."""
+        self._max_prefix_rows = max_prefix_rows
+        self._prefix_seconds = prefix_seconds
+        self._row_seconds = 0.0  # running mean of forwards with prefix rows; 0: none was seen
+        self._means: dict[int, float] = {}  # seconds of forwards of one row a path, by bit length of the number of rows
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Records one forward."""
-        size = num_rows.bit_length()
-        mean = self._means.get(size, seconds)
-        self._means[size] = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)
-        for larger in [each for each in self._means if each > size]:
-            self._means[larger] *= RETRY
+    def observe(self, num_rows: int, num_paths: int, seconds: float, *, has_rollout: bool = False) -> None:
+        """Records one forward. `has_rollout`: the duration includes a rollout."""
+        if num_rows > num_paths:
+            if num_rows >= MIN_PREFIX_ROWS:  # a forward of fewer rows says little about a row's cost
+                # With a rollout this is too much, which is safe.
+                weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
+                self._row_seconds += weight * (seconds / num_rows - self._row_seconds)
+        elif not has_rollout:
+            size = num_rows.bit_length()
+            mean = self._means.get(size, seconds)
+            self._means[size] = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)
+            for larger in [each for each in self._means if each > size]:
+                self._means[larger] *= RETRY
+
+    @property
+    def num_prefix_rows(self) -> int:
+        """The number of prefix rows allowed in the next forward."""
+        affordable = self._prefix_seconds / self._row_seconds if self._row_seconds > 0.0 else FIRST_ROWS
+        return int(min(self._max_prefix_rows, max(affordable, MIN_PREFIX_ROWS)))
 
     def num_more(self, num_rows: int, *, share: float) -> int:
         """Returns how many rows may join others without lengthening the forward by more than this share.
@@ -51,26 +70,3 @@ class RowBudget:
             if size not in self._means:
                 break  # learn this one first
         return max(int(not num_rows), min((1 << size) - 1, MAX_ROWS) - num_rows)
-
-
-class CatchUpBudget:
-    """Limits prefix rows, for which drafts of other sequences wait, to a duration, by the measured cost of a row."""
-
-    def __init__(self, *, max_rows: int, seconds: float) -> None:
-        """Allows as many rows as take about `seconds`, at most `max_rows`."""
-        self._max_rows = max_rows
-        self._seconds = seconds
-        self._row_seconds = 0.0  # running mean; 0: none was seen
-
-    @property
-    def num_rows(self) -> int:
-        """The number of prefix rows allowed in the next forward."""
-        affordable = self._seconds / self._row_seconds if self._row_seconds > 0.0 else FIRST_ROWS
-        return int(min(self._max_rows, max(affordable, MIN_CATCH_UP_ROWS)))
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Records a forward with prefix rows. A forward of few rows is ignored: it says little about a row's cost."""
-        if num_rows < MIN_CATCH_UP_ROWS:
-            return
-        weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
-        self._row_seconds += weight * (seconds / num_rows - self._row_seconds)

@@ -31,7 +31,7 @@ from outrider.speculation.proposers.base import (
 )
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 from outrider.speculation.proposers.forward_plan import Plan, take
-from outrider.speculation.row_budget import MAX_ROWS, CatchUpBudget, RowBudget
+from outrider.speculation.row_budget import MAX_ROWS, RowBudget
 
 NUM_EXTRA_TOKENS = 2
 """Few, as each costs a draft forward and serves a later step only."""
@@ -83,9 +83,8 @@ class DraftModelProposer:
         self._head = forward.head
         can_look_ahead = self._head is None or self._head.max_own_rows != 0
         self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
-        self._catch_up = CatchUpBudget(max_rows=max_catch_up_rows, seconds=catch_up_seconds)
+        self._budget = RowBudget(max_prefix_rows=max_catch_up_rows, prefix_seconds=catch_up_seconds)
         self._clock = clock
-        self._budget = RowBudget()  # by forwards of one row a path
         self._has_passed_over = False  # whether the last call made no forward, as it had answers without one
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
         self.num_wasted_tokens = 0
@@ -177,7 +176,7 @@ class DraftModelProposer:
         A part of the budget is the first request's with a prefix to compute: a long one is not put off for ever.
         """
         busy = [tree for _, tree in waiting]
-        budget = self._catch_up.num_rows
+        budget = self._budget.num_prefix_rows
         missing: dict[int, int] = {}  # rows, by sequence
         catching_up: list[int] = []
         for request, tree in waiting:
@@ -328,11 +327,12 @@ class DraftModelProposer:
         except Exception:
             self._give_up_copies(plan)
             raise
-        num_rows, seconds = sum(len(row.token_ids) for row in plan.rows), self._clock() - started
-        if num_rows > len(plan.rows):
-            self._catch_up.observe(num_rows, seconds)  # with a rollout too much, which is safe
-        elif all(row.max_tokens <= 1 for row in plan.rows):
-            self._budget.observe(num_rows, seconds)
+        self._budget.observe(
+            sum(len(row.token_ids) for row in plan.rows),
+            len(plan.rows),
+            self._clock() - started,
+            has_rollout=any(row.max_tokens > 1 for row in plan.rows),
+        )
         for (tree, path), rows, outcome in zip(plan.paths, plan.rows, decided, strict=True):
             take(tree, path, rows, outcome)
 
