@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from decode_node.commands import (
     Command,
@@ -41,7 +40,6 @@ from decode_node.step import (
     Verdict,
     apply_stop_conditions,
     step_kind,
-    step_stats,
 )
 from decode_node.step_ahead import launch_next, lay_out_next
 from outrider.engine.cpu_turns import CpuTurns
@@ -244,8 +242,7 @@ class DecodeLoop:
         )
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = self.progress.clock() - started, self._time.take()
-        stats = partial(step_stats, step, verifying, verdicts, seconds=seconds, nanoseconds=nanoseconds)
-        self._unreported = StepReport([item.sample for item in verifying], verdicts, step.drafts, stats)
+        self._unreported = StepReport(step, verifying, verdicts, seconds, nanoseconds)
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(

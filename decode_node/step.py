@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -138,19 +138,40 @@ def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What the engine thread reports of a step; it neither logs nor counts in metrics itself."""
+
+    seconds: float
+    nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
+    num_rows: int
+    num_generated_tokens: int
+    preempted_groups: Sequence[tuple[int, bytes]]  # session and sequence group of each preempted sequence
+    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified
+    num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)
+
+
+def step_kind(plan: StepPlan) -> StepKind:
+    if any(item.num_rows > 1 for item in plan.scheduled):
+        return StepKind.PROMPT
+    return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """Committed verdicts that are not reported yet. They become events before the next step commits."""
 
-    samples: Sequence[Sample]
-    verdicts: Sequence[Verdict]  # of each sample
-    drafts: StepDrafts
-    stats: Callable[[], StepStats]  # counts when it is reported: by then a device has begun the next step
+    step: LaunchedStep
+    verifying: Sequence[PlannedSequence]  # those of the step whose next token was decided
+    verdicts: Sequence[Verdict]  # on each of `verifying`
+    seconds: float
+    nanoseconds: Mapping[str, int]  # see StepStats
 
     def events(self) -> Iterator[tuple[SequenceGroup, SequenceGroupEvent]]:
         """Yields events in the order of the batch, each sample's tokens before its end."""
-        requested, hits = self.drafts.requested, self.drafts.hits
-        for sample, verdict in zip(self.samples, self.verdicts, strict=True):
+        requested, hits = self.step.drafts.requested, self.step.drafts.hits
+        for (_, sample, _), verdict in zip(self.verifying, self.verdicts, strict=True):
             if sample.sampling.failure:  # its tokens do not satisfy its constraint
                 continue
             sequence, group, token_ids = sample.sequence, sample.group, verdict.token_ids
@@ -176,54 +197,28 @@ class StepReport:
 
     def publish_blocks(self) -> None:
         """Publishes the full blocks of samples that go on; ended and preempted samples have published theirs."""
-        for sample in self.samples:
-            sequence = sample.sequence
+        for item in self.verifying:
+            sequence = item.sample.sequence
             if sequence.kv is not None:
                 sequence.kv.publish(sequence.token_ids)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What the engine thread reports of a step; it neither logs nor counts in metrics itself."""
-
-    seconds: float
-    nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
-    num_rows: int
-    num_generated_tokens: int
-    preempted_groups: Sequence[tuple[int, bytes]]  # session and sequence group of each preempted sequence
-    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified
-    num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
-    num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)
-
-
-def step_kind(plan: StepPlan) -> StepKind:
-    if any(item.num_rows > 1 for item in plan.scheduled):
-        return StepKind.PROMPT
-    return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
-
-
-def step_stats(
-    step: LaunchedStep,
-    verifying: Sequence[PlannedSequence],
-    verdicts: Sequence[Verdict],
-    *,
-    seconds: float,
-    nanoseconds: Mapping[str, int],
-) -> StepStats:
-    num_tokens, num_accepted = Counter[str](), Counter[str]()
-    num_by_method = Counter[VerificationMethod]()
-    for item, verdict in zip(verifying, verdicts, strict=True):
-        if verdict.num_draft_tokens:
-            num_tokens[item.draft.source] += verdict.num_draft_tokens
-            num_accepted[item.draft.source] += verdict.num_accepted
-            num_by_method[item.sample.group.opened.options.verification_method] += 1
-    return StepStats(
-        seconds=seconds,
-        nanoseconds=nanoseconds,
-        num_rows=step.plan.num_rows,
-        preempted_groups=[(each.group.session_id, each.group.opened.sequence_group_id) for each in step.preempted],
-        num_generated_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
-        num_drafts_by_method=num_by_method,
-        num_draft_tokens_by_source=num_tokens,
-        num_accepted_by_source=num_accepted,
-    )
+    def stats(self) -> StepStats:
+        """Counts what the step did; called when it is reported, as by then a device has begun the next step."""
+        num_tokens, num_accepted = Counter[str](), Counter[str]()
+        num_by_method = Counter[VerificationMethod]()
+        for item, verdict in zip(self.verifying, self.verdicts, strict=True):
+            if verdict.num_draft_tokens:
+                num_tokens[item.draft.source] += verdict.num_draft_tokens
+                num_accepted[item.draft.source] += verdict.num_accepted
+                num_by_method[item.sample.group.opened.options.verification_method] += 1
+        preempted = [each.group for each in self.step.preempted]
+        return StepStats(
+            seconds=self.seconds,
+            nanoseconds=self.nanoseconds,
+            num_rows=self.step.plan.num_rows,
+            preempted_groups=[(group.session_id, group.opened.sequence_group_id) for group in preempted],
+            num_generated_tokens=sum([len(verdict.token_ids) for verdict in self.verdicts]),
+            num_drafts_by_method=num_by_method,
+            num_draft_tokens_by_source=num_tokens,
+            num_accepted_by_source=num_accepted,
+        )

@@ -84,8 +84,6 @@ class DraftClient:
             addresses, open_peer=self._open_link, resolver=resolver, interval_seconds=resolve_interval_seconds
         )
         self._open_channel = open_channel
-        self.min_reach = 0.0
-        """The `min_reach` of drafts that `update` asks for: see ProposalRequest. Engine thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -113,14 +111,17 @@ class DraftClient:
         self,
         updates: Sequence[tuple[int, Sequence[int], int]],
         tables: Mapping[int, SequenceKV] = NO_TABLES,
+        *,
+        min_reach: float = 0.0,
     ) -> None:
         """Takes over what a step has committed: (sequence id, new token ids, draft tokens wanted next).
 
-        `tables`: where the features of each sequence are, by id; all tokens but the newest have features.
+        `tables`: where the features of each sequence are, by id; all tokens but the newest have features. `min_reach`:
+        see ProposalRequest.
         """
         copied = self._copy_features(tables) if tables else ()
         with self._changed:
-            self._book.min_reach = self.min_reach
+            self._book.min_reach = min_reach
             for sequence_id, new_token_ids, num_wanted in updates:
                 self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted)
             for feature_range, payload in copied:

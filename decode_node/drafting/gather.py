@@ -276,13 +276,13 @@ class DraftGatherer:
         if self._client.needs_features:
             tables = {each.sequence.key: kv for each, _ in drafting if (kv := each.sequence.kv) is not None}
         num_wanted = self._controller.num_wanted
-        self._client.min_reach = self._controller.min_reach(DRAFT_NODE, len(drafting))
         self._client.update(
             [
                 (sample.sequence.key, token_ids, num_wanted(sample.sequence.key, sample.max_draft_tokens, DRAFT_NODE))
                 for sample, token_ids in drafting
             ],
             tables,
+            min_reach=self._controller.min_reach(DRAFT_NODE, len(drafting)),
         )
 
     def _warn_if_misread(self, source: str) -> None:

@@ -154,19 +154,16 @@ class DraftTree:
             grade=self.grade,
         )
 
-    def _below(self, path: Sequence[int]) -> DraftTree | None:
-        """Returns what follows these tokens of a tree; None: nothing does."""
-        root = ROOT
-        for token_id in path:
-            children = (index for index in range(root + 1, len(self)) if self.parents[index] == root)
-            root = next((index for index in children if self.token_ids[index] == token_id), ROOT)
-            if root == ROOT:
-                return None
-        below = {root}
-        for index in range(root + 1, len(self.token_ids)):
+    def _below(self, token_ids: Sequence[int]) -> DraftTree | None:
+        """Returns what follows these tokens of a tree, at least one; None: nothing does."""
+        path = self.path_of(token_ids)
+        if len(path) < len(token_ids):
+            return None
+        below = {path[-1]}
+        for index in range(path[-1] + 1, len(self.token_ids)):
             if self.parents[index] in below:
                 below.add(index)
-        below.remove(root)
+        below.remove(path[-1])
         if not below:
             return None
         return replace(self.only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)

@@ -209,7 +209,7 @@ def test_where_features_are_goes_along_with_what_was_committed_if_a_draft_node_n
     told = []
 
     class Client(TextDrafts):
-        def update(self, updates, tables=NO_TABLES):
+        def update(self, updates, tables=NO_TABLES, *, min_reach=0.0):
             super().update(updates)
             told.append({key: (kv.num_tokens, len(self._texts[key])) for key, kv in tables.items()})
 
