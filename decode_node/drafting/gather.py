@@ -188,7 +188,7 @@ class DraftGatherer:
             drafts = self._client.take([sample.sequence.key for sample in samples], wait_seconds=budget)
         drafts.ranked = {key: self._controller.rank(key, tree) for key, tree in drafts.trees.items() if tree}
         self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
-        for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
+        for local in sorted(self._local, key=lambda each: self._controller.source(each.source).cost.call_seconds):
             self._ask(local, samples, drafts.ranked)
         self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
         return drafts
@@ -287,12 +287,15 @@ class DraftGatherer:
 
     def _warn_if_misread(self, source: str) -> None:
         """Warns once of a head or draft model, which has a colon in its name, whose drafts are hardly ever right."""
-        if (source == DRAFT_NODE or ":" in source) and self._controller.is_misread(source):
+        known = self._controller.source(source)
+        if known.is_misread and (source == DRAFT_NODE or ":" in source):
             _log.warning(
                 "almost none of these draft tokens are accepted: the head or draft model was probably loaded wrongly, "
                 "or was made for another target; check that it names this target, its layer ids (counted from the "
                 "input of a layer or from its output), the flags of its norms, and its d2t",
                 proposer=source,
+                num_drafts=known.num_judged,
+                num_first_tokens_accepted=known.num_begun,
             )
 
 

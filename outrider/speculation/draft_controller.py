@@ -93,9 +93,9 @@ class DraftController:
             return maximum
         return sum(each >= min_probability for each in chain[:maximum])
 
-    def call_seconds(self, source: str) -> float:
-        """Returns the mean duration of a call to that proposer; 0 until it is known. The cheapest is asked first."""
-        return self._sources[source].cost.call_seconds
+    def source(self, name: str) -> DraftSource:
+        """Returns what is known of a proposer, or of the draft nodes."""
+        return self._sources[name]
 
     def is_cheap(self, source: str) -> bool:
         """Returns whether a call to that proposer costs next to nothing."""
@@ -259,10 +259,6 @@ class DraftController:
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns which tokens of a draft were accepted: their indices, from the root on."""
         self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, anew_after=PROBE_STEPS)
-
-    def is_misread(self, source: str) -> bool:
-        """Returns whether the verdict just observed shows that the proposer was loaded wrongly; True at most once."""
-        return self._sources[source].is_misread
 
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
         """Learns from a draft that was not verified: the tokens committed in its place say which of its own were right.
