@@ -21,8 +21,8 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.open import open_model
-from outrider.model_hub.progress import Progress, no_progress
 from outrider.prefill import MAX_SCORED_ROWS
+from outrider.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.engine.ranks.sharded_cache import KVCache

@@ -26,7 +26,7 @@ from outrider.model_hub.kernels import choose_model_kernels, resolve_device, sta
 from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.packed_weights import Packed, PackedKey, open_packed
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 
 
 def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:

@@ -38,8 +38,8 @@ from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import file_sha256, model_fingerprint
 from outrider.model_hub.locate import cache_directory
-from outrider.model_hub.progress import Progress, no_progress
 from outrider.own_modules import module_command, tied
+from outrider.progress import Progress, no_progress
 
 HEADER, WEIGHTS = "header.json", "weights"
 MADE_BY = (

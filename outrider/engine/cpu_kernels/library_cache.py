@@ -13,7 +13,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -30,19 +30,13 @@ from outrider.engine.cpu_kernels.compiler import (
     source_hash,
     source_units,
 )
+from outrider.progress import Progress, no_progress
 
 LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
 """Names the folder of compiled libraries, in place of `kernels` in the user's cache."""
 
 CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
 LOCK_SECONDS = 3600.0
-
-Progress = Callable[[int, int], None]
-"""progress(compiled units, all units); all is 0 while another process compiles."""
-
-
-def no_progress(_num_done: int, _num_units: int) -> None:
-    """Tells nobody."""
 
 
 def libraries_directory() -> Path:
@@ -70,7 +64,7 @@ def compiled_libraries(
     Args:
         paths: by name the flags that each adds.
         inputs: files that those flags name, such as headers.
-        progress: of compiling.
+        progress: of stage "kernels", in compiled units; of none while another process compiles.
 
     Raises:
         CompileError: where there is no compiler, or it refuses a source.
@@ -83,7 +77,7 @@ def compiled_libraries(
         compiler = find_compiler()
         if compiler is None:
             raise CompileError(no_compiler())
-        with locked(folder / "lock", while_waiting=lambda: progress(0, 0), seconds=LOCK_SECONDS):
+        with locked(folder / "lock", while_waiting=lambda: progress("kernels", 0, 0), seconds=LOCK_SECONDS):
             missing = [path for path in missing if not _is_intact(entries[path])]
             left_out = {path: reason for path in missing if (reason := compiler.knows(paths[path]))}
             for leftover in folder.glob("objects-*"):  # of processes that were killed
@@ -126,7 +120,7 @@ def _compile(
         try:
             for num_done, job in enumerate(as_completed(all_jobs), 1):
                 job.result()
-                progress(num_done, len(all_jobs))
+                progress("kernels", num_done, len(all_jobs))
         except CompileError:
             pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would be for nothing
             raise

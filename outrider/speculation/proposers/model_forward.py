@@ -19,7 +19,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, open_rollouts
