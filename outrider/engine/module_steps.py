@@ -122,12 +122,6 @@ class ModuleSteps:
         return logits.float()
 
 
-def _store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Writes rows [num_rows, num_kv_heads, head_dim] to slots [num_rows] int64 of a layer's caches."""
-    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
-    value_cache.flatten(0, 1).index_copy_(0, slots, values)
-
-
 def attention_over(
     kv_cache: PagedKVCache,
     attention: AttentionBackend,
@@ -137,13 +131,12 @@ def attention_over(
     """Makes one forward's attention: it writes each layer's new keys and values, then attends over the cache."""
     plan = attention.prepare(batch)
     slots = batch.on(kv_cache.device).slot_mapping
-    store = attention.store if isinstance(attention, NativeAttention) else _store
 
     def attend(
         layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: Mapping[str, Any]
     ) -> Tensor:
         keys, values = kv_cache.keys[layer], kv_cache.values[layer]
-        store(key, value, keys, values, slots)
+        attention.store(key, value, keys, values, slots)
         if on_layer_done is not None:
             on_layer_done(layer)
         return attention.attend(plan, query, keys, values, options)

@@ -37,7 +37,7 @@ class _Plan:
     of_steps: Any  # the other backend's plan, for layers that only it can compute
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """Prompt chunks by FlashAttention over gathered keys; everything else, draft trees too, by another backend.
 
     FlashAttention follows block tables only where a block has a multiple of 256 tokens. So that blocks may have any

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.cpu_kernels.decoder import batch_struct
 from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -29,18 +29,14 @@ def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions
     )
 
 
-class NativeAttention:
+class NativeAttention(AttentionBackend):
     """Keys and values are read where they lie, once for all rows of a sequence and the heads that share them."""
 
     name = "native"
-    can_be_captured = False
 
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
         self._workspace = Workspace(kernels.library)
-
-    def plan(self, batch: InputBatch) -> InputBatch:
-        return batch
 
     def prepare(self, batch: InputBatch) -> tuple[Structure, InputBatch]:
         """In the form that the kernel reads, with the batch, which owns the memory."""

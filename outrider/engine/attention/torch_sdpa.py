@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.transfer import upload
 
@@ -65,17 +65,13 @@ class _Plan:
         )
 
 
-class TorchSdpaAttention:
+class TorchSdpaAttention(AttentionBackend):
     """Gathers the keys of each sequence, then torch's scaled_dot_product_attention, or its formula for a soft cap."""
 
     name = "torch_sdpa"
-    can_be_captured = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
-
-    def plan(self, batch: InputBatch) -> InputBatch:
-        return batch
 
     def prepare(self, batch: InputBatch) -> _Plan:
         """The rest is made when the first layer asks, since only it knows its window."""

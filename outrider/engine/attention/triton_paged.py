@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.gpu_kernels.attention import attend, merge_splits
 from outrider.engine.gpu_kernels.work_list import HEADER_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
@@ -22,7 +22,7 @@ _Plan = tuple[InputBatch, BatchFields[Tensor]]
 """One forward's planned batch, and its fields on the device."""
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """One launch for all rows of all sequences, and one that merges the tiles that were cut."""
 
     name = "triton"
