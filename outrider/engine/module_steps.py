@@ -20,14 +20,14 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.runnable_model import RunnableModel
-from outrider.engine.step_clock import ForwardPhases
+from outrider.engine.runner_base import ModelRunner
 from outrider.engine.step_graphs import Capturable, StepGraphs, cuda_graphs
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
 
 
-class ModuleSteps:
+class ModuleSteps(ModelRunner):
     """Forwards of one runner. A model whose layers are native brings its own attention."""
 
     can_be_traced = True
@@ -47,8 +47,6 @@ class ModuleSteps:
             attention = NativeAttention(model.native.kernels)
         assert attention is not None
         self.attention_name = attention.name
-        self.phases = ForwardPhases()
-        self.padded_rows: tuple[int, ...] = ()
         self.is_asynchronous = device_type(kv_cache.device) != "cpu"
         self._model = model.model
         self._fused = model.fused

@@ -13,8 +13,9 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.memory import KVRoom, pool_size
-from outrider.engine.model_runner import ModelRunner, make_runner, warm_up
+from outrider.engine.model_runner import make_runner, warm_up
 from outrider.engine.runnable_model import RunnableModel
+from outrider.engine.runner_base import ModelRunner
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec

@@ -13,10 +13,10 @@ from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.model_runner import ModelRunner
 from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
+from outrider.engine.runner_base import ModelRunner
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
