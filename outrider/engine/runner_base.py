@@ -18,9 +18,9 @@ class ModelRunner(Protocol):
 
     attention_name: str  # the backend's name, or "native"
     padded_rows: tuple[int, ...] = ()  # row counts to which steps are padded, rising; larger steps are not padded
-    phases = ForwardPhases()
-    can_be_traced = False  # whether torch computes forwards: its profiler knows nothing of a native decoder
-    is_asynchronous = False  # whether `forward` only queues work on a device; reading its results waits for it
+    phases: ForwardPhases = ForwardPhases()
+    can_be_traced: bool = False  # whether torch computes forwards: its profiler knows nothing of a native decoder
+    is_asynchronous: bool = False  # whether `forward` only queues work on a device; reading its results waits for it
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
         """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
@@ -49,3 +49,4 @@ class ModelRunner(Protocol):
 
     def capture_graphs(self) -> None:
         """Captures the steps that are padded, after the first forwards and before any block is handed out."""
+        return

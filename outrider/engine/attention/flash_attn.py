@@ -53,7 +53,7 @@ class FlashAttention(AttentionBackend):
         self.can_be_captured = steps.can_be_captured
         # torch wants to be told from 2.13 on that heads of keys are shared; before, it has no such argument.
         has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
-        self._compute: Callable[..., Tensor] = partial(varlen_attn, enable_gqa=True) if has_option else varlen_attn
+        self._compute: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if has_option else varlen_attn
         self._device = torch.device(device)
         self._steps = steps
 
@@ -95,7 +95,7 @@ class FlashAttention(AttentionBackend):
         if options.softcap is not None or head_dim > 256 or head_dim % 8:
             return self._steps.attend(plan.of_steps, query, key_cache, value_cache, options)
         window = -1 if options.sliding_window is None else options.sliding_window - 1
-        return self._compute(
+        output: Tensor = self._compute(
             query.contiguous(),
             *(cache.flatten(0, 1).index_select(0, plan.slots) for cache in (key_cache, value_cache)),
             plan.query_start_loc,
@@ -105,3 +105,4 @@ class FlashAttention(AttentionBackend):
             scale=options.scaling,
             window_size=(window, 0),  # from the last key on, where the last row of a sequence is
         )
+        return output
