@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import OrderedDict
@@ -11,37 +10,15 @@ from dataclasses import dataclass
 
 from outrider.errors import PeerLostError
 from outrider.kv_transfer.arena import IDLE_SECONDS, Arena, sweep
-from outrider.kv_transfer.base import FrameHeader, Payload, TransferSpec
+from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
 from outrider.kv_transfer.cuda_ipc import DeviceArena, SharedGpu
-from outrider.kv_transfer.sender import Carrier
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.service.telemetry.logging import get_logger
 
 MAX_RECEIVERS = 32
 
 log = get_logger("kv_transfer")
-
-
-class SlotCarrier:
-    """Frames go into slots; an acknowledged slot is free for any transfer to the same receiver."""
-
-    def __init__(self, name: str, arena: Arena) -> None:
-        self.name = name
-        self._arena = arena
-        self.max_frame_bytes = arena.slot_bytes
-
-    def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
-        offset = None
-        while offset is None:
-            stream.wait_for_room(1, self._arena.free_slots)
-            offset = self._arena.take(self)
-        self._arena.write(offset, payload)
-        stream.send(header, None, offset=offset, release=functools.partial(self._arena.release, offset))
-
-    def abandon(self, _stream: SenderStream) -> None:
-        """Only this transfer's unacknowledged slots are lost; others go on in the same arena."""
-        self._arena.quarantine(self)
 
 
 @dataclass(slots=True)
@@ -74,8 +51,10 @@ class ArenaSource:
         self._offered: OrderedDict[bytes, _Offered] = OrderedDict()  # by the receiver's incarnation, last used last
         sweep(config.arena_directory)
 
-    def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
-        """None when the receiver cannot attach. A receiver forgets idle arenas: then a new one is offered."""
+    def offer(self, stream: SenderStream, spec: TransferSpec) -> Arena | None:
+        """The arena that the receiver has attached to; None where it cannot. A receiver forgets idle arenas: then a new
+        one is offered. Raises: PeerLostError, AbortedError.
+        """
         with self._lock:
             self._drop_idle()
             offered = self._offered.get(spec.incarnation)
@@ -91,7 +70,7 @@ class ArenaSource:
             raise
         with self._lock:
             self._remember(spec.incarnation, _Offered(arena, stream.address, self._clock()))
-        return None if arena is None else SlotCarrier(self.name, arena)
+        return arena
 
     def _remember(self, incarnation: bytes, offered: _Offered) -> None:
         """With the lock held. Senders in work keep what they use."""
