@@ -137,34 +137,30 @@ def open_packed(
         _pack_apart(key.config, progress)
         if (packed := read()) is not None:
             return packed, ""
+    problem, lock = "", key.cache / f"{key.model}.lock"
     with contextlib.ExitStack() as stack:
-        problem = ""
         try:
-            stack.enter_context(
-                locked(
-                    key.cache / f"{key.model}.lock",
-                    while_waiting=lambda: progress("wait", 0, 0),
-                    seconds=WAIT_SECONDS,
-                )
-            )
+            stack.enter_context(locked(lock, while_waiting=lambda: progress("wait", 0, 0), seconds=WAIT_SECONDS))
         except OSError as error:  # TimeoutError is one
             problem = str(error)
-        if not problem and (packed := read()) is not None:
-            return packed, ""
+        else:
+            if (packed := read()) is not None:
+                return packed, ""
         made = pack()
         if made is None:
             with contextlib.suppress(OSError):
                 _remove_old(key)
                 key.refused.touch()
-            return None, ""
-        try:
-            if not problem:
+        elif not problem:
+            try:
                 write_packed(key, made)
-        except OSError as error:
-            problem = str(error)
-        if not problem and (packed := read()) is not None:
-            return packed, ""
-        return made, problem or f"what was written to {key.folder} cannot be read back"
+            except OSError as error:
+                problem = str(error)
+            else:
+                if (packed := read()) is not None:
+                    return packed, ""
+                problem = f"what was written to {key.folder} cannot be read back"
+        return made, problem
 
 
 def _pack_apart(config: ModelConfig, progress: Progress) -> None:
