@@ -1,4 +1,4 @@
-"""Opens senders: `auto` takes the first way of carrying payload to which the receiver attaches."""
+"""Opens senders. `auto` takes the best way of carrying payload to which the receiver attaches."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MAX_CHANNELS = 256
 
 
 class Connector:
-    """Opens senders; keeps what transfers to the same receiver share (connection, arena). Thread-safe.
+    """Opens senders, and keeps what transfers to the same receiver share: a connection and an arena. Thread-safe.
 
-    One gRPC connection to each address, apart from every other channel's.
+    There is one gRPC connection to each address, which no other channel uses.
     """
 
     def __init__(
         self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT, *, gpu: SharedGpu | None = None
     ) -> None:
-        """`gpu`: the GPU of the KV cache, if it can share memory."""
+        """`gpu`: the GPU that has the KV cache, if it can share memory."""
         self.name = config.connector  # "auto" or one of CONNECTORS
         self._security = security
         self._sources: dict[str, ArenaSource | None] = {}  # by connector, the best first; None: payload in messages
@@ -69,7 +69,7 @@ class Connector:
             raise
 
     def close(self) -> None:
-        """Drops connections and arenas; senders still open fail. Idempotent."""
+        """Drops connections and arenas; senders that are still open fail. Idempotent."""
         with self._lock:
             links = list(self._links.values())
             self._links.clear()

@@ -1,4 +1,4 @@
-"""The sender of every connector: they differ only in how a payload travels."""
+"""The sender of every connector. Connectors differ only in how a payload travels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
 READ_AHEAD = 4
-"""Regions that are asked for before the first of them has come: memory is bounded by as many frames."""
+"""Number of regions that are asked for before the first of them has come. It bounds the memory, in frames."""
 
 
 class Sender:
@@ -124,7 +124,7 @@ class Sender:
 
     @property
     def num_frames(self) -> int:
-        """That were put."""
+        """The number of frames that were put."""
         return self._stream.num_frames
 
     def commit(self) -> CommitResult:
@@ -156,7 +156,7 @@ class Sender:
             stream.close()
 
     def cancel(self) -> DrainState:
-        """Gives the transfer up; also after a failure, and after a commit (then only frees). Idempotent.
+        """Gives the transfer up, also after a failure. After a commit it only frees. Idempotent.
 
         DRAINED: the receiver has confirmed that it reads and writes nothing of this transfer any more.
         """
@@ -175,7 +175,7 @@ class Sender:
 
 
 def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
-    """Raises: AbortedError unless this is what was asked for, unaltered."""
+    """Checks that this is the frame that was asked for, unaltered. Raises: AbortedError."""
     header, plane = held.header, spec.plane(region.plane)
     assert plane is not None, "a region of the transfer's planes"
     is_asked_for = (header.transfer_id, header.incarnation, header.region) == (

@@ -23,11 +23,11 @@ log = get_logger("kv_transfer")
 
 @dataclass(slots=True)
 class _Offered:
-    """What a receiver uses."""
+    """The arena that was offered to a receiver."""
 
     arena: Arena | None  # None: it cannot attach
     address: str
-    used_at: float  # monotonic seconds; offered, where it cannot attach
+    used_at: float  # monotonic seconds; when it was offered, where the receiver cannot attach
 
 
 class ArenaSource:
@@ -42,7 +42,7 @@ class ArenaSource:
     def __init__(
         self, config: KvTransferConfig, gpu: SharedGpu | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`gpu`: whose memory the arenas are in; None: in shared memory."""
+        """`gpu`: the GPU whose memory holds the arenas. None: they are in shared memory."""
         self.name = "shared_memory" if gpu is None else CUDA_IPC
         self._gpu = gpu
         self._config = config
@@ -52,8 +52,9 @@ class ArenaSource:
         sweep(config.arena_directory)
 
     def offer(self, stream: SenderStream, spec: TransferSpec) -> Arena | None:
-        """The arena that the receiver has attached to; None where it cannot. A receiver forgets idle arenas: then a new
-        one is offered. Raises: PeerLostError, AbortedError.
+        """Returns the arena that the receiver has attached to, or None where it cannot.
+
+        A receiver forgets idle arenas; it is offered a new one then. Raises: PeerLostError, AbortedError.
         """
         with self._lock:
             self._drop_idle()
@@ -73,7 +74,7 @@ class ArenaSource:
         return arena
 
     def _remember(self, incarnation: bytes, offered: _Offered) -> None:
-        """With the lock held. Senders in work keep what they use."""
+        """Records what was offered; senders at work keep the arena that they use. Needs the lock."""
         self._offered.pop(incarnation, None)  # at another address of it, perhaps
         for other in [key for key, known in self._offered.items() if known.address == offered.address]:
             del self._offered[other]
@@ -82,7 +83,7 @@ class ArenaSource:
             self._offered.popitem(last=False)
 
     def _drop_idle(self) -> None:
-        """With the lock held."""
+        """Drops arenas that nothing was sent to for IDLE_SECONDS. Needs the lock."""
         horizon = self._clock() - IDLE_SECONDS
         while self._offered and next(iter(self._offered.values())).used_at <= horizon:
             self._offered.popitem(last=False)
@@ -97,7 +98,7 @@ class ArenaSource:
         try:
             return arena if self._attach(stream, spec, arena) else None
         finally:
-            arena.unlink()  # it has served its purpose, or never will
+            arena.unlink()  # nobody else needs its name
 
     def _make_arena(self) -> Arena:
         if self._gpu is not None:
