@@ -42,7 +42,7 @@ HEAD_BYTES = 4096
 MAX_ARENA_BYTES = 1 << 30
 IDLE_SECONDS = 60.0
 MAX_IDLE = 16
-LEAST_SWEPT_SECONDS = 60.0
+MIN_SWEPT_SECONDS = 60.0
 """Younger files are left alone: their senders may be about to lock them."""
 
 
@@ -56,7 +56,7 @@ def sweep(directory: str) -> int:
     num_removed = 0
     for path in Path(directory).glob(f"{NAME_PREFIX}*"):
         with contextlib.suppress(OSError), own_file(path) as (descriptor, status):  # or its sender lives
-            if time.time() - status.st_mtime >= LEAST_SWEPT_SECONDS:
+            if time.time() - status.st_mtime >= MIN_SWEPT_SECONDS:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
                 num_removed += 1
