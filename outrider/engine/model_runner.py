@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _LONG_CHUNK = 256
-"""Rows from which on attention may gather the keys of a prompt."""
+"""The number of rows from which on attention may gather the keys of a prompt."""
 
 
 def make_runner(
@@ -29,13 +29,13 @@ def make_runner(
     graphs: GraphShapes | None = None,
     features: FeatureSpec | None = None,
 ) -> ModelRunner:
-    """A runner over this cache. Several may share one model, each with its own cache and backend.
+    """Makes a runner over this cache. Several may share one model, each with its own cache and backend.
 
-    `attention`: of a model that torch computes; native kernels bring their own.
+    `attention`: the backend of a model that torch computes; native kernels bring their own.
 
-    `graphs`: steps that `capture_graphs` captures, on a GPU with our own attention. None: none.
+    `graphs`: the steps that `capture_graphs` captures, on a GPU with our own attention. None: no step.
 
-    `features`: made of every row for a drafter head. The cache has their plane.
+    `features`: what is made of every row for a drafter head. The cache has a plane for it.
     """
     if isinstance(model.native, NativeDecoder):
         return NativeStep(model.native, kv_cache, features)
@@ -46,9 +46,9 @@ def make_runner(
 
 def warm_up(runner: ModelRunner, kv_cache: PagedKVCache, max_model_len: int) -> None:
     """Runs the shapes of prefill, verification and decoding once, so that no request pays for thread pools, memory
-    and compilation. On a GPU also at the end of the window, where attention takes most memory and splits its keys.
+    and compilation. On a GPU it also runs at the end of the window, where attention takes most memory and splits keys.
 
-    Call it before any block is handed out: it writes to the first ones.
+    Call it before any block is handed out, because it writes to the first ones.
     """
     block_size = kv_cache.block_size
 

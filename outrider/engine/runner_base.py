@@ -27,24 +27,23 @@ class ModelRunner(Protocol):
 
         Features are in the cache when it returns, and not before the last layer has been reported.
 
-        `on_layer_done(layer)` is called once the rows' keys and values of that layer are
-        in the cache, layers rising, from this thread, so that KV is pushed while later layers
-        compute.
+        `on_layer_done(layer)` is called from this thread, layers rising, once the keys and values of that layer are in
+        the cache, so that KV is pushed while later layers compute.
 
         Returns [num_logits, vocab_size] float32, with no rows when none need logits: an array of numpy where native
         kernels compute the model or its layers, else a tensor on its device, which nobody may change.
         """
 
     def lay_out(self, batch: InputBatch) -> InputBatch:
-        """The batch as far as the host can prepare it for `forward`: padded and planned, but not uploaded.
+        """Returns the batch as far as the host can prepare it for `forward`: padded and planned, but not uploaded.
 
-        Token ids may still be set. Its logits may have more rows, after those of the batch.
+        Its token ids may still be set. Its logits may have more rows, after those of the batch.
         """
         return batch
 
     @property
     def capturable(self) -> Capturable | None:
-        """What else CUDA graphs may capture; None where they may capture nothing."""
+        """What else CUDA graphs may capture; None: nothing."""
         return None
 
     def capture_graphs(self) -> None:

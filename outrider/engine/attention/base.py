@@ -35,7 +35,7 @@ class AttentionBackend(Protocol):
     """Whether what it launches for a padded batch follows from the batch's bucket alone (see `step_graphs`)."""
 
     def plan(self, batch: InputBatch) -> InputBatch:
-        """The batch with an `attention_plan`, or as it is where there is nothing to plan.
+        """Returns the batch with an `attention_plan`, or as it is where there is nothing to plan.
 
         A plan is made on the host. It goes to the device with the other fields, and is as long for every padded batch
         of a bucket.
@@ -43,9 +43,9 @@ class AttentionBackend(Protocol):
         return batch
 
     def prepare(self, batch: InputBatch) -> Any:
-        """What all layers of one forward share (indices, masks); passed to `attend` as `plan`.
+        """Returns what all layers of one forward share (indices, masks); it is passed to `attend` as `plan`.
 
-        Plans a batch that nobody has planned. `InputBatch.on` of the unplanned one is then a transfer of its own.
+        It plans a batch that nobody has planned. `InputBatch.on` of the unplanned one is then a transfer of its own.
         """
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Any, value_cache: Any, slots: Tensor) -> None:

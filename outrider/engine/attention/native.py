@@ -22,7 +22,7 @@ Panels = npt.NDArray[np.uint8]
 
 
 def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions) -> Structure:
-    """An OutriderAttention: of `options`, and of the shapes of the inputs of `NativeAttention.attend`."""
+    """Makes an OutriderAttention of `options` and of the shapes of the inputs of `NativeAttention.attend`."""
     window, softcap = options.sliding_window or 0, options.softcap or 0.0
     return structures.OutriderAttention(
         query.shape[1], key_cache.shape[1], query.shape[2], window, options.scaling, softcap
@@ -39,7 +39,7 @@ class NativeAttention(AttentionBackend):
         self._workspace = Workspace(kernels.library)
 
     def prepare(self, batch: InputBatch) -> tuple[Structure, InputBatch]:
-        """In the form that the kernel reads, with the batch, which owns the memory."""
+        """Returns the batch in the form that the kernel reads, and the batch itself, which owns the memory."""
         return batch_struct(batch), batch
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Panels, value_cache: Panels, slots: Tensor) -> None:

@@ -34,7 +34,7 @@ class _Plan:
         self._by_window: dict[int | None, list[_SequencePlan]] = {}
 
     def sequences(self, window: int | None) -> list[_SequencePlan]:
-        """The plans of all sequences with rows."""
+        """Returns the plans of all sequences that have rows."""
         if window not in self._by_window:
             bounds = enumerate(pairwise(self._batch.arrays.query_start_loc))
             self._by_window[window] = [self._plan(seq, *rows, window) for seq, rows in bounds if rows[0] < rows[1]]
@@ -74,7 +74,7 @@ class TorchSdpaAttention(AttentionBackend):
         self._device = torch.device(device)
 
     def prepare(self, batch: InputBatch) -> _Plan:
-        """The rest is made when the first layer asks, since only it knows its window."""
+        """Returns an empty plan. A layer's part is made when the first layer asks, since only it knows its window."""
         return _Plan(batch, self._device)
 
     def attend(

@@ -11,11 +11,12 @@ from outrider.engine.gpu_kernels.work_list import HEADER_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Of the kernel on a multiprocessor: as many as its registers hold."""
+"""Programs of the kernel on a multiprocessor: as many as its registers hold."""
 MAX_MERGING_PROGRAMS = 64
-"""Of each head."""
+"""Bound on the programs that merge the tiles of a head."""
 MAX_BLOCK_BYTES = 16 << 10
-"""Of the keys of a block. Its values take as much, and with three stages 64 KiB of both are in shared memory."""
+"""Bound on the bytes of a block's keys. Its values take as much, and with three stages 64 KiB of both are in shared
+memory."""
 
 
 _Plan = tuple[InputBatch, BatchFields[Tensor]]

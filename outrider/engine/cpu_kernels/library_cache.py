@@ -40,13 +40,13 @@ LOCK_SECONDS = 3600.0
 
 
 def libraries_directory() -> Path:
-    """Where compiled libraries are kept."""
+    """Returns the folder of compiled libraries."""
     chosen = os.environ.get(LIBRARIES_VARIABLE)
     return (Path(chosen).expanduser() if chosen else user_cache_directory() / "kernels").resolve()
 
 
 def compiled_library(path: str, progress: Progress = no_progress) -> Path:
-    """The library of one instruction path. Raises as `compiled_libraries`, and CompileError for an unknown path."""
+    """Returns the library of one instruction path. Raises as `compiled_libraries`, or CompileError for the path."""
     libraries, left_out = compiled_libraries({path: path_flags()[path]}, progress=progress)
     if path in left_out:
         raise CompileError(left_out[path])
@@ -56,7 +56,7 @@ def compiled_library(path: str, progress: Progress = no_progress) -> Path:
 def compiled_libraries(
     paths: Mapping[str, tuple[str, ...]], *, inputs: Sequence[Path] = (), progress: Progress = no_progress
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """The libraries of `paths`, and by path why others are left out. Compiles what the cache lacks.
+    """Returns the libraries of `paths`, and by path why others are left out. Compiles what the cache lacks.
 
     The first process that needs a library compiles it; the others wait. What is in the cache needs neither a compiler
     nor permission to write.
@@ -88,7 +88,7 @@ def compiled_libraries(
 
 
 def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:
-    """A hash of sources, flags and kind of machine. Another compiler makes the same library of them."""
+    """Hashes sources, flags and kind of machine. Another compiler makes the same library of them."""
     parts = (source_hash(inputs), flags, platform.machine(), platform.libc_ver())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -139,7 +139,7 @@ def _compile(
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether there is a library that is not damaged; then it counts as used."""
+    """Returns whether there is a library that is not damaged, and marks it as used."""
     try:
         sha256 = json.loads((folder / CACHED_ENTRY).read_text(encoding="utf-8"))["sha256"]
         if hashlib.sha256((folder / CACHED_LIBRARY).read_bytes()).hexdigest() != sha256:
