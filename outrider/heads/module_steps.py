@@ -16,7 +16,7 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
-from outrider.engine.module_steps import PagedStep
+from outrider.engine.module_steps import attention_over
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.heads.base import HeadModel, HeadRows
 
@@ -113,11 +113,11 @@ class ModuleHeadSteps:
         """As `forward`, of depths that are on the device. May be captured, see `can_be_captured`."""
         planned = attended if self._kv_cache is None else self._attention.plan(attended)
         fed = (planned if attended is batch else batch).on(self._device)
-        step = None if self._kv_cache is None else PagedStep(planned, self._kv_cache, self._attention, None)
+        over_cache = None if self._kv_cache is None else attention_over(self._kv_cache, self._attention, planned)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            assert step is not None, "a head without layers asks for attention"
-            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
+            assert over_cache is not None, "a head without layers asks for attention"
+            return over_cache(layer, query, key, value, AttentionOptions(scaling), {})
 
         hidden = self._model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
         hidden = hidden.index_select(0, fed.logits_rows)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from outrider.engine.attention.base import AttentionOptions
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Target
-from outrider.heads.forms.mtp import _Attention
+from outrider.heads.forms.mtp import _attention_by
 from outrider.heads.open import read_reduction
 from tests.heads import golden_files
 from tests.heads.golden_heads import opened, rewrite_tensors
@@ -129,7 +129,7 @@ def test_a_missing_tensor_is_named(name, missing, tmp_path):
 def test_attention_that_the_heads_cache_does_not_compute_is_refused(head_dim, options):
     rows = torch.zeros(1, 2, 8)
     with pytest.raises(ConfigError, match="which is not supported"):
-        _Attention(lambda *_: rows).attend(0, rows, rows, rows[..., :head_dim], AttentionOptions(1.0, **options), {})
+        _attention_by(lambda *_: rows)(0, rows, rows, rows[..., :head_dim], AttentionOptions(1.0, **options), {})
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Prompts by FlashAttention-2 (Dao 2023, arXiv 2307.08691), torch's own or the package's: float16 and bfloat16."""
+"""Prompts by FlashAttention-2 (Dao 2023, arXiv 2307.08691), which torch has: float16 and bfloat16."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,11 +18,11 @@ from outrider.engine.input_batch import InputBatch
 from outrider.engine.transfer import upload
 
 MIN_ROWS = 256
-"""Of a sequence, on average. Copying a key takes about as long as attending to it with 80 rows, so with 256 or more
-the copy is the smaller part."""
+"""Bound on the mean number of rows of a sequence. Copying a key takes about as long as attending to it with 80 rows, so
+with 256 or more the copy is the smaller part."""
 MAX_GATHERED_KEYS = 1 << 16
-"""Of several sequences, for one layer: 0.27 GB with 8 heads of 128. One sequence may have as many as its window, with
-which a node is warmed up; many that share a prefix would take a multiple of what the cache does."""
+"""Bound on the gathered keys of several sequences, for one layer: 0.27 GB with 8 heads of 128. One sequence may have as
+many as its window, with which a node is warmed up; many that share a prefix would take a multiple of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +37,23 @@ class _Plan:
     of_steps: Any  # the other backend's plan, for layers that only it can compute
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """Prompt chunks by FlashAttention over gathered keys; everything else, draft trees too, by another backend.
 
     FlashAttention follows block tables only where a block has a multiple of 256 tokens. So that blocks may have any
     size, keys are laid side by side first, for each layer: some percent of the time of a long chunk.
     """
 
-    def __init__(self, name: str, device: torch.device | str, steps: AttentionBackend) -> None:
-        """Args:
-        name: "varlen_attn", which torch has from 2.11 on and cannot cap scores, or "flash_attn", the package.
-        device: of the model.
-        steps: computes all that are no prompt chunks.
-        """
-        if name == "flash_attn":
-            from flash_attn import flash_attn_varlen_func as compute
-        else:
-            from torch.nn.attention.varlen import varlen_attn as compute
-        self.name = name
+    name = "varlen_attn"
+
+    def __init__(self, device: torch.device | str, steps: AttentionBackend) -> None:
+        """`device`: of the model. `steps`: computes all that are no prompt chunks, and layers that cap their scores."""
+        from torch.nn.attention.varlen import varlen_attn
+
         self.can_be_captured = steps.can_be_captured
-        self._compute: Callable[..., Tensor] = compute
-        self._options = inspect.signature(compute).parameters
+        # torch wants to be told from 2.13 on that heads of keys are shared; before, it has no such argument.
+        has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        self._compute: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if has_option else varlen_attn
         self._device = torch.device(device)
         self._steps = steps
 
@@ -65,7 +62,7 @@ class FlashAttention:
         return self._steps.plan(batch)
 
     def prepare(self, batch: InputBatch) -> Any:
-        """A plan of the backend that computes the batch."""
+        """Returns a plan of the backend that computes the batch."""
         of_steps = self._steps.prepare(batch)
         arrays = batch.arrays
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
@@ -94,19 +91,18 @@ class FlashAttention:
         """Returns [num_rows, num_heads, head_dim]."""
         if not isinstance(plan, _Plan):
             return self._steps.attend(plan, query, key_cache, value_cache, options)
-        scale, softcap, head_dim = options.scaling, options.softcap, query.shape[2]
-        if (softcap is not None and "softcap" not in self._options) or head_dim > 256 or head_dim % 8:
+        head_dim = query.shape[2]
+        if options.softcap is not None or head_dim > 256 or head_dim % 8:
             return self._steps.attend(plan.of_steps, query, key_cache, value_cache, options)
         window = -1 if options.sliding_window is None else options.sliding_window - 1
-        # torch wants to be told from 2.13 on that heads of keys are shared; before, it has no such argument.
-        wanted = {"scale": scale, "softmax_scale": scale, "softcap": softcap or 0.0, "enable_gqa": True}
-        return self._compute(
+        output: Tensor = self._compute(
             query.contiguous(),
             *(cache.flatten(0, 1).index_select(0, plan.slots) for cache in (key_cache, value_cache)),
             plan.query_start_loc,
             plan.key_start_loc,
             plan.max_num_rows,
             plan.max_seq_len,
+            scale=options.scaling,
             window_size=(window, 0),  # from the last key on, where the last row of a sequence is
-            **{name: value for name, value in wanted.items() if name in self._options},
         )
+        return output

@@ -16,13 +16,18 @@ import copy
 import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, register_attention
+from outrider.engine.attention.transformers_hook import (
+    ATTENTION_NAME,
+    STEP_ARGUMENT,
+    LayerAttention,
+    register_attention,
+)
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
@@ -42,23 +47,23 @@ _FLOAT32 = "e_score_correction_bias"
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-class _Attention(NamedTuple):
-    """Hands the layer's calls to the head's cache. See `LayerAttention`.
+def _attention_by(attend: Attend) -> LayerAttention:
+    """Hands the layer's calls to the head's cache.
 
     Raises: ConfigError for attention of another kind, when the head is warmed up.
     """
 
-    function: Attend
-
-    def attend(
-        self, _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
+    def layer_attention(
+        _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
     ) -> Tensor:
         if key.shape != value.shape or options.sliding_window or options.softcap:
             raise ConfigError(
                 f"an MTP layer has keys {tuple(key.shape[1:])}, values {tuple(value.shape[1:])}, window "
                 f"{options.sliding_window}, soft cap {options.softcap}, which is not supported"
             )
-        return self.function(0, query, key, value, options.scaling)
+        return attend(0, query, key, value, options.scaling)
+
+    return layer_attention
 
 
 class _Network(nn.Module):
@@ -131,7 +136,7 @@ class MTP(HeadModel):
             attention_mask=None,
             position_ids=positions,
             position_embeddings=network.angles(states, positions),
-            **{STEP_ARGUMENT: _Attention(attend)},
+            **{STEP_ARGUMENT: _attention_by(attend)},
         )
         return network.final_norm(states[0])  # type: ignore[no-any-return]
 

@@ -246,7 +246,7 @@ def test_rows_that_pad_have_angles_however_small_the_window_is(monkeypatch):
 def test_a_row_has_the_same_bits_alone_and_in_company(name, monkeypatch):
     tile = layers.ProductTile(rows=16, outputs=32, features=16, split_features=32)
     monkeypatch.setattr(layers, "PRODUCT_TILE", tile)
-    monkeypatch.setattr(layers, "_MOST_SPLIT_ROWS", 3)
+    monkeypatch.setattr(layers, "_MAX_SPLIT_ROWS", 3)
     torch.set_num_threads(1)
     own, model = make_model(name, is_deterministic=True)
     node = Node(model)
