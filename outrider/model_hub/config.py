@@ -47,7 +47,9 @@ class ModelConfig:
         at_least=1,
         help="Processes that share a prefill or decode node's model, each with its own GPU. Never run on a GPU.",
     )
-    attention: str = setting("auto", choices=("auto", "torch_sdpa", "triton", "varlen_attn"), help="Attention backend.")
+    attention: str = setting(
+        "auto", choices=("auto", "torch_sdpa", "triton", "varlen_attn", "flash_attn"), help="Attention backend."
+    )
     deterministic: bool = setting(
         False,
         help="On a GPU: the same bits for a row in any batch, by our own kernels, at some cost of speed. On a CPU "

@@ -1,7 +1,7 @@
-"""torch's varlen_attn, computed by torch on any device.
+"""flash_attn_varlen_func as flash-attn 2.8 publishes it, and torch's varlen_attn, computed by torch on any device.
 
 Checks what the real kernels refuse, and reads only what they may: rows and keys by the lengths that they are given. It
-stands in for it where there is no GPU; speed and rounding are not its business.
+stands in for them where there is no GPU; speed and rounding are not its business.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 
-def flash_attention(
+def flash_attn_varlen_func(
     q,  # [total_q, num_heads, head_dim]
     k,  # [total_k, num_kv_heads, head_dim]
     v,
@@ -17,10 +17,16 @@ def flash_attention(
     cu_seqlens_k,
     max_seqlen_q,
     max_seqlen_k,
-    softmax_scale,
-    window_size,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
 ):
-    """As FlashAttention-2 computes it."""
     refuse(q.dtype not in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16 data type")
     refuse(not q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
     refuse({q.device, k.device, v.device} != {q.device}, "tensors must be on the same device")
@@ -29,6 +35,7 @@ def flash_attention(
     refuse(k.dim() != 3 or len(k) != cu_seqlens_k[-1], "k must have shape (total_k, num_heads_k, head_size)")
     refuse(q.shape[2] > 256, "FlashAttention forward only supports head dimension at most 256")
     refuse(q.shape[1] % k.shape[1] != 0, "Number of heads in key/value must divide number of heads in query")
+    refuse(dropout_p != 0.0 or alibi_slopes is not None or block_table is not None, "not stood in for")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     output = torch.zeros_like(q)
     starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -42,9 +49,11 @@ def flash_attention(
             for packed in (k, v)
         )
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * scale
+        if softcap > 0.0:
+            scores = softcap * torch.tanh(scores / softcap)
         # Row i stands at key i + num_keys - num_rows: masks are aligned to the bottom right corner.
         behind = torch.arange(num_keys - num_rows, num_keys)[:, None] - torch.arange(num_keys)[None]
-        left, right = window_size
+        left, right = window_size[0], 0 if causal else window_size[1]
         is_hidden = torch.zeros_like(behind, dtype=torch.bool)
         if left >= 0:
             is_hidden |= behind > left
@@ -71,7 +80,8 @@ def varlen_attn_of_2_11(
     """As of torch 2.11: heads are shared without a word."""
     refuse(query.shape[2] % 8 != 0, "head_size should be a multiple of 8")
     refuse(return_aux is not None, "not stood in for")
-    return flash_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+    lengths = cu_seq_q, cu_seq_k, max_q, max_k
+    return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, window_size=window_size)
 
 
 def varlen_attn(

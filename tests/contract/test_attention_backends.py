@@ -30,6 +30,7 @@ PLAIN = AttentionOptions(0.25)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 HAS_CUDA = torch.cuda.is_available()
+HAS_FLASH_ATTN = HAS_CUDA and importlib.util.find_spec("flash_attn") is not None
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
@@ -47,7 +48,9 @@ def case(name, device, dtype, *marks):
     return pytest.param((name, device, dtype), id=f"{label}-{str(dtype).removeprefix('torch.')}", marks=marks)
 
 
+NEEDS_FLASH_ATTN = pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs a CUDA device and flash-attn")
 STAND_INS = {
+    "flash_attn": stand_in_flash_attn.flash_attn_varlen_func,
     "varlen_attn": stand_in_flash_attn.varlen_attn,
     "varlen_attn-2.11": stand_in_flash_attn.varlen_attn_of_2_11,
 }
@@ -64,6 +67,7 @@ BACKENDS = [
     case("triton", "cuda", torch.bfloat16, *ON_CUDA),
     case("torch_sdpa", "cuda", torch.float32, *ON_CUDA),
     case("varlen_attn", "cuda", torch.bfloat16, *ON_CUDA),
+    case("flash_attn", "cuda", torch.bfloat16, pytest.mark.gpu, NEEDS_FLASH_ATTN),
 ]
 
 # (rows, tokens before them) of each sequence in one batch
@@ -101,8 +105,11 @@ def make_backend(name, device, dtype, **heads):
 def flash_attention_by(compute):
     """FlashAttention as it is where `compute` is what is installed, and leaves nothing that it could compute."""
     with pytest.MonkeyPatch.context() as patch:
+        if "q" in inspect.signature(compute).parameters:
+            patch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=compute))
+            return FlashAttention("flash_attn", "cpu", make_attention_backend("torch_sdpa", "cpu"))
         patch.setattr("torch.nn.attention.varlen.varlen_attn", compute)
-        return FlashAttention("cpu", make_attention_backend("torch_sdpa", "cpu"))
+        return FlashAttention("varlen_attn", "cpu", make_attention_backend("torch_sdpa", "cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -289,7 +296,7 @@ def test_flash_attention_has_prompts_and_leaves_steps_trees_and_what_it_cannot_c
             attention.prepare(batch), torch.ones((batch.num_rows, 2, head_dim)), cache, cache, options
         )
         assert output.shape == (batch.num_rows, 2, head_dim)
-    assert calls == [40, 30]
+    assert calls == ([40, 30, 40] if name == "flash_attn" else [40, 30])
 
 
 def test_the_stand_in_is_called_as_torch_s_own_is():
@@ -305,9 +312,10 @@ def test_the_stand_in_is_called_as_torch_s_own_is():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """A GPU and triton, as far as the choice of a backend can tell."""
+    """flash-attn and triton, as far as the choice of a backend can tell."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in_flash_attn)
     if not HAS_TRITON:
         pytest.skip("needs triton")
 
@@ -326,18 +334,27 @@ def test_auto_on_a_gpu_without_triton_is_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     backend = make_attention_backend("auto", "cuda", "bfloat16")
     assert (backend.name, backend.can_be_captured) == ("torch_sdpa", False)
-    for name in ("triton", "varlen_attn"):
+    for name in ("triton", "varlen_attn", "flash_attn"):
         with pytest.raises(ConfigError, match=r"triton package.*torch_sdpa"):
             make_attention_backend(name, "cuda", "bfloat16")
 
 
 @pytest.mark.triton
-def test_what_flash_attention_cannot_do_is_refused_with_the_way_out(installed):
+def test_the_flash_attn_package_is_used_where_it_is_asked_for(installed, monkeypatch):
+    assert make_attention_backend("flash_attn", "cuda", "bfloat16").name == "flash_attn"
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ConfigError, match=r"flash-attn package"):
+        make_attention_backend("flash_attn", "cuda", "bfloat16")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", ["varlen_attn", "flash_attn"])
+def test_what_flash_attention_cannot_do_is_refused_with_the_way_out(installed, name):
     with pytest.raises(ConfigError, match=r"float32.*torch_sdpa"):
-        make_attention_backend("varlen_attn", "cuda", "float32")
+        make_attention_backend(name, "cuda", "float32")
 
 
-@pytest.mark.parametrize(("name", "message"), [("varlen_attn", "torch_sdpa"), ("flashy", "one of")])
+@pytest.mark.parametrize(("name", "message"), [("flash_attn", "torch_sdpa"), ("flashy", "one of")])
 def test_what_a_cpu_cannot_have_is_refused_with_the_way_out(name, message):
     with pytest.raises(ConfigError, match=message):
         make_attention_backend(name, "cpu")

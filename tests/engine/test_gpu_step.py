@@ -11,7 +11,8 @@ import sys
 import weakref
 from array import array
 from dataclasses import replace
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.support.fake_gpu import GPU, Kernel, OneDevice, Operations, fake_gpu
+from tests.support.fake_gpu import GPU, Kernel, OneDevice, Operations, fake_gpu, flash_attn_varlen_func
 from tests.support.verifying import verify_now
 
 VOCAB_SIZE = 5000
@@ -66,7 +67,7 @@ SETTINGS = [
 @pytest.fixture(
     params=[
         "torch_sdpa",
-        *(pytest.param(name, marks=pytest.mark.triton) for name in ("varlen_attn", "triton")),
+        *(pytest.param(name, marks=pytest.mark.triton) for name in ("varlen_attn", "flash_attn", "triton")),
     ]
 )
 def backend(request, monkeypatch):
@@ -107,6 +108,10 @@ def gpu(sampler, monkeypatch):
 @pytest.fixture
 def node(backend, sampler, gpu, monkeypatch):
     register_attention()
+    package = ModuleType("flash_attn")
+    package.__spec__ = ModuleSpec("flash_attn", None)
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
     for name in ("uniform_", "normal_"):  # weights have no values here, and these would ask for the real device
         monkeypatch.setattr(torch.Tensor, name, lambda tensor, *_arguments, **_keywords: tensor)
     config = AutoConfig.for_model(

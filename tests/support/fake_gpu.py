@@ -174,6 +174,15 @@ def are_aligned(tensors):
     return all(each.storage_offset() * each.itemsize % 16 == 0 for each in each_tensor)
 
 
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **_options):
+    """flash-attn, which FakeTensorMode knows nothing of: lengths are numbers, everything else is on the GPU."""
+    assert isinstance(max_seqlen_q, int)
+    assert isinstance(max_seqlen_k, int)
+    assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {GPU}
+    assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k)} == {torch.int32}
+    return torch.empty_like(q)
+
+
 class Kernel:
     """A Triton kernel, of which FakeTensorMode knows nothing: all of its tensors are on the GPU."""
 

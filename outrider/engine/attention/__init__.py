@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.errors import ConfigError
@@ -18,8 +20,9 @@ def make_attention_backend(
     """Makes a backend. Raises: ConfigError where it cannot compute.
 
     Args:
-        name: "torch_sdpa", "triton", "varlen_attn" (torch's FlashAttention for prompts; steps are left to triton), or
-            "auto": the first of varlen_attn, triton and torch_sdpa that can compute.
+        name: "torch_sdpa", "triton", "varlen_attn" or "flash_attn" (FlashAttention, of torch or of the package, for
+            prompts; steps are left to triton), or "auto": the first of varlen_attn, triton and torch_sdpa that can
+            compute.
         device: of the model.
         dtype: of queries, keys and values.
         num_heads: of queries. Only triton needs to know.
@@ -29,6 +32,7 @@ def make_attention_backend(
         "varlen_attn": _why_no_flash_attention(device, dtype),
         "triton": why_no_triton(device),
         "torch_sdpa": "",
+        "flash_attn": _why_no_flash_attention(device, dtype, package="flash_attn"),
     }
     if name == "auto":
         name = next(each for each, reason in reasons.items() if not reason)
@@ -47,13 +51,15 @@ def make_attention_backend(
         return triton
     from outrider.engine.attention.flash_attn import FlashAttention
 
-    return FlashAttention(device, triton)
+    return FlashAttention(name, device, triton)
 
 
-def _why_no_flash_attention(device: str, dtype: str) -> str:
+def _why_no_flash_attention(device: str, dtype: str, package: str = "torch") -> str:
     """Returns why FlashAttention cannot compute, or an empty text. It needs the same GPUs as our kernels."""
     if reason := why_no_triton(device):
         return reason
     if dtype not in FLASH_ATTN_DTYPES:
         return f"computes in {' and '.join(FLASH_ATTN_DTYPES)}, and model.dtype is {dtype}"
+    if importlib.util.find_spec(package) is None:
+        return "needs the flash-attn package (pip install --no-build-isolation flash-attn, once torch is there)"
     return ""

@@ -1,11 +1,10 @@
-"""Prompts by FlashAttention-2 (Dao 2023, arXiv 2307.08691), which torch has: float16 and bfloat16."""
+"""Prompts by FlashAttention-2 (Dao 2023, arXiv 2307.08691), torch's own or the package's: float16 and bfloat16."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -44,16 +43,20 @@ class FlashAttention(AttentionBackend):
     size, keys are laid side by side first, for each layer: some percent of the time of a long chunk.
     """
 
-    name = "varlen_attn"
-
-    def __init__(self, device: torch.device | str, steps: AttentionBackend) -> None:
-        """`device`: of the model. `steps`: computes all that are no prompt chunks, and layers that cap their scores."""
-        from torch.nn.attention.varlen import varlen_attn
-
+    def __init__(self, name: str, device: torch.device | str, steps: AttentionBackend) -> None:
+        """Args:
+        name: "varlen_attn", which torch has from 2.11 on and cannot cap scores, or "flash_attn", the package.
+        device: of the model.
+        steps: computes all that are no prompt chunks.
+        """
+        if name == "flash_attn":
+            from flash_attn import flash_attn_varlen_func as compute
+        else:
+            from torch.nn.attention.varlen import varlen_attn as compute
+        self.name = name
         self.can_be_captured = steps.can_be_captured
-        # torch wants to be told from 2.13 on that heads of keys are shared; before, it has no such argument.
-        has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
-        self._compute: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if has_option else varlen_attn
+        self._compute: Callable[..., Tensor] = compute
+        self._options = inspect.signature(compute).parameters
         self._device = torch.device(device)
         self._steps = steps
 
@@ -91,18 +94,19 @@ class FlashAttention(AttentionBackend):
         """Returns [num_rows, num_heads, head_dim]."""
         if not isinstance(plan, _Plan):
             return self._steps.attend(plan, query, key_cache, value_cache, options)
-        head_dim = query.shape[2]
-        if options.softcap is not None or head_dim > 256 or head_dim % 8:
+        scale, softcap, head_dim = options.scaling, options.softcap, query.shape[2]
+        if (softcap is not None and "softcap" not in self._options) or head_dim > 256 or head_dim % 8:
             return self._steps.attend(plan.of_steps, query, key_cache, value_cache, options)
         window = -1 if options.sliding_window is None else options.sliding_window - 1
-        output: Tensor = self._compute(
+        # torch wants to be told from 2.13 on that heads of keys are shared; before, it has no such argument.
+        wanted = {"scale": scale, "softmax_scale": scale, "softcap": softcap or 0.0, "enable_gqa": True}
+        return self._compute(
             query.contiguous(),
             *(cache.flatten(0, 1).index_select(0, plan.slots) for cache in (key_cache, value_cache)),
             plan.query_start_loc,
             plan.key_start_loc,
             plan.max_num_rows,
             plan.max_seq_len,
-            scale=options.scaling,
             window_size=(window, 0),  # from the last key on, where the last row of a sequence is
+            **{name: value for name, value in wanted.items() if name in self._options},
         )
-        return output
