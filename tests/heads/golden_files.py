@@ -83,10 +83,9 @@ def true_rows(token_ids, features, start, end):
     )
 
 
-def logits_of(head, token_ids, taps):
+def logits_of(head, token_ids, features):
     """As `logits` of a golden file: true rows in one forward, then one for each drafted token."""
-    features, attend = head.reduction.to("cpu", torch.float32)(taps), DenseAttention()
-    num_true = len(features)
+    num_true, attend = len(features), DenseAttention()
     positions = torch.arange(len(token_ids))
     state = head.forward(true_rows(token_ids, features, 0, num_true), attend)[-1:]
     found = [head.logits(state, torch.zeros(1, dtype=torch.int64))]
