@@ -156,8 +156,8 @@ class HeadFiles:
         ids = self._mapped(name, size).to(torch.int64)
         if is_relative:
             ids = ids + torch.arange(size)
-        least, most = ids.aminmax()
-        if least < 0 or most >= self.target.vocab_size or len(set(ids.tolist())) < size:
+        lowest, highest = ids.aminmax()
+        if lowest < 0 or highest >= self.target.vocab_size or len(set(ids.tolist())) < size:
             allowed = f"0 … {self.target.vocab_size - 1}"
             raise ModelError(f"{self.folder}: {name} leads to ids outside of {allowed}, or to one twice")
         return ids.to(self.device)

@@ -86,9 +86,9 @@ def check_options(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, .
 
 def check_taps(files: HeadFiles, name: str, taps: tuple[int, ...]) -> tuple[int, ...]:
     """Returns `taps`. Raises: ConfigError for layers that the target does not have, and for duplicates."""
-    most = files.target.num_layers
-    if not taps or min(taps) < 0 or max(taps) > most or len(set(taps)) < len(taps):
-        raise files.refusal(name, list(taps), f"different layers, each after 0 … {most} of the target's")
+    num_layers = files.target.num_layers
+    if not taps or min(taps) < 0 or max(taps) > num_layers or len(set(taps)) < len(taps):
+        raise files.refusal(name, list(taps), f"different layers, each after 0 … {num_layers} of the target's")
     return taps
 
 
