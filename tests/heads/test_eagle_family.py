@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import ConfigError, ModelError
 from tests.heads import golden_files
+from tests.heads.golden_files import EAGLE3, PARALLEL
 from tests.heads.golden_heads import (
     CPU,
     assert_logits,
@@ -108,7 +109,7 @@ def test_norms_that_are_not_known_are_refused_by_name(eagle):
     ("name", "flattened"),
     [
         *((name, flatten) for name in ("eagle3", "eagle3-residual", "eagle3.1")),
-        *((name, flatten_parallel) for name in ("peagle", "dflash", "dflash-anchor")),
+        *((name, flatten_parallel) for name in PARALLEL),
     ],
 )
 def test_the_flat_layout_gives_the_same(unpacked, name, flattened):
@@ -118,7 +119,7 @@ def test_the_flat_layout_gives_the_same(unpacked, name, flattened):
 
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
-@pytest.mark.parametrize("name", ["eagle3", "eagle3-residual", "eagle3.1", "eagle3-flat"])
+@pytest.mark.parametrize("name", EAGLE3)
 def test_a_flag_that_is_turned_changes_logits(unpacked, name, flag):
     golden = unpacked(name)
     config = json.loads((golden.head / "config.json").read_text())
@@ -158,14 +159,14 @@ def test_rows_of_several_forwards_are_those_of_one(plain):
 
 
 @pytest.mark.parametrize("known_before", [6, 10])
-@pytest.mark.parametrize("name", ["peagle", "dflash", "dflash-anchor"])
+@pytest.mark.parametrize("name", PARALLEL)
 def test_a_block_is_the_same_after_rows_of_another_forward(unpacked, name, known_before):
     golden = unpacked(name)
     assert_logits(logits_of(golden, known_before=known_before), golden.logits)
 
 
 def test_a_block_is_masks_and_where_rows_see_each_other_the_newest_token_before_them(unpacked):
-    heads = {name: opened(unpacked(name)) for name in ("peagle", "dflash", "dflash-anchor")}
+    heads = {name: opened(unpacked(name)) for name in PARALLEL}
     assert {
         name: (head.spec.parallel_tokens(5), head.spec.num_parallel, head.spec.attends_both_ways)
         for name, head in heads.items()

@@ -12,6 +12,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import read_reduction
 from tests.heads import golden_files
+from tests.heads.golden_files import EAGLE3, MLP, MTP, NAMES, PARALLEL
 from tests.heads.golden_heads import (
     TOLERANCE,
     assert_logits,
@@ -22,14 +23,6 @@ from tests.heads.golden_heads import (
     rewrite_tensors,
 )
 
-EAGLE3 = ["eagle3", "eagle3-residual", "eagle3.1", "eagle3-flat"]
-PARALLEL = ["peagle", "dflash", "dflash-anchor"]
-MLP = [
-    *("medusa-own-output", "medusa-targets-output", "medusa-truncated"),
-    *("mlp-speculator", "mlp-speculator-tied"),
-]
-MTP = ["mtp-glm", "mtp-speculators", "mtp-qwen"]
-NAMES = ["eagle", *EAGLE3, *PARALLEL, *MLP, *MTP]
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Endings of tensors that an MTP layer's file repeats of its target: they are not read."""
 TAPS = {

@@ -10,13 +10,8 @@ from outrider.errors import ConfigError, ModelError
 from tests.heads import golden_files
 from tests.heads.golden_heads import assert_logits, logits_of, opened, rewrite_tensors
 
-NAMES = [
-    *("medusa-own-output", "medusa-targets-output", "medusa-truncated"),
-    *("mlp-speculator", "mlp-speculator-tied"),
-]
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", golden_files.MLP)
 def test_rows_of_several_depths_in_one_forward_give_what_they_give_alone(name, tmp_path):
     golden = golden_files.unpack(name, tmp_path)
     head = opened(golden)

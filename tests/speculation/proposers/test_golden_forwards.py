@@ -12,12 +12,6 @@ from outrider.speculation.proposers.head_forward import HeadForward
 from tests.heads import golden_files
 from tests.heads.golden_heads import assert_logits, opened, taps_of
 
-NAMES = [
-    *("eagle", "eagle3", "eagle3-residual", "eagle3.1", "eagle3-flat", "peagle", "dflash", "dflash-anchor"),
-    *("medusa-own-output", "medusa-truncated", "mlp-speculator", "mlp-speculator-tied"),
-    *("mtp-glm", "mtp-speculators", "mtp-qwen"),
-]
-
 
 class Values:
     """Features as they are."""
@@ -32,7 +26,7 @@ class Values:
         return self.values[start:end]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=golden_files.NAMES)
 def golden(request, tmp_path):
     return golden_files.unpack(request.param, tmp_path)
 
