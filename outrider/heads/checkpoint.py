@@ -30,10 +30,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, weights: Iterable[Path] | None = None) -> Checkpoint:
-        """Opens a folder. `weights`: the files to read; None: all.
-
-        Raises: ModelError if config.json is missing or a file is damaged.
-        """
+        """`weights`: the files to read; None: all. Raises: ModelError for a missing config.json or a damaged file."""
         folder = folder.absolute()  # "." has no name. Links are kept, because they may later point to another head.
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} has no config.json")

@@ -38,10 +38,7 @@ class Layout:
 
     @classmethod
     def read(cls, files: HeadFiles, *flags: str) -> Layout:
-        """Reads config.json. `flags`: options that the form knows.
-
-        Raises: ConfigError for unknown options, and for a head of another target.
-        """
+        """`flags`: options that the form knows. Raises: ConfigError for unknown ones or a head of another target."""
         options, target = files.config, files.target
         nested = options.get("transformer_layer_config")
         own = options if nested is None else nested

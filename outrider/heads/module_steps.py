@@ -95,8 +95,7 @@ class ModuleHeadSteps:
         `attended`: the same rows as attention sees them.
 
         Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
-        float32, which are -inf for ids that the head does not draft. Results of a captured forward are valid until the
-        next one.
+        float32, -inf for ids that it does not draft. Results of a captured forward are valid until the next one.
         """
         at_depths = ids_beside(depths, features)
         if self._graphs is not None and batch.num_rows <= MAX_GRAPH_ROWS:

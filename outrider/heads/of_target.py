@@ -54,8 +54,7 @@ class HeadOfTarget:
 def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
     """Opens the head of this folder for the kernels of its target. Several processes may call it at once.
 
-    Returns None if torch computes the head or its target, or if packed weights are not kept. Raises: as
-    `open.open_head`.
+    Returns None if torch computes one of them or packed weights are not kept. Raises: as `open.open_head`.
     """
     if model.packed_key is None:
         return None

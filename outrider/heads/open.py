@@ -35,10 +35,7 @@ def open_head(
 
 
 def pack_head(folder: Path, target: Target, dtype: torch.dtype, kernels: CpuKernels) -> PackedHead | None:
-    """Packs the head for these kernels. Returns None, without reading its weights, if they cannot compute it.
-
-    Raises: as `open_head`.
-    """
+    """Packs the head; None, without reading its weights, if kernels cannot compute it. Raises: as `open_head`."""
     with opened(Checkpoint.open(folder), target, torch.device("cpu"), dtype) as (head, files):
         if not head.suits_kernels:
             return None

@@ -67,10 +67,7 @@ class AnswerWriter:
 
 
 def read_answers(folder: Path) -> Iterator[KeptAnswer]:
-    """Yields every complete answer, the oldest first.
-
-    Raises: ConfigError for a line that is no answer, and for a file that cannot be read.
-    """
+    """Yields every complete answer, the oldest first. Raises: ConfigError for a bad line or an unreadable file."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             file = path.open(encoding="ascii", errors="replace")

@@ -118,9 +118,7 @@ def _draft(
 
 
 def _look_up(tokens: Sequence[int], max_k: int) -> tuple[list[int], list[bool]]:
-    """Returns two lists by number of known tokens: how many tokens of a lookup's draft are right, and whether lookup
-    drafts there rather than the head.
-    """
+    """Returns, by number of known tokens, how much of a lookup's draft is right, and whether lookup goes first."""
     index = NgramIndex(NgramSegment(0, len(tokens)))
     num_right, is_long = [0], [False]
     for known in range(1, len(tokens)):

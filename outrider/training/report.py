@@ -52,10 +52,7 @@ def write_report(
     row_seconds: Sequence[Sequence[float]],
     head_seconds: Sequence[float],
 ) -> str:
-    """Returns the report as Markdown.
-
-    `lines`: facts about the run: data, time, size. `row_seconds`, `head_seconds`: as in `speedup`, by CLIENTS.
-    """
+    """Returns the report as Markdown. `lines`: facts about the run. Seconds: as in `speedup`, by CLIENTS."""
     max_k = next(iter(results.values())).shape[1]
     by_temperature: dict[float, dict[str, np.ndarray]] = {}
     for (kind, temperature), counts in sorted(results.items()):
@@ -105,10 +102,7 @@ def write_report(
 
 
 def tokens_per_step(counts: np.ndarray) -> float:
-    """Returns the mean tokens of a step, by numbers of steps with 0, 1, … right draft tokens; NaN without steps.
-
-    Each step gives one token more than its right draft tokens.
-    """
+    """Returns the mean of right draft tokens + 1, by numbers of steps with 0, 1, … of them; NaN without steps."""
     return float(counts @ np.arange(1, len(counts) + 1) / counts.sum()) if counts.any() else math.nan
 
 

@@ -1,8 +1,7 @@
 """A head in training: the `HeadModel` of its form, over all chains of a batch of texts at once.
 
-A chain is one draft. Its first step attends to the true rows up to its own; each later step also attends to the chain's
-earlier steps. A drafter with a cache sees the same: the training-time test of EAGLE-3 (Li et al. 2025,
-arXiv 2503.01840).
+A chain is one draft. Its first step attends to the true rows up to its own, each later one also to the chain's earlier
+steps, as a drafter with a cache does: the training-time test of EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
 """
 
 from __future__ import annotations

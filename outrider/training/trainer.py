@@ -126,10 +126,7 @@ class Trainer:
             yield from groups
 
     def _learn(self, batch: Batch, part: float) -> None:
-        """Makes one training step after this part of the time.
-
-        Raises: ModelError for a loss that is not finite, before weights are changed.
-        """
+        """Makes one step after `part` of the time. Raises: ModelError if the loss is not finite; the weights stay."""
         rate = min(1.0, (self.step + 1) / WARM_UP_STEPS)
         rate *= MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         for group in self._optimizer.param_groups:

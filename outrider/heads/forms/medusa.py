@@ -108,10 +108,7 @@ class Medusa(HeadModel):
 
 
 def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
-    """Takes an output layer [num_ids, hidden_size]; without a name, the target's.
-
-    Of a truncated vocabulary it may be stored in full.
-    """
+    """Takes an output layer [num_ids, hidden_size], perhaps stored for all ids; without a name, the target's."""
     width, vocab_size = files.target.hidden_size, files.target.vocab_size
     if not name:
         return files.target_output(width, target_ids)
