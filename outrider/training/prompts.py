@@ -93,8 +93,8 @@ def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
 async def tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list[int]:
     """Tokenizes a chat that the target is to answer.
 
-    Without what its template refuses: first the system turns, then all but the last turn. Without a template the last
-    turn is taken as plain text.
+    What its template refuses is left out: first the system turns, then all turns but the last. Without a template the
+    last turn is tokenized as plain text.
     """
     without_system = [message for message in messages if message.role != "system"]
     for chat in (messages, without_system, messages[-1:]):
