@@ -37,8 +37,7 @@ assert prefill.engine.kv_cache.read(plane.name, range(1), np.arange(48, 48 + len
 node = TinyNode(model, head=head, draft_rows="all", draft_trees="auto")
 groups = [node.open(sampling=sampling) for sampling in ({"n": 2, "temperature": 1.0}, {})]
 node.run()
-drafted = sum(sum(stats.num_draft_tokens_by_source.values()) for stats in node.stats)
-print(json.dumps([node.parts.model.proposer, drafted, node.tokens(groups[1]), "torch" in sys.modules]))
+print(json.dumps([node.parts.model.proposer, node.num_drafted, node.tokens(groups[1]), "torch" in sys.modules]))
 """
 
 
