@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_python
 
 HEAVY = {"torch", "transformers"}
 OF_A_SERVER = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"}
@@ -36,8 +36,7 @@ print(*sys.modules)
 @functools.cache
 def imported_with(*packages: str) -> set[str]:
     """What is in sys.modules after every module of these was imported in a fresh process: what they reach."""
-    program = EVERY_MODULE.format(packages=packages)
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    shown = run_python("-c", EVERY_MODULE.format(packages=packages))
     assert shown.returncode == 0, shown.stderr
     return set(shown.stdout.split())
 

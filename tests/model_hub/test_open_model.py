@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,7 @@ from outrider.model_hub.load import load_model
 from outrider.model_hub.open import open_model
 from outrider.model_hub.packed_weights import HEADER, WEIGHTS
 from tests.support.cached_runner import CachedRunner
+from tests.support.processes import run_python
 from tests.support.tiny_model import make_tiny_model
 
 NATIVE = choose_kernels()
@@ -156,8 +155,8 @@ def test_a_start_from_packed_weights_reaches_no_transformers(opened, tiny, cache
         f"loaded = open_model(ModelConfig(id={str(tiny)!r}, cache_dir={str(cache)!r}))\n"
         "print(loaded.weights_from, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout.strip() == f"{MAPPED} False"
+    done = run_python("-c", program)
+    assert done.stdout.strip() == f"{MAPPED} False", done.stderr
 
 
 def cut_short(folder):
