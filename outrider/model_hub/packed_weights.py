@@ -154,8 +154,9 @@ def open_packed(
         made = pack()
         if made is None:
             with contextlib.suppress(OSError):
-                _remove_old(key)
-                key.refused.touch()
+                if not key.refused.exists():
+                    _remove_old(key)
+                key.refused.touch()  # it is still of use
             return None, ""
         try:
             if not problem:
