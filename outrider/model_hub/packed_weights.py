@@ -156,7 +156,7 @@ def open_packed(
             with contextlib.suppress(OSError):
                 if not key.refused.exists():
                     _remove_old(key)
-                key.refused.touch()  # it is still of use
+                key.refused.touch()  # files that nobody touches leave the cache
             return None, ""
         try:
             if not problem:

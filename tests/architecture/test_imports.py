@@ -45,10 +45,7 @@ def imported_with(*packages: str) -> set[str]:
     ("packages", "heavy"),
     [
         (("router", "router.__main__", "outrider.service", "outrider.client", "outrider.wire"), HEAVY),
-        (
-            ("outrider.cli.main", "outrider.cli.up", "outrider.cli.demo", "outrider.cli.config", "outrider.cluster"),
-            HEAVY,
-        ),
+        (SUPERVISOR, HEAVY),
         (CONFIGURATION_AND_IDENTITY, HEAVY),
         (("outrider.engine.scheduler", "outrider.engine.kv_cache.sequence_kv"), HEAVY | {"grpc"}),
         (("outrider.client",), HEAVY | OF_A_SERVER),
