@@ -217,7 +217,7 @@ def _targets(ports: dict[str, int], role: str) -> str:
 
 
 def _make_head(directory: Path) -> Path:
-    """A head that kernels compute, so that a node that is started again need not import torch first."""
+    """Writes a head that kernels compute: a node that is started again need not import torch first."""
     head, _ = make_random_eagle3(directory, max_model_len=2048, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
     return head
 

@@ -34,19 +34,19 @@ class CachedRunner:
         self._free = random.Random(0).sample(range(num_blocks), num_blocks)
 
     def table(self, num_tokens):
-        """The ids of fresh blocks for so many tokens."""
+        """Hands out blocks for so many tokens, and returns their ids."""
         return [self._free.pop() for _ in range(-(-num_tokens // self.block_size))]
 
     def slots(self, table, positions):
-        """The slots of a sequence's tokens: [num_positions] int64."""
+        """Returns the slots of a sequence's tokens: [num_positions] int64."""
         return np.array([table[at // self.block_size] * self.block_size + at % self.block_size for at in positions])
 
     def forward(self, *rows, **options):
-        """A copy of the logits that the rows ask for: [num_logits, vocab_size] float32."""
+        """Returns a copy of the logits that the rows ask for: [num_logits, vocab_size] float32."""
         return torch.as_tensor(self.runner.forward(build_input_batch(rows, self.block_size), **options)).clone()
 
     def prefill(self, token_ids, table, *, chunk=None, num_logits=None, **options):
-        """The logits of all tokens, or of at most `num_logits` at the end of each chunk of `chunk` tokens."""
+        """Returns the logits of all tokens, or of at most `num_logits` at the end of each chunk of `chunk` tokens."""
         size = chunk or len(token_ids)
         parts = [(token_ids[start : start + size], start) for start in range(0, len(token_ids), size)]
         wanted = size if num_logits is None else num_logits
@@ -54,6 +54,6 @@ class CachedRunner:
         return torch.cat([self.forward(each, **options) for each in rows])
 
     def features(self, plane_name, table, positions):
-        """Those of a sequence's tokens: [num_positions, width] in the model's dtype."""
+        """Returns the features of a sequence's tokens: [num_positions, width] in the model's dtype."""
         taken = self.cache.read(plane_name, range(1), self.slots(table, positions))
         return torch.from_numpy(taken).view(TORCH_DTYPES[self.model.spec.dtype]).view(len(positions), -1)

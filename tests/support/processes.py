@@ -24,7 +24,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS…` once it has ended, with what it wrote; `options` are those of subprocess.run."""
+    """Runs `python ARGUMENTS…` to its end and returns what it wrote. `options` are those of subprocess.run."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **options)
 

@@ -9,7 +9,7 @@ from tests.support.fake_clock import FakeClock
 
 
 def hang_in(owner: object, name: str, progress: StepProgress, clock: FakeClock) -> list[float]:
-    """Each call of `owner.name` takes three seconds within a step. How much older the step was after each of them."""
+    """Lets each call of `owner.name` take three seconds of a step. Returns by how much the step aged in each."""
     function, ages = getattr(owner, name), []
 
     def hang(*args: Any, **options: Any) -> Any:
