@@ -149,8 +149,9 @@ def open_packed(
         made = pack()
         if made is None:
             with contextlib.suppress(OSError):
-                _remove_old(key)
-                key.refused.touch()
+                if not key.refused.exists():
+                    _remove_old(key)
+                key.refused.touch()  # files that nobody touches leave the cache
         elif not problem:
             try:
                 write_packed(key, made)

@@ -7,7 +7,7 @@ decides more than the logits do.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import shutil
 
@@ -34,16 +34,21 @@ def target_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(scope="module")
+def head_of(target_path, tmp_path_factory):
+    """head_of(form) → its folder, written once: each folder is packed anew, and leaves what was packed in the cache."""
+    return functools.cache(lambda form: make_head(form, tmp_path_factory.mktemp("heads") / form, target_path))
+
+
 @pytest.fixture
-def make_node(target_path, tmp_path, monkeypatch):
+def make_node(target_path, head_of, monkeypatch):
     """Decode loops in which rows and drafts are free, so that every draft is verified."""
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
-    numbers = itertools.count()
     with tiny_nodes() as make_tiny:
 
         def make(form="", *, target=target_path, head="", **config):
             if form:
-                head = str(make_head(form, tmp_path / f"{form}-{next(numbers)}", target))
+                head = str(head_of(form))
             node = make_tiny(target, head=head, **config)
             node.loop._drafts._clock = lambda: 0.0
             return node

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.attention import make_attention_backend
-from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.base import slots_of
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.model_runner import make_runner
 from outrider.heads.of_target import HeadOfTarget
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.speculation.draft_tree import DraftTree
 from tests.decode_node.tiny_node import PROMPT, TinyNode, generate
+from tests.support.cached_runner import CachedRunner
 from tests.support.fake_drafts import TextDrafts
 from tests.support.tiny_head import make_tiny_head
 from tests.support.tiny_model import make_tiny_model
@@ -36,10 +33,9 @@ def features_of_one_pass(config, token_ids):
     if not model.info.numerics.startswith("exact ("):
         pytest.skip("rows have other bits in other batches")
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
-    cache = PagedKVCache(model.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
-    runner = make_runner(model, cache, make_attention_backend("auto", model.device), features=reduction)
-    runner.forward(build_input_batch([SequenceRows(token_ids, 0, blocks, 0)], BLOCK_SIZE))
-    return bytes(cache.read(reduction.plane_name, range(1), slots_of(blocks, len(token_ids), BLOCK_SIZE)))
+    node = CachedRunner(model, num_blocks=len(blocks), block_size=BLOCK_SIZE, features=reduction)
+    node.prefill(token_ids, blocks, num_logits=0)
+    return bytes(node.cache.read(reduction.plane_name, range(1), slots_of(blocks, len(token_ids), BLOCK_SIZE)))
 
 
 def test_features_of_drafted_and_shared_rows_are_those_of_one_pass(config):

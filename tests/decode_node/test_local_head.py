@@ -28,8 +28,14 @@ def echo_path(tmp_path_factory):
     return make_echo_model(tmp_path_factory.mktemp("echo"))
 
 
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory):
+    """The head's folder. A second one would be looked at anew, and leave its mark in the cache."""
+    return str(make_echo_folder(tmp_path_factory.mktemp("heads") / "parrot"))
+
+
 @pytest.fixture
-def make_head_node(echo_path, tmp_path, monkeypatch):
+def make_head_node(echo_path, parrot, monkeypatch):
     """Decode loops on a target whose head is always right. Rows are free, so that all drafts are verified.
 
     Of two siblings one would be wrong: drafts are chains.
@@ -37,10 +43,9 @@ def make_head_node(echo_path, tmp_path, monkeypatch):
     monkeypatch.setattr(outrider.heads.open, "FORMS", (EchoHead,))
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
     monkeypatch.setattr(EchoHead, "opened", [])
-    folder = make_echo_folder(tmp_path / "parrot")
     with tiny_nodes() as make_tiny:
 
-        def make(*, head=str(folder), **config):
+        def make(*, head=parrot, **config):
             node = make_tiny(echo_path, head=head, **{"draft_trees": "off", **config})
             node.loop._drafts._clock = lambda: 0.0  # nor does a head take time
             return node
