@@ -16,7 +16,7 @@ OF_A_SERVER = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_
 SUPERVISOR = ("outrider.cli.main", "outrider.cli.up", "outrider.cli.demo", "outrider.cli.config", "outrider.cluster")
 CONFIGURATION_AND_IDENTITY = (
     *(f"outrider.model_hub.{name}" for name in ("config", "checkpoint_text", "fingerprint", "default_model")),
-    *("outrider.model_hub.locate", "outrider.model_hub.progress"),
+    *("outrider.model_hub.locate", "outrider.progress"),
     *("outrider.engine.kv_cache.config", "outrider.engine.model_spec"),
 )
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
