@@ -66,7 +66,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
     PIP_CONFIG_FILE=/run/secrets/pip_conf python -m pip install 'setuptools>=77'
 WORKDIR /source
 # The kernels first: they take the longest to compile, and stay as long as their sources do.
-COPY outrider/__init__.py outrider/cache_directory.py outrider/
+COPY outrider/__init__.py outrider/cache_directory.py outrider/progress.py outrider/
 COPY outrider/engine/__init__.py outrider/engine/
 COPY outrider/engine/cpu_kernels outrider/engine/cpu_kernels
 RUN OUTRIDER_KERNEL_LIBRARIES=/kernels python -P -m outrider.engine.cpu_kernels.build --all

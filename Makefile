@@ -152,7 +152,7 @@ pictures: $(READY) browser ## The pictures of the router's page in docs/figures,
 
 FAULTS_ARGS ?=
 .PHONY: faults
-faults: $(READY) ## Every fault at every point of the protocol; writes docs/reliability.md (FAULTS_ARGS=--failed: again)
+faults: $(READY) ## Every fault at every point of the protocol; writes docs/faults.md (FAULTS_ARGS=--failed: again)
 	$(BIN)/python -m tests.faults.make_table $(FAULTS_ARGS)
 
 FUZZ_EXAMPLES ?= 3000

@@ -1,4 +1,4 @@
-"""The Helm chart: lint, what it renders, its schema of settings, and docs/kubernetes.md's table of values.
+"""The Helm chart: lint, what it renders, its schema of settings, and docs/helm-values.md.
 
     python -m checks.chart            # checks
     python -m checks.chart --write    # writes tests/deploy/golden, values.schema.json's settings and the table
@@ -28,7 +28,7 @@ from outrider.config.schema import config_schema
 from tests.deploy.chart import CHART, NAMESPACE, ROOT, Manifests, render_text, value_sets
 
 GOLDEN = ROOT / "tests" / "deploy" / "golden"
-PAGE = ROOT / "docs" / "kubernetes.md"
+PAGE = ROOT / "docs" / "helm-values.md"
 SCHEMA = CHART / "values.schema.json"
 BEGIN, END = "<!-- made by `make chart` -->", "<!-- end -->"
 VERSIONS = ("1.27", "1.37")
@@ -65,7 +65,7 @@ def faults() -> Iterator[str]:
     if SCHEMA.read_text(encoding="utf-8") != schema_text():
         yield "deploy/helm/outrider/values.schema.json: what it says of settings is stale: run make chart"
     if page(PAGE.read_text(encoding="utf-8")) != PAGE.read_text(encoding="utf-8"):
-        yield "docs/kubernetes.md: the table of values is stale: run make chart"
+        yield "docs/helm-values.md: the table of values is stale: run make chart"
 
 
 def faults_of(found: dict[str, Any]) -> Iterator[str]:

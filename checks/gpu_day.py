@@ -6,7 +6,19 @@
 
 Each result is one line of JSON in OUT/results.jsonl, written as it comes. OUT/STAGE.out has what a stage printed. A
 stage that fails does not stop the others; the exit status is 1 then. CONTRIBUTING.md says what a machine without a
-package index needs besides the checkout.
+package index needs besides the checkout. What to look for, in the order of the stages:
+
+- the end of the output: how each stage ended, then every line with `"kind": "failure"`
+- env: the two ceilings `copy_gb_s`, of which floors are made, and `tflops`
+- smoke: `numerics` begin with `exact` in deterministic mode; graphs are `equal` to eager steps; 0 of 200 answers are
+  `differing` at any batch size
+- steps: `ms` of one sequence; `times_floor` beside `predicted_ms`; `busy` from 0.9 up, the `pause_ms` between steps,
+  and which kernels take `longest`
+- cluster: 8 of 8 the `same` with drafts and after a kill, with `attempts` above 1; `acceptance`, `ttft_ms`,
+  `ms_a_token`
+- train: `samples_per_second`
+- handoff: `gb_s` by connector, or why one is `unavailable`
+- kernels: `failed_test`; a kernel that computes something else makes the figures above worthless
 """
 
 from __future__ import annotations

@@ -84,38 +84,47 @@ def settings_page() -> Iterator[str]:
 
 def command_page() -> Iterator[str]:
     yield COMMANDS_HEAD
+    commands = [each for name in COMMANDS for each in _commands(name, COMMANDS[name], make_parser(name), name)]
+    yield from table(("command", "does"), ((f"`outrider {name}`", summary) for name, summary, _ in commands))
+    users: dict[tuple[str, str], list[str]] = {}
+    for name, _, parser in commands:
+        for row in map(_argument, _actions(parser)):
+            users.setdefault(row, []).append(name)
+    yield "\n## Options of several commands"
+    shared = {row: names for row, names in users.items() if len(names) > 1}
     yield from table(
-        ("command", "does"), ((f"[`outrider {name}`](#outrider-{name})", COMMANDS[name]) for name in COMMANDS)
+        ("argument", "of", "meaning"), ((row[0], ", ".join(names), row[1]) for row, names in shared.items())
     )
-    for name in COMMANDS:
-        parser = make_parser(name)
-        yield from _command(f"outrider {name}", _commands_of(parser)[name], COMMANDS[name], level=2)
+    for name, _, parser in commands:
+        rows = [row for row in map(_argument, _actions(parser)) if row not in shared]
+        if rows:
+            yield f"\n## outrider {name}"
+            yield from table(("argument", "meaning"), (row for row in rows if row[1]))
+            undescribed = [row[0] for row in rows if not row[1]]
+            if undescribed:
+                yield f"\nAlso, as [vLLM has them](configuration.md): {', '.join(undescribed)}."
     yield "\n## Services\n\nEach service is a command of its own; `--help` lists the settings that it reads."
     options = {_options_of_service(role) for role in ROLES}
     yield f"\n```\n{chr(10).join(f'python -P -m {role}' for role in ROLES)}\n\n{chr(10).join(options)}\n```"
 
 
-def _command(name: str, parser: argparse.ArgumentParser, summary: str, *, level: int) -> Iterator[str]:
-    yield f"\n{'#' * level} {name}\n\n{summary[0].upper()}{summary[1:].rstrip('.')}."
-    nested = _commands_of(parser)
-    for group in parser._action_groups:
-        actions = [each for each in group._group_actions if each.dest != "help" and each.choices is not nested]
-        if actions:
-            yield _introduction(group.title or "", group.description)
-            yield from table(("argument", "meaning"), map(_argument, actions))
+def _commands(
+    name: str, summary: str, parser: argparse.ArgumentParser, verb: str
+) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """Yields the name, summary and parser of a command, then those of its own commands."""
+    command = _commands_of(parser)[verb]
+    yield name, summary, command
     helps = {
-        each.dest: each.help or "" for action in parser._actions for each in getattr(action, "_choices_actions", ())
+        each.dest: each.help or "" for action in command._actions for each in getattr(action, "_choices_actions", ())
     }
-    for verb, command in nested.items():
-        yield from _command(f"{name} {verb}", command, helps[verb], level=level + 1)
+    for nested in _commands_of(command):
+        yield from _commands(f"{name} {nested}", helps[nested], command, nested)
 
 
-def _introduction(title: str, description: str | None) -> str:
-    """Of a group of arguments, unless it is one that argparse has for all."""
-    if title in {"options", "positional arguments"}:
-        return ""
-    text = f"{title}: {description}" if description else title
-    return f"\n{text[0].upper()}{text[1:]}."
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Returns a command's own arguments, without its help and its commands."""
+    nested = _commands_of(parser)
+    return [each for each in parser._actions if each.dest != "help" and each.choices is not nested]
 
 
 def _commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

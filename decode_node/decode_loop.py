@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from decode_node.commands import (
     Command,
@@ -28,7 +27,7 @@ from decode_node.commands import (
     TransferFailed,
     only_admits,
 )
-from decode_node.drafting.client import StepDrafts
+from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
@@ -41,7 +40,6 @@ from decode_node.step import (
     Verdict,
     apply_stop_conditions,
     step_kind,
-    step_stats,
 )
 from decode_node.step_ahead import launch_next, lay_out_next
 from outrider.engine.cpu_turns import CpuTurns
@@ -244,10 +242,7 @@ class DecodeLoop:
         )
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = self.progress.clock() - started, self._time.take()
-        stats = partial(step_stats, step, verifying, verdicts, seconds=seconds, nanoseconds=nanoseconds)
-        self._unreported = StepReport(
-            [item.sample for item in verifying], verdicts, step.drafts.requested, step.drafts.hits, stats
-        )
+        self._unreported = StepReport(step, verifying, verdicts, seconds, nanoseconds)
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
@@ -296,10 +291,10 @@ class DecodeLoop:
         num_waiting = max(1, self._groups.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
         room = scheduler.reserve(reclaim=self._groups.reclaim_reservation)
         chosen = self._drafts.choose(drafts, room, samples_of(room.sequences), num_waiting=num_waiting)
-        plan = scheduler.hand_out(room, {sequence_id: len(draft) for sequence_id, draft in chosen.items()})
+        plan = scheduler.hand_out(room, chosen)
         samples = samples_of([item.sequence for item in plan.scheduled])
         return plan, [
-            PlannedSequence.of(item, sample, chosen.get(item.sequence.key))
+            PlannedSequence.of(item, sample, drafts.ranked.get(item.sequence.key))
             for item, sample in zip(plan.scheduled, samples, strict=True)
         ]
 
@@ -361,13 +356,10 @@ class DecodeLoop:
             )
             for item, outcome in outcomes
         ]
-        self._drafts.observe_verdicts(
-            [
-                (item.sample.sequence.key, item.draft, outcome.path or range(len(outcome.token_ids) - 1))
-                for item, outcome in outcomes
-                if item.draft.token_ids
-            ]
-        )
+        for item, outcome in outcomes:
+            if item.draft.token_ids:
+                accepted = outcome.path or range(outcome.num_accepted)
+                self._drafts.observe_verdict(item.sample.sequence.key, item.draft, accepted)
         for item, verdict in zip(verifying, verdicts, strict=True):
             self._apply(item.sample, verdict)
         self._drafts.announce(

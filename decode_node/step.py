@@ -1,15 +1,14 @@
-"""One step's values, in order: what is planned for each sequence, what was decided for it, and what is reported."""
+"""The values of a step, in order: what is planned for each sequence, what is decided for it, what is reported."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from decode_node.drafting.client import StepDrafts
+from decode_node.drafting.book import StepDrafts
 from decode_node.groups import Sample, SequenceGroup
 from outrider.engine.arrays import Array
 from outrider.engine.input_batch import SequenceRows
@@ -18,30 +17,28 @@ from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.profile import StepKind
 from outrider.request import FinishReason, TokenLogprobs, VerificationMethod
 from outrider.session import SampleDone, SampleTokens, SequenceGroupEvent, SpeculationCounts
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.verify.base import DraftRows, Verified
 
 NO_DRAFT = DraftTree(0)
-NO_DRAFTS = StepDrafts()
 
 
 class PlannedSequence(NamedTuple):
-    """What was scheduled, for which sample, and the draft that is verified."""
+    """A scheduled sequence, its sample, and the draft that is verified."""
 
     scheduled: Scheduled
     sample: Sample
     draft: DraftTree  # in the order of its rows
 
     @classmethod
-    def of(cls, scheduled: Scheduled, sample: Sample, chosen: DraftTree | None) -> PlannedSequence:
-        """With as much of the chosen draft as got rows."""
-        if chosen is None:
+    def of(cls, scheduled: Scheduled, sample: Sample, draft: RankedDraft | None) -> PlannedSequence:
+        """Cuts the draft to the rows that it was given, and puts it into their order."""
+        if draft is None or not scheduled.num_draft_tokens:
             return cls(scheduled, sample, NO_DRAFT)
-        draft = chosen.cut(scheduled.num_draft_tokens)
-        return cls(scheduled, sample, draft.depth_first() if draft.parents else draft)
+        return cls(scheduled, sample, draft.tree.cut(scheduled.num_draft_tokens).depth_first())
 
     def rows(self) -> SequenceRows:
-        """Tokens without KV, then the draft tokens."""
+        """Returns the rows of the forward: tokens without KV, then the draft tokens."""
         sequence, draft, num_rows = self.scheduled.sequence, self.draft, self.scheduled.num_rows
         kv, known = sequence.kv, sequence.token_ids
         assert kv is not None
@@ -55,13 +52,13 @@ class PlannedSequence(NamedTuple):
         )
 
     def draft_rows(self) -> DraftRows:
-        """What the verifier decides: what follows the known tokens, and what follows each draft token."""
+        """Returns what the verifier decides: the tokens after the known ones, and after each draft token."""
         sample, draft = self.sample, self.draft
         rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
         return DraftRows(rows, draft.distributions, sample.group.opened.options.verification_method, draft.parents)
 
     def moved_slots(self, outcome: Verified) -> Iterator[tuple[int, int]]:
-        """Accepted tokens of a tree that do not lie where their positions are: (source, destination) slots."""
+        """Yields (source, destination) slots of accepted tokens of a tree whose KV is not at their position's slot."""
         kv = self.scheduled.sequence.kv
         assert kv is not None
         first = len(self.scheduled.sequence.token_ids)
@@ -78,28 +75,29 @@ class LaunchedStep:
     planned: Sequence[PlannedSequence]
     logits: Array  # as of Engine.forward
     launched_at: float  # when the forward pass was queued, in seconds of a monotonic clock
-    drafts: StepDrafts = NO_DRAFTS
+    drafts: StepDrafts = field(default_factory=StepDrafts)
     preempted: Sequence[Sample] = ()
 
 
 class Verdict(NamedTuple):
-    """The tokens that are committed by this step, in order, and why the sample ends with them, if it does."""
+    """The tokens that a step commits for one sample, in order, and why the sample ends with them, if it does."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]  # empty, or one for each token
     finish_reason: FinishReason | None
     stop_token_id: int | None
     num_draft_tokens: int
-    num_accepted: int  # accepted draft tokens, those behind a stop included
+    num_accepted: int  # accepted draft tokens, including those after a stop
     rejected_token_ids: tuple[int, ...] = ()  # the other draft tokens, in the order of their rows
 
 
 def apply_stop_conditions(
     verified: Verified, draft: DraftTree, *, stop_token_ids: frozenset[int], num_tokens_left: int
 ) -> Verdict:
-    """The accepted draft tokens and one token more, cut after the first token that ends the sample.
+    """Cuts what was verified after the first token that ends the sample.
 
-    On one token STOP wins over LENGTH. `num_tokens_left`: of max_tokens, at least 1.
+    If a token is a stop token and the last one allowed, the reason is STOP. `num_tokens_left`: of max_tokens, at
+    least 1.
     """
     token_ids, num_draft_tokens = verified.token_ids, len(draft.token_ids)
     num_accepted = len(token_ids) - 1
@@ -128,7 +126,7 @@ def _requested(logprobs: tuple[TokenLogprobs | None, ...]) -> tuple[TokenLogprob
 
 @lru_cache(maxsize=4096)
 def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool, hit: bool) -> SpeculationCounts:  # noqa: FBT001 of one caller
-    """What one verdict adds to its request's counts: one value for all that went alike."""
+    """Returns what a verdict adds to its request's counts; equal verdicts share one value."""
     drafted = num_draft_tokens > 0
     return SpeculationCounts(
         num_spec_steps=int(drafted),
@@ -140,21 +138,41 @@ def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What the engine thread reports of a step; it neither logs nor counts in metrics itself."""
+
+    seconds: float
+    nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
+    num_rows: int
+    num_generated_tokens: int
+    preempted_groups: Sequence[tuple[int, bytes]]  # session and sequence group of each preempted sequence
+    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified
+    num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)
+
+
+def step_kind(plan: StepPlan) -> StepKind:
+    if any(item.num_rows > 1 for item in plan.scheduled):
+        return StepKind.PROMPT
+    return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Committed verdicts not yet reported. Made into events before the next step commits."""
+    """Committed verdicts that are not reported yet. They become events before the next step commits."""
 
-    samples: Sequence[Sample]
-    verdicts: Sequence[Verdict]  # of each sample
-    requested: AbstractSet[int]  # sequences that wanted a draft node's drafts
-    hits: AbstractSet[int]  # of them, those that found one waiting
-    stats: Callable[[], StepStats]  # counted when they are told: a device has the next step by then
+    step: LaunchedStep
+    verifying: Sequence[PlannedSequence]  # those of the step whose next token was decided
+    verdicts: Sequence[Verdict]  # on each of `verifying`
+    seconds: float
+    nanoseconds: Mapping[str, int]  # see StepStats
 
     def events(self) -> Iterator[tuple[SequenceGroup, SequenceGroupEvent]]:
-        """In the order of the batch, each sample's tokens before its end."""
-        requested, hits = self.requested, self.hits
-        for sample, verdict in zip(self.samples, self.verdicts, strict=True):
-            if sample.sampling.failure:  # its tokens are not what was asked for
+        """Yields events in the order of the batch, each sample's tokens before its end."""
+        requested, hits = self.step.drafts.requested, self.step.drafts.hits
+        for (_, sample, _), verdict in zip(self.verifying, self.verdicts, strict=True):
+            if sample.sampling.failure:  # its tokens do not satisfy its constraint
                 continue
             sequence, group, token_ids = sample.sequence, sample.group, verdict.token_ids
             group_id = group.opened.sequence_group_id
@@ -178,55 +196,29 @@ class StepReport:
                 yield group, done
 
     def publish_blocks(self) -> None:
-        """Of samples that go on; those that ended, or were preempted since, have published theirs."""
-        for sample in self.samples:
-            sequence = sample.sequence
+        """Publishes the full blocks of samples that go on; ended and preempted samples have published theirs."""
+        for item in self.verifying:
+            sequence = item.sample.sequence
             if sequence.kv is not None:
                 sequence.kv.publish(sequence.token_ids)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What the engine thread tells about one step: it neither logs nor counts in metrics itself."""
-
-    seconds: float
-    nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
-    num_rows: int
-    num_generated_tokens: int
-    preempted_groups: Sequence[tuple[int, bytes]]  # of each such sequence: session and sequence group
-    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified
-    num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
-    num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)
-
-
-def step_kind(plan: StepPlan) -> StepKind:
-    if any(item.num_rows > 1 for item in plan.scheduled):
-        return StepKind.PROMPT
-    return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
-
-
-def step_stats(
-    step: LaunchedStep,
-    verifying: Sequence[PlannedSequence],
-    verdicts: Sequence[Verdict],
-    *,
-    seconds: float,
-    nanoseconds: Mapping[str, int],
-) -> StepStats:
-    num_tokens, num_accepted = Counter[str](), Counter[str]()
-    num_by_method = Counter[VerificationMethod]()
-    for item, verdict in zip(verifying, verdicts, strict=True):
-        if verdict.num_draft_tokens:
-            num_tokens[item.draft.source] += verdict.num_draft_tokens
-            num_accepted[item.draft.source] += verdict.num_accepted
-            num_by_method[item.sample.group.opened.options.verification_method] += 1
-    return StepStats(
-        seconds=seconds,
-        nanoseconds=nanoseconds,
-        num_rows=step.plan.num_rows,
-        preempted_groups=[(each.group.session_id, each.group.opened.sequence_group_id) for each in step.preempted],
-        num_generated_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
-        num_drafts_by_method=num_by_method,
-        num_draft_tokens_by_source=num_tokens,
-        num_accepted_by_source=num_accepted,
-    )
+    def stats(self) -> StepStats:
+        """Counts what the step did; called when it is reported, as by then a device has begun the next step."""
+        num_tokens, num_accepted = Counter[str](), Counter[str]()
+        num_by_method = Counter[VerificationMethod]()
+        for item, verdict in zip(self.verifying, self.verdicts, strict=True):
+            if verdict.num_draft_tokens:
+                num_tokens[item.draft.source] += verdict.num_draft_tokens
+                num_accepted[item.draft.source] += verdict.num_accepted
+                num_by_method[item.sample.group.opened.options.verification_method] += 1
+        preempted = [each.group for each in self.step.preempted]
+        return StepStats(
+            seconds=self.seconds,
+            nanoseconds=self.nanoseconds,
+            num_rows=self.step.plan.num_rows,
+            preempted_groups=[(group.session_id, group.opened.sequence_group_id) for group in preempted],
+            num_generated_tokens=sum([len(verdict.token_ids) for verdict in self.verdicts]),
+            num_drafts_by_method=num_by_method,
+            num_draft_tokens_by_source=num_tokens,
+            num_accepted_by_source=num_accepted,
+        )

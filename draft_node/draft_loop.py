@@ -1,7 +1,7 @@
 """READ FIRST. The draft node's engine thread: receive newest states → catch up → propose → look ahead → push.
 
 One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. A step makes at most one forward pass and a
-rollout, and takes a limited number of updates of each decode node, so that a new state waits for no more than that.
+rollout, and takes a limited number of updates of each decode node, so that a new state never waits for more than that.
 Sequences that wait for a draft come first. While the targets of the others verify, their next drafts are made ahead,
 until each target is expected to be done.
 
@@ -29,7 +29,7 @@ from outrider.speculation.draft_stream import (
     DraftStatus,
     SequenceProposals,
     SequenceUpdate,
-    most_tokens_offered,
+    max_offered_tokens,
 )
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import MAX_SEQUENCES, Progress, Proposal, ProposalRequest, Proposer
@@ -39,7 +39,7 @@ IDLE_SECONDS = 0.5
 
 TIME_SMOOTHING = 0.2
 TIME_FADING = 0.95
-"""Of the expected time of a look-ahead: each such step, and each other step."""
+"""The weight of a look-ahead step in the expected duration of such steps, and the factor of every other step."""
 
 _log = get_logger("draft_loop")
 
@@ -48,15 +48,15 @@ Answers = list[tuple[DraftPeer, SequenceProposals]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStepStats:
-    """One step, for reports and metrics."""
+    """What one step did, for reports and metrics."""
 
     seconds: float
     num_held: int  # sequences
-    num_waiting: int  # of them, without an answer yet
+    num_waiting: int  # sequences without an answer yet
     num_requests: int
     num_proposed_tokens: int  # in answers
-    num_ahead_tokens: int  # in branches ahead; a branch that grew counts again
-    num_wasted_tokens: int  # drafted by a model, and now known never to be committed
+    num_ahead_tokens: int  # in branches ahead; a branch that has grown counts again
+    num_wasted_tokens: int  # drafted by a model and, as is known now, never committed
 
 
 class DraftLoop:
@@ -76,7 +76,7 @@ class DraftLoop:
         on_step: Callable[[DraftStepStats], None] = lambda _stats: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_alternatives`: of a sequence, while its target verifies; 0: no look-ahead."""
+        """`max_alternatives`: paths of a sequence that a look-ahead follows; 0: there is no look-ahead."""
         self._proposer = IsolatedProposer(proposer, on_failure=self._log_failure, clock=clock)
         self._num_speculative_tokens = num_speculative_tokens
         self._max_alternatives = max_alternatives
@@ -88,10 +88,10 @@ class DraftLoop:
             on_forgotten=self._forget,
             on_displaced=self._refuse_pending,
         )
-        self._refused: Answers = []  # of the updates at hand
-        self._pending: dict[int, HeldSequence] = {}  # by key: their last update is not answered yet
-        self._ahead: dict[int, HeldSequence] = {}  # by key: answered, and looked ahead for
-        self._ahead_seconds = 0.0  # running mean of a step that only looks ahead
+        self._refused: Answers = []  # to updates of this step
+        self._pending: dict[int, HeldSequence] = {}  # sequences whose last update is not answered yet, by key
+        self._ahead: dict[int, HeldSequence] = {}  # answered sequences with look-ahead, by key
+        self._ahead_seconds = 0.0  # running mean of the duration of steps that only look ahead
         self._changed = threading.Condition()
         self._peers: dict[int, DraftPeer] = {}
         self._gone: list[int] = []
@@ -107,27 +107,27 @@ class DraftLoop:
     # Any thread.
 
     def connect(self, hello: DraftHello, notify: Callable[[], None]) -> DraftPeer:
-        """A decode node's stream has begun. `notify` is called when there are answers to take, or room again."""
+        """Adds a decode node's stream. `notify` is called when there are answers to take, or there is room again."""
         with self._changed:
             peer = DraftPeer(next(self._peer_ids), hello, notify)
             self._peers[peer.peer_id] = peer
         return peer
 
     def disconnect(self, peer: DraftPeer) -> None:
-        """The stream has ended: everything that is held for it is freed."""
+        """Frees everything that is held for a stream that has ended."""
         with self._changed:
             if self._peers.pop(peer.peer_id, None) is not None:
                 self._gone.append(peer.peer_id)
             self._wake()
 
     def submit(self, peer: DraftPeer, updates: Sequence[SequenceUpdate], *, step_seconds: float = 0.0) -> None:
-        """Queues newest states. `step_seconds`: how long their target verifies; 0: unknown."""
+        """Queues newest states. `step_seconds`: the duration of a step of their target; 0: unknown."""
         peer.submit(updates, verified_by=self._clock() + step_seconds)
         with self._changed:
             self._wake()
 
     def stop(self) -> None:
-        """`run` returns after the current step."""
+        """Makes `run` return after the current step."""
         with self._changed:
             self._is_stopping = True
             self._wake()
@@ -139,11 +139,11 @@ class DraftLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would find anything to do."""
+        """Whether there is anything to do for a step."""
         return bool(self._has_news or self._pending or self._ahead)
 
     def run(self) -> None:
-        """Steps whenever there is something to do, until `stop`."""
+        """Runs steps whenever there is something to do, until `stop`."""
         while True:
             with self._changed:
                 while not (self.has_work or self._is_stopping):
@@ -153,7 +153,7 @@ class DraftLoop:
             self._on_step(self.step())
 
     def step(self) -> DraftStepStats:
-        """Newest states in, proposals out. Unfinished drafts are continued in the next step."""
+        """Takes newest states and sends proposals. Unfinished drafts are continued in the next step."""
         self.step_started_at = started = self._clock()
         self._apply(self._take_updates())
         refused, self._refused = self._refused, []  # unknown prefixes, no room, nonsense
@@ -167,7 +167,7 @@ class DraftLoop:
         return self._finish(started, len(requests), answers, num_wasted)
 
     def _learn_time(self, requests: Sequence[ProposalRequest], seconds: float) -> None:
-        """Updates the mean time of steps that only look ahead. Other steps shrink it: look-ahead is tried again."""
+        """Updates the mean duration of look-ahead steps. Other steps shrink it, so that look-ahead is tried again."""
         if requests and requests[0].looks_ahead:
             weight = TIME_SMOOTHING if self._ahead_seconds > 0.0 else 1.0
             self._ahead_seconds += weight * (seconds - self._ahead_seconds)
@@ -175,7 +175,7 @@ class DraftLoop:
             self._ahead_seconds *= TIME_FADING
 
     def _take_updates(self) -> list[tuple[DraftPeer, ReceivedUpdate]]:
-        """Some of every peer's: one that sends many delays its own answers only."""
+        """Takes some updates of every peer: a peer that sends many delays only its own answers."""
         with self._changed:
             self._has_news = False
             peers = list(self._peers.values())
@@ -203,7 +203,7 @@ class DraftLoop:
                 self._pending[outcome.key] = outcome
 
     def _refuse_pending(self, held: HeldSequence) -> None:
-        """A decode node that waits for an answer gets one: it sends nothing more of the sequence before."""
+        """Answers an update that a decode node waits for: it sends nothing more of the sequence before."""
         if held.key in self._pending:
             self._refused.append((held.peer, SequenceProposals(held.sequence_id, DraftStatus.NO_ROOM)))
 
@@ -213,7 +213,7 @@ class DraftLoop:
         self._proposer.forget(held.key)
 
     def _requests(self, now: float) -> list[ProposalRequest]:
-        """Unanswered updates first, then look-ahead that is expected to end before its target's step."""
+        """Returns requests for unanswered updates, then for look-ahead that should end before its target's step."""
         self._ahead = {key: held for key, held in self._ahead.items() if self._may_look_ahead(held, now)}
         return [
             *(self._request(held, now, looks_ahead=False) for held in self._pending.values()),
@@ -235,17 +235,17 @@ class DraftLoop:
         )
 
     def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:
-        """Whether look-ahead that is begun now is expected to end before the target's step."""
+        """Returns whether look-ahead that begins now is expected to end before the target's step."""
         is_able = self._max_alternatives > 0 and self._proposer.info.can_look_ahead
         return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.verified_by
 
     def _num_offered(self, held: HeldSequence, *, looks_ahead: bool) -> int:
-        """Wanted tokens, and some extra where no look-ahead follows; none past the end of the text."""
+        """Returns the number of tokens to offer: some more than wanted without look-ahead, none past the text's end."""
         if held.num_wanted <= 0:
             return 0
         offered = wanted = min(held.num_wanted, self._num_speculative_tokens)
         if not looks_ahead:
-            offered = min(wanted + self._proposer.info.num_extra_tokens, most_tokens_offered(wanted))
+            offered = min(wanted + self._proposer.info.num_extra_tokens, max_offered_tokens(wanted))
         num_left = held.start.prompt_length + held.start.options.sampling.max_tokens - len(held.tokens)
         return max(0, min(offered, num_left))
 
@@ -268,7 +268,7 @@ class DraftLoop:
         return answers
 
     def _draft(self, held: HeldSequence, request: ProposalRequest, proposal: Proposal) -> SequenceProposals | None:
-        """The answer to an update; None while it is drafted."""
+        """Returns the answer to an update; None while it is drafted."""
         if proposal.progress is Progress.DRAFTING:
             return None
         status = DraftStatus.CATCHING_UP
@@ -282,7 +282,7 @@ class DraftLoop:
         return SequenceProposals(held.sequence_id, status, len(held.tokens), branches, held.num_features)
 
     def _branches(self, held: HeldSequence, proposal: Proposal) -> SequenceProposals | None:
-        """New branches ahead; None if there are none."""
+        """Returns new branches ahead; None if there are none."""
         found = (_to_send(branch.tree, held, *branch.assumed_token_ids) for branch in proposal.ahead)
         trees = tuple(filter(None, found))[: held.num_branches_left]
         held.num_branches_left -= len(trees)
@@ -323,9 +323,9 @@ class DraftLoop:
 
 
 def _to_send(tree: DraftTree, held: HeldSequence, *assumed_token_ids: int) -> DraftTree:
-    """With its prefix's hash, and cut before the first id that the target does not have: padded vocabularies differ.
+    """Adds the prefix's hash, and cuts the draft before the first id that the target does not have.
 
-    Empty where that is an assumed one.
+    Ids differ where vocabularies are padded. The draft is empty if an assumed token has such an id.
     """
     vocab_size = held.peer.hello.vocab_size
     num_known = 0

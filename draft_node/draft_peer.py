@@ -1,4 +1,4 @@
-"""One decode node on its stream: newest states in, newest answers and branches out."""
+"""A decode node's mailboxes: newest states come in, newest answers and branches go out."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from outrider.speculation.draft_stream import (
 from outrider.speculation.draft_tree import DraftTree
 
 MAX_WAITING = 65_536
-"""Sequences with an update or an answer that waits here. A peer that never reads its answers reaches it."""
+"""Waiting updates and answers, at most. A peer that never reads its answers reaches this limit."""
 
 MAX_WAITING_TOKENS = 1 << 18
 MAX_WAITING_FEATURE_BYTES = 4 * MAX_FEATURE_BYTES_PER_MESSAGE
-"""In updates that wait here: with more, the peer's stream is not read."""
+"""Tokens and bytes of features in waiting updates at which the peer's stream is no longer read."""
 
 MAX_UPDATES_PER_STEP = 256
 MAX_TOKENS_PER_STEP = 1 << 16
-"""Of one peer: some milliseconds of work, for which the answers to others wait."""
+"""Updates and tokens of one peer in a step: some milliseconds of work, for which the answers to others wait."""
 
 
 class ReceivedUpdate(NamedTuple):
-    """The newest state of one sequence, and until when its target is expected to verify: clock seconds."""
+    """The newest state of a sequence, and until when its target is expected to verify, in clock seconds."""
 
     update: SequenceUpdate
     verified_by: float
@@ -41,14 +41,14 @@ class ReceivedUpdate(NamedTuple):
 
 @dataclass(slots=True)
 class _Unsent:
-    """What the decode node has not been told of one sequence."""
+    """What was not sent to the decode node yet, for one sequence."""
 
     answer: SequenceProposals | None = None
     acked_length: int = 0  # of the state that `ahead` was made from
     ahead: dict[tuple[int, int | None], DraftTree] = field(default_factory=dict)  # by length and hash
 
     def put(self, answer: SequenceProposals) -> None:
-        """An answer replaces everything of older states; branches ahead join those that wait, the newer of a prefix."""
+        """Adds an answer. It replaces everything of older states; branches ahead replace those of the same prefix."""
         if answer.status is not DraftStatus.AHEAD:
             self.answer = answer
             self.ahead.clear()
@@ -68,10 +68,10 @@ class _Unsent:
 
 
 class DraftPeer:
-    """Two boxes that hold the newest value of each sequence, never a backlog.
+    """Two mailboxes with the newest value of each sequence, never a backlog.
 
-    Thread-safe: the event loop submits updates and takes answers, the draft loop the
-    other way round. `notify` is called from the draft loop's thread, when there are answers or there is room.
+    Thread-safe: the event loop submits updates and takes answers, the draft loop does the reverse. `notify` is called
+    from the draft loop's thread when there are answers, or there is room again.
     """
 
     def __init__(self, peer_id: int, hello: DraftHello, notify: Callable[[], None]) -> None:
@@ -79,8 +79,8 @@ class DraftPeer:
         self.hello = hello
         self._notify = notify
         self._lock = threading.Lock()
-        self._updates: dict[int, ReceivedUpdate] = {}  # by sequence; the first has waited longest
-        self._num_tokens = 0  # in those
+        self._updates: dict[int, ReceivedUpdate] = {}  # by sequence, the oldest first
+        self._num_tokens = 0  # in these updates
         self._num_feature_bytes = 0
         self._unsent: dict[int, _Unsent] = {}
 
@@ -90,9 +90,9 @@ class DraftPeer:
         return self._num_tokens < MAX_WAITING_TOKENS and self._num_feature_bytes < MAX_WAITING_FEATURE_BYTES
 
     def submit(self, updates: Sequence[SequenceUpdate], *, verified_by: float) -> None:
-        """Newer states of a sequence replace older ones that wait.
+        """Adds updates, which replace older ones of the same sequences.
 
-        Raises: CapacityError for a peer that sends, and does not read.
+        Raises: CapacityError for a peer that sends and does not read.
         """
         with self._lock:
             if len(self._updates) + len(self._unsent) + len(updates) > MAX_WAITING:
@@ -109,7 +109,7 @@ class DraftPeer:
         return bool(self._updates)
 
     def take_updates(self) -> list[ReceivedUpdate]:
-        """Those that have waited longest, as many as one step may handle."""
+        """Takes the oldest updates, as many as one step may handle."""
         taken: list[ReceivedUpdate] = []
         num_tokens = 0
         with self._lock:
@@ -127,7 +127,7 @@ class DraftPeer:
         self._num_feature_bytes += sign * len(update.features)
 
     def answer(self, answers: Sequence[SequenceProposals]) -> None:
-        """Joins what could not be sent yet; an answer replaces an older one."""
+        """Adds answers to those that are not sent yet; an answer replaces an older one."""
         if not answers:
             return
         with self._lock:
@@ -136,12 +136,12 @@ class DraftPeer:
         self._notify()
 
     def drop_answers(self, sequence_id: int) -> None:
-        """The sequence is closed: what waits to be sent of it would be memory that nobody has asked for."""
+        """Drops what was not sent of a closed sequence."""
         with self._lock:
             self._unsent.pop(sequence_id, None)
 
     def take_answers(self) -> list[SequenceProposals]:
-        """As many as one message may carry, oldest first; empty when none wait."""
+        """Takes as many answers as one message may have, the oldest first; empty if there are none."""
         taken: list[SequenceProposals] = []
         num_branches = 0
         with self._lock:

@@ -1,4 +1,4 @@
-"""The committed tokens that decode nodes have sent, shared out among them."""
+"""Holds the committed tokens that decode nodes have sent, and shares the memory among them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from outrider.speculation.prefix_hash import HashedTokens
 from outrider.speculation.proposers.base import MAX_SEQUENCES
 
 MAX_TOKENS = 6 << 20
-"""Of all of them."""
+"""Tokens of all sequences, at most."""
 
 BYTES_PER_TOKEN = 48
-"""An integer, and its places in the lists of the node and of a draft model's proposer."""
+"""Memory of a token: an integer, and its places in the lists of the node and of a draft model's proposer."""
 
 BYTES_PER_SEQUENCE = 16_384
-"""Hashes of its last lengths, sampling parameters, estimates."""
+"""Memory of a sequence: hashes of its last lengths, sampling parameters, estimates."""
 
 MAX_FEATURE_BYTES = 1 << 30
-"""Of the features of all sequences, where there is a head: 128 thousand tokens of 4096 numbers of bfloat16."""
+"""Memory for the features of all sequences, for a head: 128 thousand tokens of 4096 numbers of bfloat16."""
 
 
 def max_held_bytes(*, has_head: bool) -> int:
-    """Of main memory, that all sequences take at most."""
+    """Returns the main memory that all sequences take at most."""
     num_bytes = MAX_TOKENS * BYTES_PER_TOKEN + MAX_SEQUENCES * BYTES_PER_SEQUENCE
-    return num_bytes + MAX_FEATURE_BYTES * 9 // 8 if has_head else num_bytes  # growing, an array takes an eighth more
+    return num_bytes + MAX_FEATURE_BYTES * 9 // 8 if has_head else num_bytes  # a growing array takes an eighth more
 
 
 class HeldFeatures:
-    """Features of a sequence's first tokens, without a gap: the `Features` of a ProposalRequest. Not thread-safe."""
+    """The `Features` of a sequence's first tokens, without a gap. Not thread-safe."""
 
     __slots__ = ("_data", "_format")
 
@@ -45,16 +45,16 @@ class HeldFeatures:
         self._data = bytearray()
 
     def __len__(self) -> int:
-        """Tokens."""
+        """The number of tokens whose features are held."""
         return len(self._data) // self._format.bytes_per_token
 
     def extend(self, start: int, payload: bytes) -> None:
-        """Whole features of the tokens from `start` on, which is at most `len(self)`; what is held stays as it is."""
+        """Adds features of the tokens from `start` on, which is at most `len(self)`; those held are not changed."""
         assert start <= len(self), "no gap"
         self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
 
     def read(self, start: int, end: int) -> Words:
-        """Those of tokens [start, end): a copy, [end - start, width] of the format's dtype (see WORDS)."""
+        """Returns a copy of tokens [start, end): [end - start, width] of the format's dtype (see WORDS)."""
         size = self._format.bytes_per_token
         rows = np.frombuffer(self._data[start * size : end * size], dtype=WORDS[self._format.dtype])
         return rows.reshape(-1, self._format.width)
@@ -62,22 +62,22 @@ class HeldFeatures:
 
 @dataclass(slots=True, eq=False)
 class HeldSequence:
-    """One sequence as the draft node knows it."""
+    """What the draft node knows of one sequence."""
 
-    key: int  # its name toward the proposer; never used twice
+    key: int  # its id for the proposer; never used twice
     peer: DraftPeer
-    sequence_id: int  # the peer's name for it
+    sequence_id: int  # the peer's id for it
     start: SequenceStart
     tokens: HashedTokens
     features: HeldFeatures | None = None  # None: the node needs none
     num_wanted: int = 0
-    min_reach: float = 0.0  # of the draft that is wanted
-    verified_by: float = 0.0  # clock seconds: until then its target verifies what was answered
-    num_branches_left: int = 0  # ahead, until the next update
+    min_reach: float = 0.0  # see ProposalRequest
+    verified_by: float = 0.0  # clock seconds until which its target verifies the last answer
+    num_branches_left: int = 0  # that may be sent ahead of the next update
 
     @property
     def num_features(self) -> int:
-        """Tokens whose features are held, from the first on."""
+        """The number of tokens whose features are held, from the first on."""
         return 0 if self.features is None else len(self.features)
 
 
@@ -89,16 +89,16 @@ class _Holding:
     used: list[int] = field(default_factory=lambda: [0, 0, 0])  # sequences, tokens, features
 
     def count(self, held: HeldSequence, sign: int) -> None:
-        """`sign`: 1 for a sequence that comes, -1 for one that goes."""
+        """Counts a sequence. `sign`: 1 for one that is added, -1 for one that is removed."""
         for place, number in enumerate((1, len(held.tokens), held.num_features)):
             self.used[place] += sign * number
 
 
 class HeldSequences:
-    """Applies updates, checked by prefix hash. Confined to the draft loop's thread.
+    """Applies updates, which are checked by prefix hash. Confined to the draft loop's thread.
 
-    Room is given to whoever asks. When there is none left, a decode node that holds less than another one gets what
-    the other updated longest ago. So one alone may use everything, and none can keep others out.
+    Memory is given to every decode node that asks. When it is used up, a node that holds less than another one gets the
+    memory of the other's least recently updated sequence. So one node alone may use all, and none can keep others out.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class HeldSequences:
         features: FeatureFormat | None = None,
         max_feature_bytes: int = MAX_FEATURE_BYTES,
     ) -> None:
-        """`on_displaced` precedes `on_forgotten` for a sequence that gives way to another decode node's.
+        """`on_displaced` is called before `on_forgotten` for a sequence that is evicted for another decode node.
 
-        `features`: that the node's head needs; None: what is sent is not kept.
+        `features`: the format that the node's head needs; None: features are not kept.
         """
         self._on_forgotten = on_forgotten
         self._on_displaced = on_displaced
@@ -127,7 +127,7 @@ class HeldSequences:
         return sum(len(holding.sequences) for holding in self._holdings.values())
 
     def apply(self, peer: DraftPeer, update: SequenceUpdate) -> HeldSequence | DraftStatus:
-        """Takes over the newest state. Returns the sequence, or why not; what was held of it is forgotten then."""
+        """Applies an update. Returns the sequence, or the reason of a refusal, by which the sequence is forgotten."""
         held = self._take_out(peer, update.sequence_id)
         outcome = self._updated(peer, held, update)
         if held is not None and outcome is not held:
@@ -141,7 +141,7 @@ class HeldSequences:
     def _updated(
         self, peer: DraftPeer, held: HeldSequence | None, update: SequenceUpdate
     ) -> HeldSequence | DraftStatus:
-        """`held` with what is new, a new sequence, or a refusal."""
+        """Returns `held` after the update, a new sequence, or a refusal."""
         if not update.length or update.length != update.start_length + len(update.token_ids):
             return DraftStatus.NO_ROOM
         if update.length > peer.hello.max_model_len or max(update.token_ids, default=0) >= peer.hello.vocab_size:
@@ -174,7 +174,7 @@ class HeldSequences:
             self._on_forgotten(held)
 
     def close_peer(self, peer_id: int) -> None:
-        """Forgets all of a decode node's sequences."""
+        """Forgets all sequences of a decode node."""
         holding = self._holdings.pop(peer_id, _Holding())
         for held in holding.sequences.values():
             self._on_forgotten(held)
@@ -187,7 +187,7 @@ class HeldSequences:
         return held
 
     def _make_room(self, peer: DraftPeer, needed: tuple[int, int, int]) -> bool:
-        """For so many sequences, tokens and features. False: the peer holds its share."""
+        """Makes room for so many sequences, tokens and features. False: the peer already holds its share."""
         own = self._holdings.get(peer.peer_id, _Holding())
         own_share = self._share(map(add, own.used, needed))
         while self._share(map(sum, zip(needed, *(each.used for each in self._holdings.values()), strict=True))) > 1.0:
@@ -200,12 +200,12 @@ class HeldSequences:
         return True
 
     def _share(self, used: Iterable[int]) -> float:
-        """Of what is scarcest."""
+        """Returns the used share of the scarcest resource."""
         return max(map(truediv, used, self._most))
 
 
 def _continues(tokens: HashedTokens, update: SequenceUpdate) -> bool:
-    """Whether the update's tokens agree with those held, and leave no gap after them."""
+    """Returns whether the update's tokens agree with those held, without a gap."""
     num_overlapping = len(tokens) - update.start_length
     if not 0 <= num_overlapping <= len(update.token_ids):
         return False

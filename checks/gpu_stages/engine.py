@@ -12,8 +12,8 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
 from outrider.engine.open_runner import open_runner
+from outrider.engine.runner_base import ModelRunner
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.loaded_model import LoadedModel

@@ -1,13 +1,13 @@
-"""What the decode node knows about its sequences' drafts: newest states out, proposals in, found by each step.
+"""The decode node's side of the draft protocol: it sends the newest states and finds drafts for each step.
 
-Bookkeeping without IO, so that the whole protocol can be tested in microseconds.
+It does no I/O, so the whole protocol can be tested in microseconds.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from decode_node.drafting.draft_nodes import DraftNodes, DraftNodeState
@@ -19,43 +19,47 @@ from outrider.speculation.draft_stream import (
     SequenceStart,
     SequenceUpdate,
 )
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.prefix_hash import HashedTokens
 
 MAX_TOKENS_PER_UPDATE = 4096
-"""A longer remainder of one sequence goes out in pieces, each after the last was acknowledged."""
+"""Tokens of one update; a longer remainder is sent in pieces, each after the last one was acknowledged."""
 
 MAX_TOKENS_PER_MESSAGE = 16_384
 
 MAX_COPIED_BYTES = 1 << 20
-"""Of features, from their plane in one step: what a node has lost comes back in parts."""
+"""Bytes of features that a step copies from their plane; what a node has lost is sent again in parts."""
 
 MAX_ALL_UNACKED_BYTES = 64 << 20
-"""Of features, of all sequences: while so many are not acknowledged, none are copied."""
+"""Bytes of unacknowledged features of all sequences at which no more are copied."""
 
 UNANSWERED_SECONDS = 10.0
-"""A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
+"""Seconds after which an unanswered update counts as lost; the stream is opened again."""
 
 
 @dataclass(slots=True)
 class DraftCounters:
-    """Since start."""
+    """Counters since the start of the process."""
 
-    lead_seconds: float = 0.0  # of all drafts found: how long each had been here
-    num_stale_answers: int = 0  # for sequences that ended, moved, never were or are answered
+    lead_seconds: float = 0.0  # that drafts had been here when they were found, in all
+    num_stale_answers: int = 0  # for sequences that ended, moved, never existed or have their answer
     num_quarantined: int = 0
 
 
-class Found(NamedTuple):
-    """What is at hand for a step, by sequence id."""
+@dataclass(slots=True)
+class StepDrafts:
+    """The drafts of one step, by sequence id: what draft nodes have, and the best of all after ranking."""
 
-    trees: dict[int, DraftTree]
-    requested: list[int]  # sequences that want drafts
-    missing: list[int]  # of them, those whose draft may come while the step waits
+    trees: dict[int, DraftTree] = field(default_factory=dict)  # of draft nodes
+    requested: set[int] = field(default_factory=set)  # sequences that want drafts
+    hits: set[int] = field(default_factory=set)  # requested sequences whose draft was here
+    missing: list[int] = field(default_factory=list)  # requested sequences whose draft may come while the step waits
+    waited_seconds: float = 0.0
+    ranked: dict[int, RankedDraft] = field(default_factory=dict)  # the best draft of each sequence, from any source
 
 
 class FeatureRange(NamedTuple):
-    """Features that are to be copied from their plane."""
+    """Features to copy from their plane."""
 
     sequence_id: int
     start: int  # tokens
@@ -63,51 +67,52 @@ class FeatureRange(NamedTuple):
 
 
 class DraftBook:
-    """Newest state of every sequence, for any number of draft nodes. Guarded by its owner's lock.
+    """The newest state of every sequence, for any number of draft nodes. Guarded by its owner's lock.
 
-    A sequence has at most one unanswered update. So however long a node is frozen, it finds one message when it
-    thaws, and the next is made from the state of that moment.
+    A sequence has at most one unanswered update. So a node that was frozen, for however long, finds one message when it
+    goes on, and the next one is made from the state of that moment.
 
-    One node serves a sequence at a time: the connected one with the fewest of them when it is opened, another one
-    when that is lost, late or full, or answers nonsense. Each such assignment has a stream id of its own.
+    One node serves a sequence at a time: first the connected node with the fewest sequences, another one when that is
+    lost, late or full, or sends an invalid answer. Each such assignment has a stream id of its own.
     """
 
     def __init__(self, *, clock: Callable[[], float], feature_bytes: int = 0) -> None:
-        """`feature_bytes`: of one token; 0: none are computed."""
+        """`feature_bytes`: bytes of a token's features; 0: none are computed."""
         self._clock = clock
         self._feature_bytes = feature_bytes
-        self.nodes = DraftNodes()  # a new one is added there
+        self.nodes = DraftNodes()
         self._sequences: dict[int, DraftedSequence] = {}  # by the engine's id
         self._served: dict[int, Assignment] = {}  # by stream id
-        self._unserved: dict[DraftedSequence, None] = {}  # no node has room for them, or none is there
+        self._unserved: dict[DraftedSequence, None] = {}  # without a node that has room
         self._stream_ids = itertools.count(1)
         self.counters = DraftCounters()
         self.min_reach = 0.0
-        """How likely a draft token must be reached for another one after it to pay; see ProposalRequest."""
+        """The `min_reach` of requests: see ProposalRequest."""
 
     # The engine thread's side.
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        """`token_ids`: prompt and what is generated already."""
+        """Adds a sequence. `token_ids`: the prompt, and tokens that are generated already."""
         assert sequence_id not in self._sequences, "a sequence is opened once"
         drafted = DraftedSequence(start, HashedTokens(token_ids), num_wanted)
         self._sequences[sequence_id] = drafted
         self._assign(drafted, self._clock())
 
     def update(self, sequence_id: int, new_token_ids: Sequence[int], *, num_wanted: int) -> None:
-        """Newly committed tokens; an unknown sequence is ignored."""
+        """Adds newly committed tokens; an unknown sequence is ignored."""
         drafted = self._sequences.get(sequence_id)
         if drafted is not None:
             drafted.commit(new_token_ids, num_wanted=num_wanted)
             self._note_news(drafted)
 
     def missing_features(self, available: Mapping[int, int]) -> list[FeatureRange]:
-        """What to copy for nodes that need features, at most `MAX_COPIED_BYTES`.
+        """Returns what to copy for nodes that need features, at most `MAX_COPIED_BYTES`.
 
-        Sequences that lack the fewest come first, and of equals the newest: a head drafts once it has all, so that many
-        transfers at a time would end too late. What cannot end before the sequence's last token is not begun.
+        Sequences that lack the fewest features come first, the newest of them first: a head can draft only when it has
+        all, so many transfers at a time would end too late. A transfer is not begun if it cannot end before the
+        sequence does.
 
-        `available`: by sequence id, of how many tokens from the first on the plane has them.
+        `available`: for how many tokens, from the first on, the plane has features, by sequence id.
         """
         missing: list[tuple[int, int, FeatureRange]] = []
         for sequence_id, num_available in available.items():
@@ -129,42 +134,42 @@ class DraftBook:
         return cut
 
     def add_features(self, copied: FeatureRange, payload: bytes) -> None:
-        """The bytes of one of `missing_features`; nothing if others are missing by now, as its node has lost it."""
+        """Adds the bytes of one of `missing_features`; ignored if its node has lost the sequence in the meantime."""
         drafted = self._sequences.get(copied.sequence_id)
         if drafted is not None:
             drafted.add_features(copied.start, payload)
             self._note_news(drafted)
 
     def close(self, sequence_id: int) -> None:
+        """Forgets a sequence; an unknown one is fine."""
         drafted = self._sequences.pop(sequence_id, None)
         if drafted is None:
             return
         self._unserved.pop(drafted, None)
         if drafted.assignment is not None:
-            drafted.assignment.node.retry_at = 0.0  # where it had no room, it has some now
+            drafted.assignment.node.retry_at = 0.0  # if it had no room, it has some now
             self._unassign(drafted.assignment)
 
-    def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> Found:
-        """Drafts at hand, uncut. `wait_seconds`: how long the caller would wait for those that are missing."""
+    def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> StepDrafts:
+        """Finds the drafts that are here. `wait_seconds`: how long the caller would wait for missing ones."""
         now = self._clock()
-        found = Found({}, [], [])
-        trees, requested, missing = found
-        sequences = self._sequences
+        found = StepDrafts()
         for sequence_id in sequence_ids:
-            drafted = sequences.get(sequence_id)
+            drafted = self._sequences.get(sequence_id)
             if drafted is None or drafted.num_wanted <= 0:
                 continue
-            requested.append(sequence_id)
+            found.requested.add(sequence_id)
             kept = drafted.trees.take(drafted.committed)
             if kept is not None:
-                trees[sequence_id] = kept.tree
+                found.trees[sequence_id] = kept.tree
+                found.hits.add(sequence_id)
                 self.counters.lead_seconds += now - kept.arrived_at
             elif wait_seconds > 0.0 and self._may_come(drafted, now, wait_seconds):
-                missing.append(sequence_id)
+                found.missing.append(sequence_id)
         return found
 
     def observe_step(self, seconds: float) -> None:
-        """How long a step of the engine took. The sequences of nodes that are late by it move to others."""
+        """Learns the duration of a step. The sequences of nodes that are late move to other nodes."""
         self.nodes.observe_step(seconds)
         now = self._clock()
         for node in self.nodes:
@@ -178,24 +183,24 @@ class DraftBook:
     # The streams' side.
 
     def remove_node(self, node: DraftNodeState) -> None:
-        """Its stream is gone and will not come back."""
+        """Removes a node whose stream will not come back."""
         self.disconnected(node)
         self.nodes.remove(node)
 
     def connected(self, node: DraftNodeState, *, needs_features: bool = False) -> None:
-        """A new stream is up: its node knows nothing yet. `needs_features`: those of this node's tokens."""
+        """Notes that a new stream is open, whose node knows nothing yet. `needs_features`: whether it has a head."""
         node.is_connected = True
         node.needs_features = needs_features
         node.retry_seconds = 0.0
         self._assign_unserved(self._clock())
 
     def disconnected(self, node: DraftNodeState) -> None:
-        """The stream is gone; its sequences go to other nodes, from their start."""
+        """Notes that the stream has ended; its sequences move to other nodes, which are sent all their tokens."""
         node.disconnected()
         self._move_away(node, keep=0)
 
     def take_updates(self, node: DraftNodeState) -> list[SequenceUpdate]:
-        """The newest state of what this node has not been told; empty when there is nothing to send now."""
+        """Returns the newest state of what this node does not know; empty if there is nothing to send now."""
         if not node.is_connected:
             return []
         now = self._clock()
@@ -208,7 +213,7 @@ class DraftBook:
         for stream_id in tuple(node.news):
             served = self._served[stream_id]
             if served.asked is None and now < served.ready_at:
-                continue  # the clock brings us back
+                continue  # it stays in `news` until it is ready
             if served.asked is None and served.sequence.has_news:
                 if tokens_left <= 0 or feature_bytes_left < self._feature_bytes:
                     break
@@ -222,29 +227,29 @@ class DraftBook:
                 tokens_left -= len(update.token_ids)
                 feature_bytes_left -= len(update.features)
                 updates.append(update)
-            del node.news[stream_id]  # its answer notes what is left
+            del node.news[stream_id]  # when it is answered, what is left is noted again
         return updates
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
-        """Keeps of one answer what can be true. Never raises: a peer may say anything.
+        """Keeps what is plausible of an answer. Never raises: a peer's input is not trusted.
 
         Args:
-            node: whose stream it came on.
+            node: the one on whose stream the answer came.
             answer: as it was parsed.
-            is_well_formed: what the function of that name says of it.
+            is_well_formed: the result of the function of that name.
 
         Returns:
-            False for nonsense: the node is not believed about this sequence any more.
+            False for an invalid answer: the node does not serve this sequence any more.
         """
         now = self._clock()
         served = self._served.get(answer.sequence_id)
         if served is None or served.node is not node:
-            self._note_stale(node)  # it ended, or moved
+            self._note_stale(node)  # the sequence has ended, or moved
             return True
         is_ahead, branches = answer.status is DraftStatus.AHEAD, answer.branches
         if is_ahead:
             branches = branches[: served.num_ahead_allowed]
-            if len(branches) < max(1, len(answer.branches)):  # a message without any is one too many
+            if len(branches) < max(1, len(answer.branches)):  # a message without branches is one too many
                 self._note_stale(node)
             if not branches:
                 return True
@@ -278,28 +283,28 @@ class DraftBook:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a node may be sent something."""
+        """Whether there may be something to send to a node."""
         return any(node.news or node.closed for node in self.nodes)
 
     @property
     def needs_features(self) -> bool:
-        """Whether any connected node does."""
+        """Whether any connected node needs features."""
         return any(node.needs_features for node in self.nodes)
 
     def is_late(self, node: DraftNodeState) -> bool:
-        """Whether it is not waited for; one that is not connected is late as well."""
+        """Returns whether steps do not wait for this node: it is late, or not connected."""
         return not self.nodes.is_usable(node, self._clock())
 
     def has_lost_an_update(self, node: DraftNodeState) -> bool:
-        """Whether an update has been unanswered for longer than a slow node takes."""
+        """Returns whether an update is unanswered for longer than a slow node takes."""
         return node.unanswered_seconds(self._clock()) > UNANSWERED_SECONDS
 
     # Inside.
 
     def _may_come(self, drafted: DraftedSequence, now: float, wait_seconds: float) -> bool:
-        """Whether a draft may arrive in time: its node's answers usually take about as long as is left to wait.
+        """Returns whether a draft may arrive in time, by the usual duration of the node's answers.
 
-        A sequence that had nothing last time is not waited for, nor a late node: a late draft serves all the same.
+        There is no wait for a sequence without a draft last time, nor for a late node: late drafts are used as well.
         """
         served = drafted.assignment
         if served is None or served.had_nothing or not (drafted.has_news or served.asked):
@@ -317,7 +322,7 @@ class DraftBook:
         self.counters.num_stale_answers += 1
 
     def _quarantine(self, served: Assignment, now: float) -> None:
-        """This node is not believed about this sequence any more; another one may be."""
+        """Drops all drafts of a node that has sent an invalid answer; another node may serve the sequence."""
         served.sequence.refused.add(served.node.node_id)
         served.sequence.trees.clear()
         self.counters.num_quarantined += 1
@@ -340,7 +345,7 @@ class DraftBook:
         self._note_news(drafted)
 
     def _assign_unserved(self, now: float) -> None:
-        # One that is too long for every node does not take the turn of others.
+        # A sequence that is too long for every node does not hold up others.
         for drafted in sorted(self._unserved, key=lambda each: each.num_refusals):
             self._assign(drafted, now)
 
@@ -357,12 +362,12 @@ class DraftBook:
             node.closed.append(stream_id)
 
     def _move(self, served: Assignment, now: float) -> None:
-        """To the node that it is best served by now."""
+        """Assigns the sequence to the node that suits it best now."""
         self._unassign(served)
         self._assign(served.sequence, now)
 
     def _move_away(self, node: DraftNodeState, *, keep: int) -> None:
-        """All but `keep` of a node's sequences go to others."""
+        """Moves all but `keep` of a node's sequences to other nodes."""
         now = self._clock()
         moving = [served for served in self._served.values() if served.node is node]
         for served in moving[keep:]:

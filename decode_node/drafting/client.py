@@ -1,9 +1,8 @@
-"""The decode node's client of its draft nodes: proposals that are here when a step wants them.
+"""The decode node's client of its draft nodes: it has proposals ready when a step needs them.
 
-Two threads meet here. The engine thread calls `open`, `update`, `close` and `take`, none
-of which does IO; the event loop owns one bidirectional stream for each draft node
-(`link`). Between them lies the `DraftBook`, which knows the newest state of every
-sequence, guarded by one lock; a message is made from it when a stream can be written.
+Two threads use it. The engine thread calls `open`, `update`, `close` and `take`, which do no I/O. The event loop owns
+one bidirectional stream for each draft node (`link`). Both share the `DraftBook`, which has the newest state of every
+sequence and is guarded by one lock; a message is made from it when a stream can be written.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import numpy as np
 
-from decode_node.drafting.book import DraftBook, DraftCounters, FeatureRange
+from decode_node.drafting.book import DraftBook, DraftCounters, FeatureRange, StepDrafts
 from decode_node.drafting.link import DraftLink
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
@@ -27,40 +25,29 @@ from outrider.rpc.tls import PLAINTEXT
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
-from outrider.speculation.draft_tree import DraftTree
 
 NO_TABLES: Mapping[int, SequenceKV] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class StepDrafts:
-    """Drafts for one step, by sequence id; sequences without one are absent."""
-
-    trees: Mapping[int, DraftTree] = field(default_factory=dict)
-    requested: AbstractSet[int] = frozenset()  # sequences that wanted a draft node's
-    hits: AbstractSet[int] = frozenset()  # of them, those that found one waiting for them
-    waited_seconds: float = 0.0  # for draft nodes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftClientStatus:
     """For metrics."""
 
-    is_late: Mapping[str, bool] = field(default_factory=dict)  # by address; one that is not connected is late as well
+    is_late: Mapping[str, bool] = field(default_factory=dict)  # by address; True if it is not connected
     counters: DraftCounters = field(default_factory=DraftCounters)
 
 
 @dataclass(eq=False)
 class FeaturePlane:
-    """The plane of a paged KV cache that has the feature of each token (see outrider.engine.feature_spec)."""
+    """The plane of a paged KV cache that has the features of each token (see outrider.engine.feature_spec)."""
 
     kv_cache: KVCache
     plane: PlaneSpec
 
     def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes]:
-        """The features of tokens [start, end) of each table, all in one copy from the device; the KV must be there.
+        """Copies the features of tokens [start, end) of each table from the device, in one copy; their KV must exist.
 
-        Engine thread only: blocks may go to another sequence between two steps. Returns bytes as they are sent.
+        Engine thread only: a block may be given to another sequence between two steps. Returns bytes in wire format.
         """
         slots = [kv.slot(place) for kv, start, end in ranges for place in range(start, end)]
         rows = self.kv_cache.read(self.plane.name, range(1), np.asarray(slots, dtype=np.int64))
@@ -70,7 +57,7 @@ class FeaturePlane:
 
 
 class DraftClient:
-    """One stream to each draft node behind `addresses`, which may be names of several. Any can serve any sequence.
+    """Has a stream to each draft node behind `addresses`; a name may stand for several. Any can serve any sequence.
 
     `start`, `stop`, `links` and `status` belong to the event loop; `open`, `update`, `close` and
     `take` to the engine thread. Nothing here raises because of a draft node.
@@ -86,7 +73,7 @@ class DraftClient:
         open_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT.open_channel,
         feature_plane: FeaturePlane | None = None,
     ) -> None:
-        """`feature_plane`: of the features that the hello names; None without any."""
+        """`feature_plane`: has the features that the hello names; None if it names none."""
         assert (hello.features is None) is (feature_plane is None)
         self._hello = hello
         self._changed = threading.Condition()
@@ -97,17 +84,15 @@ class DraftClient:
             addresses, open_peer=self._open_link, resolver=resolver, interval_seconds=resolve_interval_seconds
         )
         self._open_channel = open_channel
-        self.min_reach = 0.0
-        """Of drafts that `update` asks for: see ProposalRequest. Engine thread only."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Begins to connect, and returns at once: drafts come when they come."""
+        """Begins to connect, and returns at once."""
         self._loop = asyncio.get_running_loop()
         self._nodes.start()
 
     async def stop(self) -> None:
-        """Ends all streams. Later calls of the engine thread find no proposals."""
+        """Ends all streams. The engine thread finds no proposals from then on."""
         self._loop = None
         await self._nodes.stop()
 
@@ -119,21 +104,24 @@ class DraftClient:
 
     @property
     def needs_features(self) -> bool:
-        """Whether `update` is to be given tables: a draft node has a head."""
+        """Whether `update` needs tables, as a draft node has a head."""
         return self._feature_plane is not None and self._book.needs_features
 
     def update(
         self,
         updates: Sequence[tuple[int, Sequence[int], int]],
         tables: Mapping[int, SequenceKV] = NO_TABLES,
+        *,
+        min_reach: float = 0.0,
     ) -> None:
-        """What a step committed: (sequence id, new token ids, draft tokens wanted next).
+        """Takes over what a step has committed: (sequence id, new token ids, draft tokens wanted next).
 
-        `tables`: by sequence id, where its features are; all tokens but the newest have one.
+        `tables`: where the features of each sequence are, by id; all tokens but the newest have features. `min_reach`:
+        see ProposalRequest.
         """
         copied = self._copy_features(tables) if tables else ()
         with self._changed:
-            self._book.min_reach = self.min_reach
+            self._book.min_reach = min_reach
             for sequence_id, new_token_ids, num_wanted in updates:
                 self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted)
             for feature_range, payload in copied:
@@ -141,7 +129,7 @@ class DraftClient:
         self._wake()
 
     def _copy_features(self, tables: Mapping[int, SequenceKV]) -> Iterable[tuple[FeatureRange, bytes]]:
-        """The part of a step. On a GPU that waits for the copy: not under the lock."""
+        """Copies as many features as one step may. On a GPU it waits for the copy, so it does not hold the lock."""
         assert self._feature_plane is not None
         with self._changed:
             ranges = self._book.missing_features({key: kv.num_tokens for key, kv in tables.items()})
@@ -151,34 +139,34 @@ class DraftClient:
         return zip(ranges, payloads, strict=True)
 
     def close(self, sequence_id: int) -> None:
-        """The sequence has ended; an unknown one is fine."""
+        """Forgets a sequence that has ended; an unknown one is fine."""
         with self._changed:
             self._book.close(sequence_id)
         self._wake()
 
     def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
-        """Proposals for this step: what is here, after waiting at most `wait_seconds` for what is not.
+        """Returns the proposals for this step, after waiting at most `wait_seconds` for missing ones.
 
-        Never waits for a node that is late or not connected, nor for a sequence whose node has answered that it has
-        nothing, or whose last answer was nothing.
+        It never waits for a node that is late or not connected, nor for a sequence whose node has answered, or answered
+        last time, that it has no draft.
         """
         started = time.monotonic()
         with self._changed:
-            trees, requested, missing = self._book.find(sequence_ids, wait_seconds=wait_seconds)
-            hits = frozenset(trees)
+            found = self._book.find(sequence_ids, wait_seconds=wait_seconds)
             deadline = started + wait_seconds
-            if missing:
+            if found.missing:
                 self._wake()
-            while missing and (remaining := deadline - time.monotonic()) > 0.0:
+            while found.missing and (remaining := deadline - time.monotonic()) > 0.0:
                 if not self._changed.wait(remaining):
                     break
-                more = self._book.find(missing, wait_seconds=wait_seconds)
-                trees |= more.trees
-                missing = more.missing
-        return StepDrafts(trees, requested=set(requested), hits=hits, waited_seconds=time.monotonic() - started)
+                more = self._book.find(found.missing, wait_seconds=wait_seconds)
+                found.trees |= more.trees
+                found.missing = more.missing
+        found.waited_seconds = time.monotonic() - started
+        return found
 
     def observe_step(self, seconds: float) -> None:
-        """How long a step of the engine took."""
+        """Learns the duration of a step."""
         with self._changed:
             self._book.observe_step(seconds)
 
@@ -194,7 +182,7 @@ class DraftClient:
 
     @property
     def links(self) -> list[DraftLink]:
-        """One for each draft node at present. On the event loop."""
+        """The links to all present draft nodes. Event loop only."""
         return self._nodes.peers
 
     def status(self) -> DraftClientStatus:
@@ -203,13 +191,13 @@ class DraftClient:
             return DraftClientStatus(is_late, replace(self._book.counters))
 
     def _wake(self) -> None:
-        """Lets the streams look for something to send. From any thread."""
+        """Makes the streams look for something to send. From any thread."""
         loop = self._loop  # read once: `stop` may clear it between two reads
         if loop is None or not self._book.has_unsent:
             return
         try:
             loop.call_soon_threadsafe(self._wake_links)
-        except RuntimeError:  # the loop has ended between the two lines: nobody is left to tell
+        except RuntimeError:  # the loop has ended in between
             self._loop = None
 
     def _wake_links(self) -> None:

@@ -1,4 +1,4 @@
-"""One sequence as the draft streams see it: what its node knows, what was asked of it, what it has proposed."""
+"""A sequence as the draft streams see it: what its draft node knows, was asked for, and has proposed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.speculation.draft_stream import (
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
-    most_tokens_offered,
+    max_offered_tokens,
 )
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
@@ -24,32 +24,32 @@ from outrider.speculation.proposal_table import ProposalTable
 from outrider.speculation.token_distribution import TokenDistribution
 
 MAX_TOKENS_AHEAD = 64
-"""A branch may begin so far after what is committed: the node drafted past its own draft."""
+"""Tokens after the committed ones at which a branch may begin, at most: the node drafts past its own draft."""
 
 KEEP_UP_TOKENS = 32
-"""A node is told of a sequence that wants no drafts once it has so many new tokens, not after each step."""
+"""New tokens of a sequence that wants no drafts after which its node is sent an update, instead of after each step."""
 
 RESEND_SECONDS = 1.0
-"""Between two times that a sequence is sent from its start to the same node."""
+"""Seconds between two times that a sequence is sent from its start to the same node, at least."""
 
 MAX_UNACKED_BYTES = 1 << 20
-"""Of one sequence: what its draft node has not acknowledged is kept here, and no more is copied from the plane."""
+"""Bytes of a sequence's unacknowledged features, which are kept here, at which no more are copied from the plane."""
 
 
 class UnackedFeatures:
-    """Copies of the features that the draft node has not acknowledged, without a gap. Guarded by the book's lock."""
+    """Copies of features that the draft node has not acknowledged, without a gap. Guarded by the book's lock."""
 
     __slots__ = ("_data", "_size", "num_acked", "num_sent")
 
     def __init__(self, bytes_per_token: int) -> None:
         self._size = bytes_per_token
         self._data = bytearray()
-        self.num_acked = 0  # tokens, from the first on; `_data` begins there
-        self.num_sent = 0  # the most that was sent: nobody can acknowledge more
+        self.num_acked = 0  # acknowledged tokens, from the first on; `_data` begins there
+        self.num_sent = 0  # most tokens that were sent: no more can be acknowledged
 
     @property
     def end(self) -> int:
-        """Tokens whose features are acknowledged or here: those from this one on are to be copied."""
+        """The token from which on features must be copied: those before are acknowledged, or here."""
         return self.num_acked + len(self._data) // self._size
 
     @property
@@ -58,36 +58,36 @@ class UnackedFeatures:
 
     @property
     def room(self) -> int:
-        """Tokens whose features may be added."""
+        """The number of tokens whose features may be added."""
         return (MAX_UNACKED_BYTES - len(self._data)) // self._size
 
     def add(self, start: int, payload: bytes) -> bool:
-        """Copies from the plane. False, and dropped, unless `start` is `end`: the sequence began anew meanwhile."""
+        """Adds copies from the plane. False, and dropped, if `start` is not `end`: the sequence was begun again."""
         if start != self.end:
             return False
         self._data += payload
         return True
 
     def take(self, end: int, max_bytes: int) -> tuple[bytes, int]:
-        """For one update, those from `num_acked` on and before `end`, and where they end. They stay here."""
+        """Returns the features of tokens from `num_acked` to `end` for an update, and their end. They stay here."""
         end = max(self.num_acked, min(end, self.end, self.num_acked + max_bytes // self._size))
         self.num_sent = max(self.num_sent, end)
         return bytes(memoryview(self._data)[: (end - self.num_acked) * self._size]), end
 
     def acknowledge(self, num_tokens: int) -> None:
-        """The node holds the features of so many tokens: these are dropped here."""
+        """Drops the features of the first `num_tokens` tokens, which the node holds."""
         if num_tokens > self.num_acked:
             del self._data[: (num_tokens - self.num_acked) * self._size]
             self.num_acked = num_tokens
 
     def begin_again(self) -> None:
-        """The node has nothing: all is copied from the plane again."""
+        """Notes that the node has no features, so that all are copied from the plane again."""
         self._data.clear()
         self.num_acked = 0
 
 
 class Asked(NamedTuple):
-    """The update that waits for its answer."""
+    """The update that is not answered yet."""
 
     length: int
     num_wanted: int
@@ -97,19 +97,19 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DraftedSequence:
-    """Newest state of one sequence, and the drafts at hand for it. Times are the owner's clock, in seconds."""
+    """The newest state of a sequence, and the drafts received for it. Times are seconds of the owner's clock."""
 
     start: SequenceStart
     committed: HashedTokens
     num_wanted: int
     assignment: Assignment | None = None
-    has_news: bool = True  # that its node was not told
-    refused: set[int] = field(default_factory=set)  # ids of nodes that have answered nonsense about it
-    num_refusals: int = 0  # for want of room
+    has_news: bool = True  # there is something that its node was not sent
+    refused: set[int] = field(default_factory=set)  # ids of nodes that have sent invalid answers for it
+    num_refusals: int = 0  # by nodes without room
     trees: ProposalTable = field(default_factory=ProposalTable)
 
     def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        """The engine's side: newly committed tokens, and how many draft tokens are wanted next."""
+        """Takes over newly committed tokens, and how many draft tokens are wanted next."""
         self.committed.extend(token_ids)
         only_keeps_up = num_wanted <= 0 and self.num_wanted <= 0
         self.num_wanted = num_wanted
@@ -121,50 +121,51 @@ class DraftedSequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still generate."""
+        """The number of tokens that it may still generate."""
         return self.start.prompt_length + self.start.options.sampling.max_tokens - len(self.committed)
 
     def add_features(self, start: int, payload: bytes) -> None:
-        """The engine's side: features of tokens from `start` on."""
+        """Takes over features of tokens from `start` on."""
         features = self.assignment.features if self.assignment is not None else None
         if features is not None and features.add(start, payload):
             self.has_news |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
 
     def keep(self, trees: Sequence[DraftTree], now: float) -> None:
-        """Drafts that came for it."""
+        """Keeps drafts that were received, if they may still be used."""
         num_committed = len(self.committed.token_ids)
         for tree in trees:
-            if num_committed - tree.length < len(tree.token_ids):  # else as much was committed since as it proposes
+            if num_committed - tree.length < len(tree.token_ids):  # else the text has outgrown it
                 self.trees.add(tree, self.committed, now=now)
 
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A sequence on one node's stream, from when the node serves it until it does no longer.
+    """A sequence on one node's stream, for as long as the node serves it.
 
-    Each has a stream id of its own, so an answer to an earlier one is never taken for an answer to this one.
+    Each assignment has a stream id of its own, so an answer to an earlier one is never taken for an answer to this one.
     """
 
     sequence: DraftedSequence
     stream_id: int
     node: DraftNodeState
-    features: UnackedFeatures | None = None  # None: its node needs none
+    features: UnackedFeatures | None = None  # None: the node needs none
     acked_length: int = 0
-    sent_length: int = 0  # the most that was sent
-    max_wanted: int = 0  # the most that any update asked for
+    sent_length: int = 0  # most tokens that were sent
+    max_wanted: int = 0  # most draft tokens that any update asked for
     asked: Asked | None = None
-    is_catching_up: bool = False  # an answer follows, whether more is asked or not
-    had_nothing: bool = False  # the last answer to a wish was that there is nothing, or nothing yet
+    is_catching_up: bool = False  # an answer will follow, even without a further update
+    had_nothing: bool = False  # the last answer had no draft, or none yet
     resent_at: float = float("-inf")
-    ready_at: float = 0.0  # before that nothing is sent
+    ready_at: float = 0.0  # nothing is sent before
     num_ahead_allowed: int = 0  # branches that may come besides answers
 
     def make_update(
         self, now: float, *, max_tokens: int, max_feature_bytes: int = 0, min_reach: float = 0.0
     ) -> SequenceUpdate:
-        """What the node does not have, at most `max_tokens` of it; drafts are asked for once it has all.
+        """Returns an update with at most `max_tokens` tokens that the node does not have, and with features.
 
-        Of features at most so many bytes, and those that are here: they may lag behind.
+        Drafts are asked for once the node has all tokens. Features may lag behind: only those copied so far are sent,
+        at most `max_feature_bytes` of them.
         """
         assert self.asked is None, "at most one update is unanswered"
         drafted = self.sequence
@@ -180,7 +181,7 @@ class Assignment:
             drafted.has_news |= num_features < features.end
         self.asked = Asked(length, num_wanted, now, num_features)
         self.sent_length = max(self.sent_length, length)
-        # What the update before allowed may still be under way.
+        # Branches that the update before allowed may still be in transit.
         self.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(self.num_ahead_allowed, MAX_AHEAD_BRANCHES)
         self.max_wanted = max(self.max_wanted, num_wanted)
         return SequenceUpdate(
@@ -193,18 +194,18 @@ class Assignment:
             num_wanted,
             feature_start=feature_start,
             features=payload,
-            # A drawn draft would come sooner where it ends sooner: what was drawn must not decide whether it is judged.
+            # A drawn draft that ends sooner would arrive sooner: its tokens must not decide whether it is judged.
             min_reach=0.0 if drafted.start.wants_distributions else min_reach,
         )
 
     def is_plausible(self, answer: SequenceProposals) -> bool:
-        """Whether an honest node could say this now; the rest is `is_well_formed`'s."""
+        """Returns whether an honest node could send this now; `is_well_formed` checks the rest."""
         num_features_sent = 0 if self.features is None else self.features.num_sent
         if answer.acked_length > self.sent_length or answer.acked_features > num_features_sent:
             return False
         takes_trees, committed = self.sequence.start.takes_trees, self.sequence.committed
         num_committed = len(committed.token_ids)
-        max_tokens = most_tokens_offered(self.max_wanted, takes_trees=takes_trees)
+        max_tokens = max_offered_tokens(self.max_wanted, takes_trees=takes_trees)
         for tree in answer.branches:
             num_tokens = len(tree.token_ids)
             if num_tokens > max_tokens or (tree.parents and not takes_trees):
@@ -212,8 +213,8 @@ class Assignment:
             num_since = num_committed - tree.length
             if -num_since > MAX_TOKENS_AHEAD:
                 return False
-            # A branch that serves no more is not hashed: the hash of a prefix far back costs its whole length. An
-            # assumption may have turned out wrong by the time it comes: that is no lie.
+            # A stale branch is not hashed: the hash of a prefix far back costs its whole length. An assumption may
+            # have turned out wrong by the time it arrives, which does not make it invalid.
             is_assumption = answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length
             serves = 0 <= num_since < num_tokens
             if serves and not is_assumption and tree.prefix_hash != committed.hash_at(tree.length):
@@ -221,12 +222,12 @@ class Assignment:
         return True
 
     def take_ahead(self, trees: Sequence[DraftTree], now: float) -> None:
-        """Plausible branches, as many as are allowed."""
+        """Takes over plausible branches, of which there are as many as are allowed."""
         self.num_ahead_allowed -= len(trees)
         self.sequence.keep(trees, now)
 
     def take_answer(self, answer: SequenceProposals, now: float) -> float | None:
-        """A plausible one that is due. Returns how long it took, in seconds, where it answers a wish."""
+        """Takes over a plausible answer that is due. Returns its delay in seconds if a draft was asked for."""
         if answer.status is DraftStatus.UNKNOWN_PREFIX:
             self._begin_again(now)
             return None
@@ -243,7 +244,7 @@ class Assignment:
                 self.asked = None
             return None
         self.sequence.keep(answer.branches, now)
-        if asked is None:  # the end of catching up
+        if asked is None:  # catching up has ended
             self.is_catching_up = False
             self.had_nothing = not answer.branches
         elif is_of_newest:
@@ -255,7 +256,7 @@ class Assignment:
         return None
 
     def _begin_again(self, now: float) -> None:
-        """The node has nothing of it: it is sent from the start, later where that was done just now."""
+        """Notes that the node has nothing: all is sent from the start, later if that was done just now."""
         if now - self.resent_at < RESEND_SECONDS:
             self.ready_at = self.resent_at + RESEND_SECONDS
         self.resent_at = now
@@ -268,7 +269,7 @@ class Assignment:
 
 
 def is_well_formed(answer: SequenceProposals, *, vocab_size: int) -> bool:
-    """Whether sizes, ids, trees and distributions of an answer can be true of any sequence. Needs no lock."""
+    """Returns whether sizes, ids, trees and distributions of an answer are valid for any sequence. Needs no lock."""
     return len(answer.branches) <= MAX_BRANCHES_PER_SEQUENCE and all(
         _is_well_formed(tree, vocab_size) for tree in answer.branches
     )

@@ -1,161 +1,114 @@
-"""The drafts of one step: of each sequence the one that is expected to win most, from wherever it pays to ask."""
+"""Finds the best draft of each sequence for a step, from draft nodes and from the proposers of this process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
-from decode_node.drafting.client import DraftClient, StepDrafts
+from decode_node.drafting.book import StepDrafts
+from decode_node.drafting.client import DraftClient
 from decode_node.groups import Sample
 from outrider.engine.scheduler import EngineSequence, StepRoom
+from outrider.request import RequestOptions
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
+from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree, RankedDraft
 from outrider.speculation.features import Features
-from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
+from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
-
-NUM_JUDGED = 64
-"""Verified drafts of a proposer after which it is judged, once."""
-
-LEAST_ACCEPTED = 0.05
-"""Of their first tokens. A head that is read as it was trained has 0.3 to 0.9; one of random weights has nothing."""
+"""Share of the last step's duration that a step waits for draft nodes, at most."""
 
 FeaturesOf = Callable[[EngineSequence], Features]
-"""What the target's forwards have left of a sequence for a head."""
+"""Returns what the target's forwards have computed of a sequence for a head."""
 
 _log = get_logger("drafts")
 
 
 def log_failed_proposer(error: Exception, sequence_id: int) -> None:
-    """A proposer in this process has failed for a sequence, which goes on without its drafts for a while."""
+    """Logs that a proposer in this process has failed for a sequence, which goes on without its drafts for a while."""
     _log.error("local proposer failed", sequence_id=sequence_id, error=str(error), exc_info=error)
 
 
 class LocalProposer:
-    """A proposer in this process, and what it has still to read. Engine thread only."""
+    """A proposer in this process, and how far it has read each sequence. Engine thread only."""
 
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.source = proposer.info.name
         self.needs_constraint = proposer.info.needs_constraint
         self._proposer = proposer
-        self._features_of = features_of
-        self._starts: dict[int, SequenceStart] = {}
-        self._unread: dict[int, Sequence[int]] = {}  # tokens that it does not know yet, by sequence
+        self._features_of = features_of if proposer.info.features is not None else None
+        self._unread: dict[int, ProposalRequest] = {}  # to read a prompt that it does not know yet, by sequence
         self._num_read: dict[int, int] = {}  # tokens that it knows, by sequence
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
-        self._starts[sequence_id] = start
-        if self._proposer.info.features is None:  # a head's come with the KV
-            self._unread[sequence_id] = token_ids
+        """Announces a sequence, whose prompt may be read while its KV is transferred."""
+        if self._proposer.info.features is None:  # a head cannot read before the KV is here, with its features
+            self._unread[sequence_id] = ProposalRequest(sequence_id, token_ids, 0, start)
 
     def close(self, sequence_id: int) -> None:
+        """Forgets a sequence."""
         self._unread.pop(sequence_id, None)
         self._num_read.pop(sequence_id, None)
-        if self._starts.pop(sequence_id, None) is not None:
-            self._proposer.forget(sequence_id)
+        self._proposer.forget(sequence_id)
 
-    def num_missed(self, sample: Sample) -> int:
-        """Tokens of the sequence that it has not read."""
-        return len(sample.sequence.token_ids) - self._num_read.get(sample.sequence.key, 0)
+    def num_missed(self, sequence: EngineSequence) -> int:
+        """Returns how many tokens of the sequence it has not read."""
+        return len(sequence.token_ids) - self._num_read.get(sequence.key, 0)
 
-    def propose(
-        self, wanted: Sequence[tuple[Sample, int]], *, reads_ahead: bool, min_reach: float = 0.0
-    ) -> tuple[dict[int, DraftTree], set[int], int | None]:
-        """Drafts of at most so many tokens, by sequence; asks until they are complete.
+    def request(self, sample: Sample, start: SequenceStart, num_wanted: int, *, min_reach: float) -> ProposalRequest:
+        """Returns a request for a draft after the newest token of the sample.
 
-        Also tells which of them are still to be read, and how many tokens it has read; None: prompts besides.
-
-        With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way.
-        `min_reach`: see ProposalRequest. Not of drafts that are drawn: what a call took would tell of draws that were
-        not judged, and what comes to their positions later is drawn with the same luck.
+        `min_reach`: see ProposalRequest. It does not apply to drafts that are drawn: the duration of a call would
+        depend on drawn tokens that are not verified, and tokens at their positions are later drawn from the same random
+        words.
         """
-        starts, unread = self._starts, self._unread
-        requests: list[ProposalRequest] = []
-        for sample, num_wanted in wanted:
-            sequence = sample.sequence
-            start, features = starts.get(sequence.key), self._features_of and self._features_of(sequence)
-            requests.append(
-                ProposalRequest(
-                    sequence.key,
-                    sequence.token_ids,
-                    num_wanted,
-                    start,
-                    features=features,
-                    constraint=sample.sampling.constraint,
-                    min_reach=0.0 if start is not None and start.wants_distributions else min_reach,
-                )
-            )
+        return ProposalRequest(
+            sample.sequence.key,
+            sample.sequence.token_ids,
+            num_wanted,
+            start,
+            features=self._features_of and self._features_of(sample.sequence),
+            constraint=sample.sampling.constraint,
+            min_reach=0.0 if start.wants_distributions else min_reach,
+        )
+
+    def propose(self, requests: Sequence[ProposalRequest], *, reads_ahead: bool) -> tuple[dict[int, Proposal], bool]:
+        """Calls the proposer until each draft is complete or waits for the rest of its prefix.
+
+        With `reads_ahead`, the time that reading new tokens leaves goes to prompts whose KV is being transferred.
+
+        Returns:
+            Proposals by sequence, and whether prompts were read ahead.
+        """
+        found: dict[int, Proposal] = {}
         requested = {request.sequence_id for request in requests}
-        num_missed = sum(self.num_missed(sample) for sample, _ in wanted)
-        behind: set[int] = set()
-        ahead: list[ProposalRequest] = []
-        if reads_ahead:
-            ahead = [
-                ProposalRequest(sequence_id, token_ids, 0, starts[sequence_id])
-                for sequence_id, token_ids in unread.items()
-                if sequence_id not in requested
-            ]
-            requests += ahead
-        trees: dict[int, DraftTree] = {}
-        while requests:
-            drafting: list[ProposalRequest] = []
-            for request, proposal in zip(requests, self._proposer.propose(requests), strict=True):
-                sequence_id = request.sequence_id
-                if proposal.tree:
-                    proposal.tree.source = self.source
-                    trees[sequence_id] = proposal.tree
+        ahead = [each for key, each in self._unread.items() if key not in requested] if reads_ahead else []
+        drafting = [*requests, *ahead]
+        while drafting:
+            asked, drafting = drafting, []
+            for request, proposal in zip(asked, self._proposer.propose(asked), strict=True):
                 if proposal.progress is Progress.DRAFTING:
                     drafting.append(request)
                     continue
-                self._num_read[sequence_id] = len(request.token_ids) - proposal.num_behind
+                proposal.tree.source = self.source
+                found[request.sequence_id] = proposal
+                self._num_read[request.sequence_id] = len(request.token_ids) - proposal.num_behind
                 if proposal.progress is Progress.DONE:
-                    unread.pop(sequence_id, None)
-                else:
-                    behind.add(sequence_id)
-            requests = drafting
-        num_read = num_missed - sum(self.num_missed(sample) for sample, _ in wanted)
-        return trees, behind, None if ahead else max(0, num_read)  # less where what was read is forgotten
-
-
-class MisreadWatch:
-    """Says once of a draft model or head that nearly nothing it drafts is accepted: then it is probably read wrongly.
-
-    Engine thread only.
-    """
-
-    def __init__(self) -> None:
-        self._verdicts: dict[str, list[bool]] = {}  # of first tokens, by proposer
-
-    def observe(self, source: str, *, is_first_accepted: bool) -> None:
-        """One verdict. Proposers without a model, whose names have no colon, may well be wrong about a text."""
-        verdicts = self._verdicts.setdefault(source, [])
-        if len(verdicts) == NUM_JUDGED or (source != DRAFT_NODE and ":" not in source):
-            return
-        verdicts.append(is_first_accepted)
-        if len(verdicts) == NUM_JUDGED and sum(verdicts) < LEAST_ACCEPTED * NUM_JUDGED:
-            _log.warning(
-                "next to nothing of these drafts is accepted: a head or draft model is probably read wrongly, or was "
-                "made for another target; check that it names this target, its layer ids (counted from the input of a "
-                "layer or from its output), the flags of its norms, and its d2t",
-                proposer=source,
-                num_drafts=NUM_JUDGED,
-                num_first_tokens_accepted=sum(verdicts),
-            )
+                    self._unread.pop(request.sequence_id, None)
+        return found, bool(ahead)
 
 
 class DraftGatherer:
-    """Joins the controller (who drafts, how much), the draft client (from afar) and local proposers (from here).
+    """Connects the controller, which decides, with the client of draft nodes and the proposers of this process.
 
-    All sources compete by what their drafts have won of this sequence. A draft of a draft node that is here costs
-    nothing more; proposers of this process are asked, the cheapest first, where they are expected to better what is at
-    hand by more than they take. Drafts that were made and not verified are judged by what was committed.
+    All sources compete by the acceptance of their drafts in a sequence. A draft that a draft node has sent costs
+    nothing more. Proposers of this process are asked, the cheapest first, if they are expected to improve on the best
+    draft so far by more than they cost. Drafts that are not verified are judged by the tokens that were committed.
 
-    Engine thread only. No step waits for the network past its budget: min(`max_wait_seconds`, 20 % of the last step).
+    Engine thread only. A step waits for the network min(`max_wait_seconds`, 20 % of the last step), at most.
     """
 
     def __init__(
@@ -169,8 +122,14 @@ class DraftGatherer:
         features_of: FeaturesOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`client`: None without draft nodes. `proposers`: with different names. `features_of`: where one is a head.
-        `clock`: in seconds, by which their time is measured.
+        """Args:
+        client: None without draft nodes.
+        controller: that of this node.
+        proposers: of this process, with different names.
+        max_wait_seconds: how long a step may wait for draft nodes.
+        takes_trees: whether drafts may have branches.
+        features_of: needed if one of the proposers is a head.
+        clock: in seconds, for the duration of calls.
         """
         self._client = client
         self._controller = controller
@@ -179,123 +138,118 @@ class DraftGatherer:
         self._takes_trees = takes_trees
         self._clock = clock
         self._last_step_seconds = 0.0
-        self._misread = MisreadWatch()
-        self._drafts: dict[int, list[DraftTree]] = {}  # of this step by sequence, but for verified ones
-        self._reproducible: set[int] = set()  # sequences whose tokens do not depend on drafts
+        self._drafts: dict[int, list[RankedDraft]] = {}  # unverified drafts of this step, by sequence
+        self._starts: dict[int, SequenceStart] = {}  # of open sequences that may have drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
-        """From the grant on the sequence is announced; drafters learn the prompt while it is prefilled."""
-        options, most = opened.options, self._controller.num_speculative_tokens
+        """Announces a sequence when it is granted, so that drafters read the prompt while it is prefilled."""
+        options, max_tokens = opened.options, self._controller.num_speculative_tokens
         if options.num_speculative_tokens is not None:
-            most = min(options.num_speculative_tokens, most)
-        if most <= 0:
+            max_tokens = min(options.num_speculative_tokens, max_tokens)
+        if max_tokens <= 0:
             return
         known_token_ids = opened.known_token_ids(start)
-        # A greedy request is verified by coupled sampling, whatever it asks for.
-        is_reproducible = options.is_reproducible or options.sampling.is_greedy
-        if is_reproducible:
-            self._reproducible.add(sequence_id)
-        sequence_start = SequenceStart(
+        self._starts[sequence_id] = sequence_start = SequenceStart(
             options=options,
             sample=start.sample,
             prompt_length=len(opened.prompt_token_ids),
-            takes_trees=self._takes_trees and is_reproducible,  # other methods verify one path
+            takes_trees=self._takes_trees and _is_coupled(options),  # other methods verify one path
             traceparent=opened.traceparent,
         )
         for local in self._local:
             local.open(sequence_id, sequence_start, known_token_ids)
         if self._client is not None:
             num_left = options.sampling.max_tokens - len(start.generated_token_ids) - 1
-            num_wanted = self._controller.num_wanted(sequence_id, min(most, num_left), DRAFT_NODE)
+            num_wanted = self._controller.num_wanted(sequence_id, min(max_tokens, num_left), DRAFT_NODE)
             self._client.open(sequence_id, sequence_start, known_token_ids, num_wanted=num_wanted)
 
     def close(self, sequence_id: int) -> None:
-        """The sequence has ended, or will not start."""
+        """Forgets a sequence that has ended, or will not start."""
         if self._client is not None:
             self._client.close(sequence_id)
         self._controller.forget(sequence_id)
-        self._reproducible.discard(sequence_id)
-        for local in self._local:
-            local.close(sequence_id)
+        if self._starts.pop(sequence_id, None) is not None:
+            for local in self._local:
+                local.close(sequence_id)
 
     def may_draft(self, samples: Iterable[Sample]) -> bool:
-        """Whether a draft of one of them may come to hand."""
+        """Returns whether the next step may have a draft for one of the samples."""
         if self._controller.num_speculative_tokens <= 0 or not (self._client or self._local):
             return False
         return any(sample.may_draft for sample in samples)
 
     def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> StepDrafts:
-        """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
+        """Finds drafts for samples whose next row is a decode row. Waits within its budget, or not at all."""
         if self._controller.num_speculative_tokens <= 0:
             return StepDrafts()
-        taken = StepDrafts()
+        drafts = StepDrafts()
         if self._client is not None:
-            most_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
-            keys = [sample.sequence.key for sample in samples]
-            taken = self._client.take(keys, wait_seconds=most_seconds if may_wait else 0.0)
-        trees = {key: tree for key, tree in taken.trees.items() if tree}
-        self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
-        wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
-        for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
-            self._ask(local, samples, wanted, trees)
-        self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in taken.requested})
-        return replace(taken, trees=trees)
+            budget = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
+            drafts = self._client.take([sample.sequence.key for sample in samples], wait_seconds=budget)
+        drafts.ranked = {key: self._controller.rank(key, tree) for key, tree in drafts.trees.items() if tree}
+        self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
+        for local in sorted(self._local, key=lambda each: self._controller.source(each.source).cost.call_seconds):
+            self._ask(local, samples, drafts.ranked)
+        self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
+        return drafts
 
-    def _ask(
-        self, local: LocalProposer, samples: Sequence[Sample], wanted: Mapping[int, int], trees: dict[int, DraftTree]
-    ) -> None:
-        """Betters the drafts at hand by that proposer's where this pays."""
+    def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
+        """Asks a proposer for the sequences for which this pays, and keeps the better drafts in `best`."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
                 return
-            wanted = {sample.sequence.key: wanted[sample.sequence.key] for sample in samples}
         is_cheap = controller.is_cheap(source)
         asked = controller.choose_asked(
             source,
-            wanted,
-            trees,
-            {} if is_cheap else {sample.sequence.key: local.num_missed(sample) for sample in samples},
+            {sample.sequence.key: sample.max_draft_tokens for sample in samples},
+            best,
+            {} if is_cheap else {sample.sequence.key: local.num_missed(sample.sequence) for sample in samples},
         )
+        min_reach = controller.min_reach(source, len(asked))
+        samples = [sample for sample in samples if sample.sequence.key in asked]
+        num_missed = sum([local.num_missed(sample.sequence) for sample in samples])
         started = self._clock()
-        found, behind, num_read = local.propose(
-            [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
-            reads_ahead=is_cheap,
-            min_reach=controller.min_reach(source, len(asked)),
+        requests = [
+            local.request(each, self._starts[each.sequence.key], asked[each.sequence.key], min_reach=min_reach)
+            for each in samples
+        ]
+        proposals, has_read_ahead = local.propose(requests, reads_ahead=is_cheap)
+        seconds = self._clock() - started
+        num_read = num_missed - sum([local.num_missed(sample.sequence) for sample in samples])
+        found = {key: controller.rank(key, each.tree) for key, each in proposals.items() if each.tree}
+        controller.observe_asked(
+            source,
+            {key: number for key, number in asked.items() if proposals[key].progress is Progress.DONE},
+            found,
+            seconds=seconds,
+            num_read=None if has_read_ahead else max(0, num_read),  # less where what was read is forgotten
         )
-        read = {key: number for key, number in asked.items() if key not in behind}
-        controller.observe_asked(source, read, found, seconds=self._clock() - started, num_read=num_read)
-        for sequence_id, tree in found.items():
-            at_hand = trees.get(sequence_id)
-            trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
-            self._drafts.setdefault(sequence_id, []).append(tree)
+        for sequence_id, draft in found.items():
+            at_hand = best.get(sequence_id)
+            best[sequence_id] = draft if at_hand is None else controller.better(draft, at_hand)
+            self._drafts.setdefault(sequence_id, []).append(draft)
 
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
-    ) -> dict[int, DraftTree]:
-        """What the step verifies of them, by sequence id.
+    ) -> dict[int, int]:
+        """Decides how many of its first tokens the step verifies of each draft, by sequence id.
 
-        `samples`: those of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
+        `samples`: of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
         """
-        trees = drafts.trees
-        offers = [
-            (sample.sequence.key, trees[sample.sequence.key], sample.max_draft_tokens)
-            for sample in samples
-            if sample.sequence.key in trees
-        ]
-        return self._controller.choose(offers, room, num_waiting=num_waiting)
+        limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
+        return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
 
-    def observe_verdicts(self, verdicts: Iterable[tuple[int, DraftTree, Sequence[int]]]) -> None:
-        """How the drafts of a step went: of each sequence the tokens that were accepted, from the root on."""
-        for sequence_id, draft, accepted in verdicts:
-            self._controller.observe_verdict(sequence_id, draft, accepted)
-            self._misread.observe(draft.source, is_first_accepted=bool(accepted))
-            others = [each for each in self._drafts.get(sequence_id, ()) if each.source != draft.source]
-            self._drafts[sequence_id] = others
+    def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
+        """Learns which tokens of a verified draft were accepted: their indices, from the root on."""
+        self._controller.observe_verdict(sequence_id, draft, accepted)
+        self._warn_if_misread(draft.source)
+        others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
+        self._drafts[sequence_id] = others
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
-        """What a step cost."""
+        """Learns the duration of a step."""
         self._last_step_seconds = seconds
         if self._client is not None:
             self._client.observe_step(seconds)
@@ -310,10 +264,11 @@ class DraftGatherer:
         committed = list(committed)
         for sample, token_ids in committed:
             sequence_id = sample.sequence.key
-            if sequence_id in self._reproducible:
-                for draft in self._drafts.pop(sequence_id, ()):
+            unverified = self._drafts.pop(sequence_id, ())
+            if unverified and _is_coupled(self._starts[sequence_id].options):
+                for draft, _ in unverified:
                     self._controller.observe_committed(sequence_id, draft, token_ids)
-                    self._misread.observe(draft.source, is_first_accepted=draft.token_ids[0] == token_ids[0])
+                    self._warn_if_misread(draft.source)
         if self._client is None:
             return
         drafting = [(sample, token_ids) for sample, token_ids in committed if sample.may_draft]
@@ -321,11 +276,29 @@ class DraftGatherer:
         if self._client.needs_features:
             tables = {each.sequence.key: kv for each, _ in drafting if (kv := each.sequence.kv) is not None}
         num_wanted = self._controller.num_wanted
-        self._client.min_reach = self._controller.min_reach(DRAFT_NODE, len(drafting))
         self._client.update(
             [
                 (sample.sequence.key, token_ids, num_wanted(sample.sequence.key, sample.max_draft_tokens, DRAFT_NODE))
                 for sample, token_ids in drafting
             ],
             tables,
+            min_reach=self._controller.min_reach(DRAFT_NODE, len(drafting)),
         )
+
+    def _warn_if_misread(self, source: str) -> None:
+        """Warns once of a head or draft model, which has a colon in its name, whose drafts are hardly ever right."""
+        known = self._controller.source(source)
+        if known.is_misread and (source == DRAFT_NODE or ":" in source):
+            _log.warning(
+                "almost none of these draft tokens are accepted: the head or draft model was probably loaded wrongly, "
+                "or was made for another target; check that it names this target, its layer ids (counted from the "
+                "input of a layer or from its output), the flags of its norms, and its d2t",
+                proposer=source,
+                num_drafts=known.num_judged,
+                num_first_tokens_accepted=known.num_begun,
+            )
+
+
+def _is_coupled(options: RequestOptions) -> bool:
+    """Returns whether coupled sampling verifies the drafts, as of all greedy requests: tokens do not depend on them."""
+    return options.is_reproducible or options.sampling.is_greedy

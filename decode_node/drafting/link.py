@@ -1,4 +1,4 @@
-"""One draft node's stream, on the event loop: connect, say hello, write newest state, read proposals."""
+"""The stream to one draft node, on the event loop: it connects, exchanges hellos, sends states, reads proposals."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from outrider.wire.node import info_from_proto
 FIRST_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
 STABLE_SECONDS = 10.0
-"""A stream that lasted so long was a good one: the first attempt after it is made at once."""
+"""Seconds after which a stream counts as stable: the first attempt after it is made at once."""
 
 REFUSED_BACKOFF_SECONDS = 10.0
 HELLO_TIMEOUT_SECONDS = 5.0
 
 LOOK_SECONDS = 0.25
-"""How often a stream looks for updates that were put off and are due."""
+"""Seconds between two looks for deferred updates that are due."""
 
 ANSWERS_AT_ONCE = 64
-"""Two milliseconds of the event loop, which has tokens to send as well."""
+"""Answers handled without a break: two milliseconds of the event loop, which has tokens to send as well."""
 
 DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
@@ -49,7 +49,7 @@ _log = get_logger("drafts")
 
 
 class DraftLink:
-    """Keeps one stream up until `run` is cancelled. Owned by the event loop; the book is shared under `changed`."""
+    """Keeps a stream open until `run` is cancelled. Owned by the event loop; the book is shared under `changed`."""
 
     def __init__(
         self,
@@ -61,18 +61,18 @@ class DraftLink:
         others: Callable[[], Sequence[DraftLink]],
         open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
-        """`others`: the client's links, this one among them."""
+        """`others`: returns all links of the client, including this one."""
         self.address = address
         self.node_name = ""
         self.refusal = ""
-        self.incarnation = b""  # of the process that the last stream led to
+        self.incarnation = b""  # of the process at the end of the last stream
         self._hello = hello
         self._book = book
         self._changed = changed
         self._others = others
         self._open_channel = open_channel
         self._wake = asyncio.Event()
-        self.wake = self._wake.set  # there may be something to send; on the event loop
+        self.wake = self._wake.set  # makes it look for something to send; on the event loop
         with changed:
             self.node = book.nodes.add(rank=draft_rank(hello, address))
 
@@ -81,7 +81,7 @@ class DraftLink:
         return self.node.is_connected
 
     async def run(self) -> None:
-        """Connects, serves, and connects again, until cancelled; then its place in the book is gone."""
+        """Connects again and again until it is cancelled; then it removes its node from the book."""
         try:
             await self._stay_connected()
         finally:
@@ -114,7 +114,7 @@ class DraftLink:
             backoff = min(backoff * 2.0, MAX_BACKOFF_SECONDS)
 
     async def _serve_one_stream(self) -> None:
-        """Raises: MismatchError for a node that does not fit, PeerLostError when the stream ends."""
+        """Serves one stream until it ends. Raises: PeerLostError then, MismatchError for a node that does not fit."""
         channel = self._open_channel(self.address)
         call: DraftCall = draft_pb2_grpc.DraftServiceStub(channel).Draft()
         try:
@@ -153,7 +153,7 @@ class DraftLink:
         return info
 
     def _claim(self, info: NodeInfo) -> None:
-        """One connected link to each process. Raises: MismatchError when another target leads to this one."""
+        """Allows one link to each process. Raises: MismatchError if another link is connected to this one."""
         for other in self._others():
             if other.is_connected and other.incarnation == info.incarnation:
                 raise MismatchError(f"{info.name} is reached as {other.address} already", reason="SAME_NODE")
@@ -167,12 +167,12 @@ class DraftLink:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        for outcome in reversed(outcomes):  # the reader knows better why a stream has ended
+        for outcome in reversed(outcomes):  # the reader's error says best why a stream has ended
             if isinstance(outcome, Exception):
                 raise outcome
 
     async def _write(self, call: DraftCall) -> None:
-        """Sends newest state whenever the stream is writable and there is any. Raises: PeerLostError, grpc.RpcError."""
+        """Sends the newest states whenever the stream is writable. Raises: PeerLostError, grpc.RpcError."""
         self._wake.set()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -186,11 +186,11 @@ class DraftLink:
             if has_lost_an_update:
                 raise PeerLostError(f"{self.address} does not answer", node=self.address)
             if updates:
-                async with asyncio.timeout(UNANSWERED_SECONDS):  # of a node that reads nothing, the window is full
+                async with asyncio.timeout(UNANSWERED_SECONDS):  # it blocks if the node does not read
                     await call.write(updates_to_proto(updates, step_seconds=step_seconds))
 
     async def _read(self, call: DraftCall) -> None:
-        """Takes proposals in until the stream ends. Raises: PeerLostError, grpc.RpcError."""
+        """Reads proposals until the stream ends. Raises: PeerLostError, grpc.RpcError."""
         while True:
             message = await call.read()
             if not isinstance(message, draft_pb2.DraftProposals):
@@ -215,7 +215,7 @@ class DraftLink:
                 self._wake.set()
 
     def _take(self, proto: draft_pb2.SequenceProposals) -> bool:
-        """False for nonsense. What needs no lock is checked without it, and steps may have it between two answers."""
+        """Takes over one answer. False: it was invalid. The lock is held for as short as possible, as steps need it."""
         answer = proposals_from_proto(proto)
         is_sound = is_well_formed(answer, vocab_size=self._hello.vocab_size)
         with self._changed:
@@ -223,5 +223,5 @@ class DraftLink:
 
 
 def draft_rank(hello: DraftHello, address: str) -> int:
-    """Rendezvous hashing: each decode node has an order of its own among draft nodes, as nodes join and leave."""
+    """Returns a rank by rendezvous hashing: each decode node keeps its own order of draft nodes as they come and go."""
     return xxhash.xxh3_64_intdigest(hello.incarnation + address.encode())

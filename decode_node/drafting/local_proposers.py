@@ -1,4 +1,4 @@
-"""Proposers in the decode node: lookups, the grammar's, and a head, which is fed with features of the paged cache."""
+"""Opens the proposers of the decode node: a lookup, the grammar's, and a head, which reads features in the cache."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, 
 from outrider.speculation.proposers.isolated import IsolatedProposer
 
 CATCH_UP_SECONDS = 0.01
+"""Seconds of a step in which a head reads, about: all sequences of the node wait for it."""
+
 MAX_CATCH_UP_ROWS = 256
-"""In one step: all sequences of the node wait for it."""
+"""Rows that a head reads in one step, at most."""
 
 
 def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
-    """Without features: the lookup that `decode_node.local_fallback` names, if one, and what grammars force."""
+    """Opens proposers that need no features: the lookup of `decode_node.local_fallback`, if any, and the grammar's."""
     name = config.local_fallback
     proposers = [*([] if name == NO_PROPOSER else [make_proposer(name)]), GrammarProposer()]
     return [IsolatedProposer(proposer, on_failure=log_failed_proposer) for proposer in proposers]
@@ -31,7 +33,7 @@ def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
 
 @dataclass(frozen=True, slots=True)
 class PlaneFeatures:
-    """The `Features` of a sequence on this node: of all tokens that are computed. Engine thread only."""
+    """The `Features` of all computed tokens of a sequence on this node. Engine thread only."""
 
     rows: Array  # [num_slots, width], of the cache
     sequence: EngineSequence
@@ -44,8 +46,8 @@ class PlaneFeatures:
         assert kv is not None
         slots = [kv.slot(place) for place in range(start, end)]
         if slots == list(range(slots[0], slots[-1] + 1)):
-            # A slice keeps the interpreter's lock. A copy would hand it to the event loop, and wait while that
-            # sends the tokens of the last step; the head's kernels, which come next, run beside it.
+            # A slice keeps the interpreter's lock. A copy would hand it to the event loop, and wait while that sends
+            # the tokens of the last step. The head's kernels, which come next, run beside the event loop.
             return self.rows[slots[0] : slots[-1] + 1]
         return self.rows[ids_beside(slots, self.rows)]
 
@@ -53,9 +55,10 @@ class PlaneFeatures:
 def open_local_head(
     config: DecodeNodeConfig, head: HeadOfTarget, model: LoadedModel, kv_cache: KVCache
 ) -> tuple[IsolatedProposer | None, FeaturesOf | None]:
-    """With this head; nothing without one, or where draft nodes propose.
+    """Opens the proposer of this head; returns nothing if there is none, or if draft nodes have it.
 
-    `kv_cache`: with the plane of its features. Raises: as `load_head`, ConfigError for another head than `model` has.
+    `kv_cache`: has the plane of its features. Raises: what `load_head` raises, and ConfigError if the head has other
+    features than `model`.
     """
     folder = head.folder
     if folder is None or not config.local_head or not config.num_speculative_tokens:

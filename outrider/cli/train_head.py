@@ -1,6 +1,6 @@
-"""`outrider train-head`: a drafter head for a model, from nothing but that model.
+"""`outrider train-head`: trains a drafter head for a model; it needs nothing but that model.
 
-Ctrl-C, or a kill, loses little: the same command goes on where the run stopped.
+Ctrl-C or a kill loses little: the same command continues where the run stopped.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError
 
-PLAN_ARGUMENTS = {  # by name of the plan's field: flag, type, metavariable, help
-    "form": ("--form", str, "FORM", "eagle3, medusa or mlp; default eagle3"),
-    "minutes": ("--minutes", float, "N", "the time to aim at for all of it; default 60"),
+PLAN_ARGUMENTS = {  # by the name of the plan's field: flag, type, metavariable, help
+    "form": ("--form", str, "FORM", "form of the head: eagle3 (default), medusa or mlp"),
+    "minutes": ("--minutes", float, "N", "minutes that the whole run should take; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
-    "traffic": ("--from-traffic", Path, "DIR", "learn from what decode nodes kept there (decode_node.keep_features)"),
-    "init_from": ("--init-from", Path, "HEAD", "go on from this eagle3 head, and keep its features valid"),
-    "draft_vocab_size": ("--draft-vocab", int, "N", "tokens that it can draft, the most frequent ones; default 4096"),
-    "num_steps": ("--steps", int, "N", "of its own outputs that it learns by; default 4"),
-    "batch_size": ("--batch", int, "N", "texts of a training step; default 6"),
+    "traffic": ("--from-traffic", Path, "DIR", "learn from answers that decode_node.keep_features kept there"),
+    "init_from": ("--init-from", Path, "HEAD", "continue from this eagle3 head, and keep its feature layers"),
+    "draft_vocab_size": ("--draft-vocab", int, "N", "number of tokens that it drafts, the most frequent; default 4096"),
+    "num_steps": ("--steps", int, "N", "draft tokens that it is trained on, each by its own outputs before; default 4"),
+    "batch_size": ("--batch", int, "N", "texts in a training step; default 6"),
     "learning_rate": ("--rate", float, "R", "learning rate; default 0.0012"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="the head's folder; made if need be")
+    parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder of the head, made if missing")
     for name, (flag, kind, metavar, text) in PLAN_ARGUMENTS.items():
         parser.add_argument(flag, dest=name, metavar=metavar, type=kind, help=text)
     add_cluster_arguments(parser, port=0)

@@ -19,7 +19,7 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.errors import ConfigError
 
-LEAST_LEASE_SECONDS = 0.5
+MIN_LEASE_SECONDS = 0.5
 LEASE_FACTOR = 3.0
 """A lease lasts this many times the expected duration: other programs on the processors may delay its holder."""
 
@@ -60,7 +60,7 @@ class SharedTurns(CpuTurns):
         library: KernelLibrary,
         path: Path,
         *,
-        least_lease_seconds: float = LEAST_LEASE_SECONDS,
+        min_lease_seconds: float = MIN_LEASE_SECONDS,
         on_taken_from_another: Callable[[], None] = lambda: None,
     ) -> None:
         """Claims a slot. Slots of exited processes are reclaimed.
@@ -72,7 +72,7 @@ class SharedTurns(CpuTurns):
         """
         super().__init__(str(path))
         self._on_taken_from_another = on_taken_from_another
-        self._least_lease_seconds = least_lease_seconds
+        self._min_lease_seconds = min_lease_seconds
         self._calls = library.functions
         self._short_calls = library.functions_holding_lock
         size = self._calls.outrider_turns_size()
@@ -108,7 +108,7 @@ class SharedTurns(CpuTurns):
 
     def _lease(self, expected_seconds: float) -> int:
         """Nanoseconds; the library limits them."""
-        return round(max(LEASE_FACTOR * expected_seconds, self._least_lease_seconds) * 1e9)
+        return round(max(LEASE_FACTOR * expected_seconds, self._min_lease_seconds) * 1e9)
 
 
 def open_turns(

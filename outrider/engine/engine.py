@@ -15,8 +15,8 @@ from outrider.profile import Part
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
-    from outrider.engine.model_runner import ModelRunner
     from outrider.engine.ranks.sharded_cache import KVCache
+    from outrider.engine.runner_base import ModelRunner
     from outrider.engine.sampler import Sampler
 
 

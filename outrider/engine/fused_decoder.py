@@ -20,7 +20,7 @@ from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.gpu_kernels import activation_of
 from outrider.engine.gpu_kernels import layers as deterministic
 from outrider.engine.gpu_kernels.decoder import Norm, activate, add_rms_norm, rms_norm, rotate_and_store
-from outrider.engine.graph_shapes import MOST_ROWS
+from outrider.engine.graph_shapes import MAX_BUCKET_ROWS
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
@@ -78,7 +78,7 @@ class FusedDecoder:
         self._is_gemma = config.model_type.startswith("gemma")
         kinds = config.layer_types if self._is_gemma else [None] * spec.num_layers
         # Also of the rows that pad a batch, and of the probe at load, which may go beyond a small window.
-        num_positions = max(spec.max_model_len, MOST_ROWS)
+        num_positions = max(spec.max_model_len, MAX_BUCKET_ROWS)
         angles = {kind: _angles(base.rotary_emb, num_positions, head.weight, kind) for kind in set(kinds)}
         norms = [self._norm(norm) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)]
         self._first_norm = norms[0]

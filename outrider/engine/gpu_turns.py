@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from outrider.cache_directory import locked, user_cache_directory
 from outrider.engine.device import device_type
+from outrider.progress import Progress
 
 TURN_SECONDS = 600.0
 """How long a process waits for others to load their models. After that it loads beside them, since memory is measured
@@ -15,7 +16,7 @@ by process."""
 
 
 @contextlib.contextmanager
-def loading_turn(devices: Sequence[str], progress: Callable[[str, int, int], object]) -> Iterator[None]:
+def loading_turn(devices: Sequence[str], progress: Progress) -> Iterator[None]:
     """Holds the locks of these GPUs while this process loads a model, tries its steps and allocates its KV cache.
 
     So nobody's peak meets another's. Locks are files in the cache directory, named by the GPU's UUID, which is the same

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.engine.input_batch import BatchFields, InputBatch
 
-MOST_ROWS = 256
+MAX_BUCKET_ROWS = 256
 """Of a bucket. In larger steps launches take a small part of the time."""
 MAX_MEAN_DEPTH = 16
 """Of a draft tree's paths, on average over the rows of a step."""
@@ -33,7 +33,7 @@ class Bucket:
 class GraphShapes:
     """Which steps of a node are captured."""
 
-    max_rows: int = MOST_ROWS
+    max_rows: int = MAX_BUCKET_ROWS
     has_trees: bool = False
     has_rollouts: bool = False  # as a draft model: they have graphs of their own (see `rollouts`)
     is_rehearsal: bool = False  # only the largest of each kind, which take as much memory as all
@@ -41,7 +41,7 @@ class GraphShapes:
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows to which steps are padded, rising."""
-        max_rows = min(_power_of_two(self.max_rows), MOST_ROWS)
+        max_rows = min(_power_of_two(self.max_rows), MAX_BUCKET_ROWS)
         return tuple(1 << power for power in range(max_rows.bit_length()))
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.native import NativeAttention
-from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
+from outrider.engine.attention.transformers_hook import STEP_ARGUMENT, LayerAttention
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
@@ -20,14 +20,14 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.runnable_model import RunnableModel
-from outrider.engine.step_clock import ForwardPhases
+from outrider.engine.runner_base import ModelRunner
 from outrider.engine.step_graphs import Capturable, StepGraphs, cuda_graphs
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
 
 
-class ModuleSteps:
+class ModuleSteps(ModelRunner):
     """Forwards of one runner. A model whose layers are native brings its own attention."""
 
     can_be_traced = True
@@ -47,8 +47,6 @@ class ModuleSteps:
             attention = NativeAttention(model.native.kernels)
         assert attention is not None
         self.attention_name = attention.name
-        self.phases = ForwardPhases()
-        self.padded_rows: tuple[int, ...] = ()
         self.is_asynchronous = device_type(kv_cache.device) != "cpu"
         self._model = model.model
         self._fused = model.fused
@@ -111,7 +109,7 @@ class ModuleSteps:
             "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
             "position_ids": on_device.positions.unsqueeze(0),
             "use_cache": False,
-            STEP_ARGUMENT: PagedStep(batch, self._kv_cache, self._attention, on_layer_done),
+            STEP_ARGUMENT: attention_over(self._kv_cache, self._attention, batch, on_layer_done),
         }
         if batch.num_logits == 0:
             self._model.base_model(**arguments)
@@ -122,44 +120,23 @@ class ModuleSteps:
         return logits.float()
 
 
-def _store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Writes rows [num_rows, num_kv_heads, head_dim] to slots [num_rows] int64 of a layer's caches."""
-    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
-    value_cache.flatten(0, 1).index_copy_(0, slots, values)
-
-
-class PagedStep:
-    """One forward's attention: writes each layer's new keys and values, then attends over the cache."""
-
-    __slots__ = ("_attention", "_kv_cache", "_on_layer_done", "_plan", "_slots", "_store")
-
-    def __init__(
-        self,
-        batch: InputBatch,
-        kv_cache: PagedKVCache,
-        attention: AttentionBackend,
-        on_layer_done: Callable[[int], None] | None,
-    ) -> None:
-        self._kv_cache = kv_cache
-        self._attention = attention
-        self._on_layer_done = on_layer_done
-        self._plan = attention.prepare(batch)
-        self._slots = batch.on(kv_cache.device).slot_mapping
-        self._store = attention.store if isinstance(attention, NativeAttention) else _store
+def attention_over(
+    kv_cache: PagedKVCache,
+    attention: AttentionBackend,
+    batch: InputBatch,
+    on_layer_done: Callable[[int], None] | None = None,
+) -> LayerAttention:
+    """Makes one forward's attention: it writes each layer's new keys and values, then attends over the cache."""
+    plan = attention.prepare(batch)
+    slots = batch.on(kv_cache.device).slot_mapping
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [num_rows, num_heads, head_dim]
-        key: Tensor,  # [num_rows, num_kv_heads, head_dim]
-        value: Tensor,  # [num_rows, num_kv_heads, head_dim]
-        options: AttentionOptions,
-        extras: Mapping[str, Any],
+        layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: Mapping[str, Any]
     ) -> Tensor:
-        """Returns [num_rows, num_heads, head_dim]."""
-        key_cache = self._kv_cache.keys[layer]
-        value_cache = self._kv_cache.values[layer]
-        self._store(key, value, key_cache, value_cache, self._slots)
-        if self._on_layer_done is not None:
-            self._on_layer_done(layer)
-        return self._attention.attend(self._plan, query, key_cache, value_cache, options)
+        keys, values = kv_cache.keys[layer], kv_cache.values[layer]
+        attention.store(key, value, keys, values, slots)
+        if on_layer_done is not None:
+            on_layer_done(layer)
+        return attention.attend(plan, query, keys, values, options)
+
+    return attend

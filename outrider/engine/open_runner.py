@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.attention import AttentionBackend, make_attention_backend
 from outrider.engine.device import device_type
-from outrider.engine.graph_shapes import MOST_ROWS, GraphShapes
+from outrider.engine.graph_shapes import MAX_BUCKET_ROWS, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.memory import KVRoom, pool_size
-from outrider.engine.model_runner import ModelRunner, make_runner, warm_up
+from outrider.engine.model_runner import make_runner, warm_up
 from outrider.engine.runnable_model import RunnableModel
+from outrider.engine.runner_base import ModelRunner
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
@@ -31,7 +32,7 @@ def open_runner(
     kv_cache: KVCacheConfig,
     *,
     num_rows: int,
-    num_logits: int = MOST_ROWS,
+    num_logits: int = MAX_BUCKET_ROWS,
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
     features: FeatureSpec | None = None,
@@ -76,7 +77,7 @@ def rehearse(
     *,
     num_rows: int,
     block_size: int,
-    num_logits: int = MOST_ROWS,
+    num_logits: int = MAX_BUCKET_ROWS,
     graphs: GraphShapes | None = None,
     features: FeatureSpec | None = None,
 ) -> int:

@@ -1,1 +1,1 @@
-"""Drafter heads: small models fed with the target's hidden states, in the forms and layouts of their publishers."""
+"""Drafter heads: small models whose input is the target's hidden states, in the published forms and layouts."""

@@ -1,4 +1,4 @@
-"""Checkpoints: a head's, and its target's as far as a head needs that."""
+"""Checkpoints of heads and, as far as heads need them, of their targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.model_hub.window import MAX_WINDOW
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with config.json and safetensors, which are mapped: what is not read takes no memory."""
+    """A folder with config.json and safetensors, which are mapped: unread tensors take no memory."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -30,8 +30,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, weights: Iterable[Path] | None = None) -> Checkpoint:
-        """`weights`: the files to read; None: all. Raises: ModelError for a folder without, or with damaged ones."""
-        folder = folder.absolute()  # "." has no name; links stay, as they may be turned to another head
+        """`weights`: the files to read; None: all. Raises: ModelError for a missing config.json or a damaged file."""
+        folder = folder.absolute()  # "." has no name. Links are kept, because they may later point to another head.
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} has no config.json")
         tensors: dict[str, Callable[[], Tensor]] = {}
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @classmethod
     def in_memory(cls, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Checkpoint:
-        """What that folder will have."""
+        """Makes a checkpoint of a folder that is still to be written."""
         own = {name: tensor.detach for name, tensor in tensors.items()}
         return cls(folder, config, json.dumps(config).encode(), own)
 
@@ -55,7 +55,7 @@ class Checkpoint:
         return frozenset(self._tensors)
 
     def mapped(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The file's own memory. Raises: ModelError when there is none of this name, or of another shape."""
+        """Returns a tensor in the memory of its file. Raises: ModelError if it is missing or has another shape."""
         if name not in self._tensors:
             other = "" if self._tensors else ": weights are read from *.safetensors, to which others can be converted"
             raise ModelError(f"{self.folder} has no tensor {name}{other}")
@@ -67,18 +67,18 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that a head drafts for: its checkpoint, of which only what a head shares is read."""
+    """The model that a head drafts for. Of its checkpoint only what heads share is read."""
 
     checkpoint: Checkpoint
 
     @classmethod
     def open(cls, folder: Path) -> Target:
-        """Raises: ModelError."""
+        """Opens the model's folder. Raises: ModelError."""
         return cls(Checkpoint.open(folder, (path for path in weight_files(folder) if path.suffix == ".safetensors")))
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Of the text model, where the checkpoint has several."""
+        """The configuration of the text model, where the checkpoint has several models."""
         return self.checkpoint.config.get("text_config") or self.checkpoint.config
 
     @property
@@ -95,15 +95,15 @@ class Target:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens."""
+        """The model's window in tokens, at most `MAX_WINDOW`."""
         return min(int(self.config["max_position_embeddings"]), MAX_WINDOW)
 
     def last_hidden_state(self) -> FeatureReduction:
-        """Of heads that are fed with what the target's own output layer reads."""
+        """Returns the reduction of heads whose input is that of the target's output layer."""
         return FeatureReduction(taps=(self.num_layers,), hidden_size=self.hidden_size, takes_final_norm=True)
 
     def embedding(self) -> Tensor:
-        """[vocab_size, hidden_size]. Raises: ModelError for a checkpoint that keeps it under no known name."""
+        """Returns [vocab_size, hidden_size]. Raises: ModelError if the checkpoint has it under no known name."""
         names = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
         for name in names:
             if name in self.checkpoint.tensor_names:
@@ -111,7 +111,7 @@ class Target:
         raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")
 
     def output_layer(self) -> Tensor:
-        """[vocab_size, hidden_size]; the embedding where they are tied."""
+        """Returns [vocab_size, hidden_size]: the embedding, if they are tied. Raises: as `embedding`."""
         if "lm_head.weight" in self.checkpoint.tensor_names:
             return self.checkpoint.mapped("lm_head.weight")
         return self.embedding()

@@ -1,4 +1,4 @@
-"""Packs the packaged head for the native kernels without torch. It is the default model's, in bfloat16."""
+"""Packs the default model's head, which comes with this package in bfloat16, for native kernels without torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _READ = (
     *(f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     *("norm.weight", "lm_head.weight"),
 )
-"""In the order in which `forms.eagle3` reads them, as a head's fingerprint covers what was read."""
+"""Tensors in the order in which `forms.eagle3` reads them, on which a head's fingerprint depends."""
 
 
 def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model_len: int) -> PackedHead:
-    """What `forms.eagle3` packs of this head. `target`: the folder of the default model."""
+    """Returns what `forms.eagle3` packs of this head. `target`: the folder of the default model."""
     about, tensors = read_json(folder / "config.json"), map_tensors(folder / "model.safetensors")
     layer = about["transformer_layer_config"]
     digest = hashlib.sha256((folder / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""A head's folder as its form reads it: what is not known there is refused, and never ignored."""
+"""The folder of a head as its form reads it. What a form does not know is refused, never ignored."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.spec import HeadSpec
 
 _NEVER_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
-"""Of the training, or told by another tensor."""
+"""Endings of tensors that are never read: they belong to training or repeat another tensor."""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Place(NamedTuple):
-    """Where a loaded head has the values of a stored tensor."""
+    """The place of a stored tensor's values in a loaded head."""
 
     weight: Tensor
-    rows: slice  # of `weight`
-    kept: Tensor | None = None  # [n] int64: the rows of the stored tensor that they are; None: all
+    rows: slice  # the rows of `weight` with these values
+    kept: Tensor | None = None  # [n] int64: the rows of the stored tensor that were kept; None: all
 
 
 class HeadFiles:
-    """The checkpoint of a head, the target beside it, and where its weights go to.
+    """The checkpoint of a head, its target, and the device and dtype of the weights that are read.
 
-    Notes which tensors were read: `spec` refuses those that are left.
+    It records which tensors were read; `spec` refuses the others.
     """
 
     def __init__(self, checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> None:
@@ -39,28 +39,29 @@ class HeadFiles:
         self.target = target
         self.device = device
         self.dtype = dtype
-        self.target_dtype: torch.dtype | None = None  # of the target's own tensors, if another
+        self.target_dtype: torch.dtype | None = None  # the dtype of the target's own tensors; None: `dtype`
         self._stored = {name: name for name in checkpoint.tensor_names if not name.endswith(_NEVER_READ)}
         self._left = set(self._stored)
         self._digest = hashlib.sha256(checkpoint.config_json)
         self.places: dict[str, Place] = {}
-        """Of weights that were taken, by stored name."""
+        """Places of the weights that were taken, by stored name."""
 
     # --- tensors, each read once ----------------------------------------------------------
 
     @property
     def names(self) -> frozenset[str]:
-        """Of tensors that say something of a head, as they are asked for."""
+        """Names of the tensors that describe the head, after `rename`."""
         return frozenset(self._stored)
 
     def rename(self, short: Callable[[str], str]) -> None:
-        """Tensors are asked for by short names from here on; errors still name them as they are stored."""
+        """Makes tensors known by short names from here on. Errors still give the stored names."""
         self._stored = {short(name): name for name in self._stored.values()}
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """A copy of weights as they are stored: a head's files may be replaced while it drafts. No `shape`: of any.
+        """Returns weights as they are stored. They are copied, because a head's files may be replaced while it drafts.
 
-        Raises: ModelError when there are none, of another shape, quantised, or with values that are not finite.
+        `shape`: the expected shape; empty: any. Raises: ModelError if the tensor is missing, has another shape, is
+        quantised, or has values that are not finite.
         """
         tensor, name = self._mapped(name, *shape), self._stored.get(name, name)
         if tensor.dtype not in _TYPES:
@@ -70,16 +71,16 @@ class HeadFiles:
         return self._placed(name, tensor.clone())
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The same on the head's device, in its type."""
+        """Reads weights to the head's device and dtype. Arguments and errors are those of `read`."""
         return self._placed(name, self.read(name, *shape).to(self.device, self.dtype))
 
     def take_if(self, name: str, *shape: int) -> Tensor | None:
         return self.take(name, *shape) if name in self._stored else None
 
     def take_linear(self, sizes: Mapping[str, int], width: int) -> Linear:
-        """Projections of the same input, by name the number of outputs, as one.
+        """Takes several projections of one input as one layer. `sizes`: the number of outputs by name.
 
-        Biases are added where the checkpoint has them.
+        If the checkpoint has biases of some of them, the others' are zero.
         """
         weights = {f"{name}.weight": self.take(f"{name}.weight", size, width) for name, size in sizes.items()}
         biases = {f"{name}.bias": self.take_if(f"{name}.bias", size) for name, size in sizes.items()}
@@ -91,11 +92,11 @@ class HeadFiles:
         return Linear(weight, self._joined(all_biases))
 
     def keep_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Of a tensor that was taken, these rows [n] int64 alone."""
+        """Returns only these rows [n] int64 of a tensor that was taken."""
         return self._placed(name, self.places[self._stored[name]].weight[rows], rows)
 
     def drop(self, *names: str) -> None:
-        """Says that these are not needed here."""
+        """Marks tensors that the form does not need."""
         self._left -= {self._stored.get(name, name) for name in names}
 
     def _mapped(self, name: str, *shape: int) -> Tensor:
@@ -119,12 +120,12 @@ class HeadFiles:
     # --- what most heads have -------------------------------------------------------------
 
     def embedding(self, width: int) -> Tensor:
-        """[vocab_size, width]: the head's own, or else the target's."""
+        """Takes the head's embedding [vocab_size, width], or the target's if it has none."""
         own = self.take_if("embed_tokens.weight", self.target.vocab_size, width)
         return self.target_embedding(width) if own is None else own
 
     def output_layer(self, width: int, target_ids: Tensor | None = None) -> Linear:
-        """The layer that gives logits: the head's own, or else those rows of the target's that the head can draft."""
+        """Takes the head's output layer, or if it has none the rows of the target's that it can draft."""
         num_ids = self.target.vocab_size if target_ids is None else len(target_ids)
         own = self.take_if("lm_head.weight", num_ids, width)
         return self.target_output(width, target_ids) if own is None else Linear(own)
@@ -137,9 +138,9 @@ class HeadFiles:
         return Linear(weight if target_ids is None else weight[target_ids])
 
     def target_ids(self, size: int) -> Tensor | None:
-        """[size] int64: the target's id of each of the head's; None where both count alike.
+        """Returns [size] int64: the target's id of each of the head's ids; None if they are equal.
 
-        `d2t` says how far each of the head's ids is from the target's.
+        The tensor `d2t` holds the differences between them.
         """
         if size == self.target.vocab_size and "d2t" not in self._stored:
             return None
@@ -148,12 +149,15 @@ class HeadFiles:
         return None if is_alike else target_ids
 
     def ids(self, name: str, size: int, *, is_relative: bool = False) -> Tensor:
-        """[size] int64: ids of the target. Raises: ModelError for others than it has, or for one twice."""
+        """Takes ids of the target [size] int64. Raises: ModelError for ids outside its vocabulary and for duplicates.
+
+        `is_relative`: each is stored as the difference from its index.
+        """
         ids = self._mapped(name, size).to(torch.int64)
         if is_relative:
             ids = ids + torch.arange(size)
-        least, most = ids.aminmax()
-        if least < 0 or most >= self.target.vocab_size or len(set(ids.tolist())) < size:
+        lowest, highest = ids.aminmax()
+        if lowest < 0 or highest >= self.target.vocab_size or len(set(ids.tolist())) < size:
             allowed = f"0 … {self.target.vocab_size - 1}"
             raise ModelError(f"{self.folder}: {name} leads to ids outside of {allowed}, or to one twice")
         return ids.to(self.device)
@@ -164,14 +168,14 @@ class HeadFiles:
             raise ModelError(f"{self.folder} lacks a tensor, and its target's is {tuple(tensor.shape)}, not {shape}")
         return tensor.to(self.device, self.target_dtype or self.dtype)
 
-    # --- what they say --------------------------------------------------------------------
+    # --- errors, and the result -----------------------------------------------------------
 
     def refusal(self, name: str, value: object, allowed: str) -> ConfigError:
-        """The error for a field of the configuration that is not supported."""
+        """Returns the error for a field of the configuration that is not supported."""
         return ConfigError(f"head {self.folder}: {name} is {value!r}; supported: {allowed}")
 
     def check_fits(self, **pairs: tuple[int, int]) -> None:
-        """Compares (of the head, of the target) by name. Raises: ConfigError that names all that differ."""
+        """Compares pairs (of the head, of the target) by name. Raises: ConfigError that names all differences."""
         wrong = [
             f"{name} {head} of the head, {target} of the target"
             for name, (head, target) in pairs.items()
@@ -181,9 +185,9 @@ class HeadFiles:
             raise ConfigError(f"head {self.folder} was made for another target: {'; '.join(wrong)}")
 
     def spec(self, form: str, **fields: Any) -> HeadSpec:
-        """Of a head that drafts for texts as long as its target takes, once it has read all. `fields`: of HeadSpec.
+        """Returns the spec of a head that has read all its tensors. It drafts in all of its target's window.
 
-        Raises: ConfigError that names tensors which the form does not know.
+        `fields`: other fields of HeadSpec. Raises: ConfigError that names tensors which the form does not know.
         """
         if self._left:
             names = ", ".join(sorted(self._left)[:8])
@@ -200,7 +204,7 @@ class HeadFiles:
 
 
 class Linear:
-    """x · weightᵀ + bias."""
+    """The linear layer x · weightᵀ + bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight  # [num_out, num_in]

@@ -15,13 +15,13 @@ from outrider.heads.base import Attend
 from outrider.heads.head_files import HeadFiles
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_DEFAULT_BASE, _DEFAULT_EPSILON = 10_000.0, 1e-6  # of Llama and Qwen3
+_DEFAULT_BASE, _DEFAULT_EPSILON = 10_000.0, 1e-6  # those of Llama and Qwen3
 _EVERY_LAYER_ATTENDS = "full_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """Of all layers of a head."""
+    """The shape that all layers of a head have."""
 
     hidden_size: int
     intermediate_size: int
@@ -29,11 +29,11 @@ class LayerShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    epsilon: float  # of the norms
+    epsilon: float  # of RMS norms
 
     @classmethod
     def read(cls, files: HeadFiles, config: Mapping[str, Any]) -> LayerShape:
-        """Raises: ConfigError for a field that would change what is computed here; KeyError for a missing one."""
+        """Raises: ConfigError for an unsupported field; KeyError for a missing one."""
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise files.refusal("hidden_act", activation, "silu")
@@ -57,11 +57,11 @@ class LayerShape:
 
 
 class Rotation:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of whole heads, halves paired."""
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of whole heads, which pairs their halves."""
 
     def __init__(self, files: HeadFiles, config: Mapping[str, Any], head_dim: int) -> None:
-        """Raises: ConfigError for a kind whose angles depend on the length, or that turns only a part."""
-        # Older files have the base beside the kind, and no kind where it is the default.
+        """Raises: ConfigError for a kind whose angles depend on the length, or that rotates a part of each head."""
+        # Older files have the base at the top level, and no kind if it is the default.
         rope = {"rope_theta": config.get("rope_theta", _DEFAULT_BASE)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -74,7 +74,7 @@ class Rotation:
         if kind == "default":
             frequencies = torch.from_numpy(inverse_frequencies(rope["rope_theta"], head_dim))
         else:
-            # Importing transformers takes seconds, which a node with packed weights does not have.
+            # The import takes seconds, which a node with packed weights must not spend.
             from transformers import LlamaConfig
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -83,28 +83,31 @@ class Rotation:
         self.frequencies = frequencies.to(files.device)  # [head_dim / 2] float32
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_rows] int64 → cosines and sines [num_rows, 1, head_dim / 2] float32."""
+        """Returns cosines and sines [num_rows, 1, head_dim / 2] float32 of positions [num_rows] int64."""
         angles = (positions.float()[:, None] * self.frequencies)[:, None]
         return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """[num_rows, num_heads, head_dim], what `Rotation.at` gives → the same."""
+    """Rotates heads [num_rows, num_heads, head_dim] by the result of `Rotation.at`."""
     cosines, sines = angles
     first, second = heads.chunk(2, -1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(heads.dtype)
 
 
 class DecoderLayer:
-    """Attention, then the SwiGLU feed-forward part, each behind a norm and beside the residual stream.
+    """A layer of attention and a SwiGLU feed-forward part, each after a norm and added to the residual stream.
 
-    Queries and keys are normalised by head, where the checkpoint has these norms.
+    Queries and keys are normalised by head if the checkpoint has such norms.
     """
 
     def __init__(
         self, files: HeadFiles, prefix: str, shape: LayerShape, index: int, *, width: int = 0, is_normed: bool = True
     ) -> None:
-        """`prefix`: "layers.0.". `width`: of attention's input, if not hidden_size. `is_normed`: has an input norm."""
+        """Takes the weights named `prefix`, such as "layers.0.".
+
+        `width`: the width of attention's input; 0: hidden_size. `is_normed`: whether the layer has an input norm.
+        """
         self._shape = shape
         self._index = index
         hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
@@ -122,7 +125,7 @@ class DecoderLayer:
         self._down = files.take_linear({f"{mlp}down_proj": hidden}, inner)
 
     def normed(self, rows: Tensor) -> Tensor:
-        """By the input norm, or as they are."""
+        """Returns the rows after the input norm, or unchanged if there is none."""
         return self._by(self._input_norm, rows)
 
     def __call__(
@@ -134,9 +137,10 @@ class DecoderLayer:
         *,
         places: Tensor | slice | None = None,
     ) -> Tensor:
-        """[num_rows, hidden_size] → the same. Attention is given `normed(rows)`, unless it is told otherwise.
+        """Computes the layer of rows [num_rows, hidden_size]; returns the same shape.
 
-        `places`: where `rows` stand among those of `attention_input`; None: they are the same.
+        `attention_input`: the input of attention; None: `normed(rows)`. `places`: the indices of `rows` among the rows
+        of `attention_input`; None: all of them.
         """
         head_dim = self._shape.head_dim
         projected = self._projections(self.normed(rows) if attention_input is None else attention_input)

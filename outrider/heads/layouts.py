@@ -1,4 +1,4 @@
-"""How the publishers of heads of the EAGLE family write config.json: nested (speculators) or flat (the others)."""
+"""Layouts of config.json in the EAGLE family: nested by the `speculators` library, flat by all other publishers."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from outrider.heads.spec import HeadSpec
 _LAYER_TYPES = ("llama", "qwen3")
 _HARMLESS = frozenset(
     {"use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "output_hidden_states", "qk_norm"}
-    | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # tensors tell of biases and of qk_norm
-    | {"do_sample", "initializer_factor", "partial_rotary_factor"}  # the last one is looked at by Rotation
+    | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # tensors tell these four
+    | {"do_sample", "initializer_factor", "partial_rotary_factor"}  # `Rotation` checks the last one
 )
-"""Options of published configurations that change nothing here, or are read elsewhere."""
+"""Options of published configurations that change nothing here or are read elsewhere."""
 
 _SCALE = re.compile("scal|multiplier|factor")
 _BOUND = re.compile("cap(ping)?$|limit|clip")
-"""Names of numbers that change what is computed, unless they are 1 or 0."""
+"""Names of numbers that change the result, unless a scale is 1 or a bound is 0."""
 
 MAX_PARALLEL = 64
-"""Tokens of one forward."""
+"""The largest number of tokens that one forward may draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A head's configuration, whoever wrote it; of the target that it was made for."""
+    """A head's configuration in either layout, checked against the target."""
 
-    is_nested: bool  # speculators' own
+    is_nested: bool  # the layout of speculators
     layer_config: Mapping[str, Any]  # the part of config.json that describes decoder layers
     shape: LayerShape
     draft_vocab_size: int
 
     @classmethod
     def read(cls, files: HeadFiles, *flags: str) -> Layout:
-        """`flags`: options that the form knows. Raises: ConfigError for what is not known, or is of another target."""
+        """`flags`: options that the form knows. Raises: ConfigError for unknown ones or a head of another target."""
         options, target = files.config, files.target
         nested = options.get("transformer_layer_config")
         own = options if nested is None else nested
@@ -58,8 +58,8 @@ class Layout:
         return Rotation(files, self.layer_config, self.shape.head_dim)
 
     def spec(self, files: HeadFiles, form: str, **fields: Any) -> HeadSpec:
-        """As `HeadFiles.spec`, of a head with layers of this shape."""
-        # The target's longest text: a head's own figure is what it was trained on; its angles go on as the target's do.
+        """Returns `HeadFiles.spec` of a head with layers of this shape."""
+        # A head's own max_position_embeddings is not used: it tells how long the texts of its training were.
         shape = self.shape
         names = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
         own = {name: getattr(shape, name) for name in names}
@@ -67,9 +67,9 @@ class Layout:
 
 
 def check_options(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raises: ConfigError for what may change what is computed and is unknown: a flag that is on, a scale or a bound.
+    """Refuses unknown options that may change the result: flags that are on, scales and bounds.
 
-    `known`: names of options that the form reads.
+    `known`: names of options that the form reads. Raises: ConfigError.
     """
     for name, value in part.items():
         if name in _HARMLESS or name in known:
@@ -82,15 +82,15 @@ def check_options(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, .
 
 
 def check_taps(files: HeadFiles, name: str, taps: tuple[int, ...]) -> tuple[int, ...]:
-    """Raises: ConfigError for layers that the target does not have, or for one twice."""
-    most = files.target.num_layers
-    if not taps or min(taps) < 0 or max(taps) > most or len(set(taps)) < len(taps):
-        raise files.refusal(name, list(taps), f"different layers, each after 0 … {most} of the target's")
+    """Returns `taps`. Raises: ConfigError for layers that the target does not have, and for duplicates."""
+    num_layers = files.target.num_layers
+    if not taps or min(taps) < 0 or max(taps) > num_layers or len(set(taps)) < len(taps):
+        raise files.refusal(name, list(taps), f"different layers, each after 0 … {num_layers} of the target's")
     return taps
 
 
 def check_parallel(files: HeadFiles, num_parallel: int, mask_token_id: int) -> None:
-    """Of a head that drafts `num_parallel` tokens in one forward. Raises: ConfigError."""
+    """Checks the options of a head that drafts `num_parallel` tokens in one forward. Raises: ConfigError."""
     if not 0 < num_parallel <= MAX_PARALLEL:
         raise files.refusal("the number of tokens in a forward", num_parallel, f"1 to {MAX_PARALLEL}")
     if not 0 <= mask_token_id < files.target.vocab_size:

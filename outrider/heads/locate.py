@@ -1,4 +1,4 @@
-"""From the setting `model.head` to a head's folder. Torch-free."""
+"""Finds the head's folder that the setting `model.head` names. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 
 AUTO_HEAD = "auto"
 DEFAULT_HEAD = Path(__file__).with_name("smollm2-135m-eagle3")
-"""Of the default model, made by `outrider train-head`: how is in the folder's report.md."""
+"""The folder of the default model's head, which `outrider train-head` made; its report.md tells how."""
 
 
 def head_folder(config: ModelConfig) -> Path | None:
-    """The folder of the head that features are computed for; None: of none. Raises: ConfigError for a missing one."""
+    """Returns the folder of the head; None: the model has no head. Raises: ConfigError if the folder does not exist."""
     if config.head == AUTO_HEAD:
         return DEFAULT_HEAD if config.id == DEFAULT_MODEL_ID else None
     if not config.head:

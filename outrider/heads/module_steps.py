@@ -1,4 +1,4 @@
-"""The forward passes of a head that torch computes."""
+"""Forward passes of a head by torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
-from outrider.engine.module_steps import PagedStep
+from outrider.engine.module_steps import attention_over
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.heads.base import HeadModel, HeadRows
 
 MAX_GRAPH_ROWS = 64
-"""Rows of the largest captured forward. Logits are kept for as many: 33 MB with 128,256 ids."""
+"""The number of rows of the largest captured forward. Logits take 33 MB for as many, with 128,256 ids."""
 
 
 class ModuleHeadSteps:
-    """Forwards of one head over its own cache. Logits are arrays of numpy on a CPU, else tensors."""
+    """Computes the forwards of one head over its own cache. Logits are numpy arrays on a CPU, else tensors."""
 
     def __init__(
         self, model: HeadModel, kv_cache: PagedKVCache | None, *, device: str, kernels: CpuKernels | None
     ) -> None:
-        """`kv_cache`: of a head that keeps KV. `kernels`: that it was made for, and which compute attention."""
+        """`kv_cache`: None if the head keeps no KV. `kernels`: those of the cache, which compute attention."""
         self.parallel_feature = model.parallel_feature
         self._model = model
         self._kv_cache = kv_cache
@@ -45,11 +45,11 @@ class ModuleHeadSteps:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether `compute` reads nothing on the host that differs between batches of one shape."""
+        """Whether `compute` reads no host value that differs between batches of one shape."""
         return self._kv_cache is not None and self._attention.can_be_captured and self._model.spec.num_parallel == 1
 
     def capture_graphs(self) -> None:
-        """Captures forwards of few rows, where they can be, before any block is handed out."""
+        """Captures forwards of few rows as CUDA graphs, before any block is allocated."""
         assert self._kv_cache is not None
         self._states = torch.zeros((MAX_GRAPH_ROWS, self._model.spec.width), dtype=self.dtype, device=self._device)
         self._depths = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=self._device)
@@ -64,25 +64,25 @@ class ModuleHeadSteps:
         self._graphs.capture_all(self._compute_in_place)
 
     def _compute_in_place(self, batch: InputBatch) -> Tensor:
-        """What is captured: logits of a padded batch. Features lie where own hidden states are written after them."""
+        """Computes the logits of a padded batch, for capture. Own hidden states replace the features in `_states`."""
         states = self._states[: batch.num_rows]
         hidden, logits = self.compute(batch, states, self._depths[: batch.num_rows], batch)
         states.copy_(hidden)
         return logits
 
     def plan(self, batch: InputBatch) -> InputBatch:
-        """As AttentionBackend.plan."""
+        """Plans attention as AttentionBackend.plan does."""
         return self._attention.plan(batch)
 
     @property
     def target_ids(self) -> Array | None:
-        """[draft_vocab_size]: the target's id of each logit; None: they are the same."""
+        """[draft_vocab_size]: the target's id of each logit; None: the ids are equal."""
         return None if self._model.target_ids is None else self._as_logits_are(self._model.target_ids)
 
     def rows(self, values: Array) -> Tensor:
-        """Features as the head is fed with them: on its device, in its dtype."""
+        """Returns features on the head's device and in its dtype."""
         tensor = tensor_of(values)
-        # `to` would give up the interpreter's lock even where it has nothing to do, see PlaneFeatures.
+        # `to` releases the interpreter's lock even where it has nothing to do, see PlaneFeatures.
         is_fit = tensor.dtype == self.dtype and tensor.device == self._device
         return tensor if is_fit else tensor.to(self._device, self.dtype)
 
@@ -90,12 +90,12 @@ class ModuleHeadSteps:
     def forward(
         self, batch: InputBatch, features: Tensor, depths: Sequence[int], attended: InputBatch
     ) -> tuple[Tensor, Array]:
-        """Of rows fed with `features` [num_rows, width], at `depths` (see HeadRows) [num_rows].
+        """Computes one forward of rows with `features` [num_rows, width] at `depths` [num_rows] (see HeadRows).
 
-        `attended`: the same rows as attention is to see them.
+        `attended`: the same rows as attention sees them.
 
         Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
-        float32, -inf where it has none; of a captured forward both are valid until the next one.
+        float32, -inf for ids that it does not draft. Results of a captured forward are valid until the next one.
         """
         at_depths = ids_beside(depths, features)
         if self._graphs is not None and batch.num_rows <= MAX_GRAPH_ROWS:
@@ -110,14 +110,14 @@ class ModuleHeadSteps:
     def compute(
         self, batch: InputBatch, features: Tensor, depths: Tensor, attended: InputBatch
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, of depths that are on the device. May be captured, see `can_be_captured`."""
+        """Computes `forward` with depths on the device. It may be captured, see `can_be_captured`."""
         planned = attended if self._kv_cache is None else self._attention.plan(attended)
         fed = (planned if attended is batch else batch).on(self._device)
-        step = None if self._kv_cache is None else PagedStep(planned, self._kv_cache, self._attention, None)
+        over_cache = None if self._kv_cache is None else attention_over(self._kv_cache, self._attention, planned)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            assert step is not None, "a head without layers asks for attention"
-            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
+            assert over_cache is not None, "a head without layers asks for attention"
+            return over_cache(layer, query, key, value, AttentionOptions(scaling), {})
 
         hidden = self._model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
         hidden = hidden.index_select(0, fed.logits_rows)
@@ -126,7 +126,7 @@ class ModuleHeadSteps:
         return hidden, self._of_target(self._model.logits(hidden, depths.index_select(0, fed.logits_rows)))
 
     def _of_target(self, logits: Tensor) -> Tensor:
-        """[n, draft_vocab_size] → [n, vocab_size]: -inf where the head has no logit."""
+        """Widens logits [n, draft_vocab_size] to [n, vocab_size], with -inf for ids that the head does not draft."""
         target_ids = self._model.target_ids
         if target_ids is None:
             return logits

@@ -1,7 +1,7 @@
-"""READ FIRST: what nodes have of the head that `model.head` names, beside its target. Torch-free once it is packed.
+"""READ FIRST: the head that `model.head` names, as nodes of its target open it. Torch-free once it is packed.
 
-Native kernels read a head as they read their model: packed weights, which are mapped, and which the first process that
-finds none makes of the checkpoint (see outrider.model_hub.open).
+Native kernels read a head as they read their model: from packed weights, which are mapped. The first process that finds
+none packs the checkpoint (see outrider.model_hub.open).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from outrider.model_hub.packed_weights import Packed, open_packed
 
 
 class HeadOfTarget:
-    """The head that `model.head` names. Where it is packed, it is opened once, for its reduction and for its drafts."""
+    """The head that `model.head` names. A packed head is opened once, for its reduction and for its drafts."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Raises: ConfigError for a missing folder; what is in it is looked at later."""
+        """Raises: ConfigError if the folder does not exist. Its files are read later."""
         self.folder = head_folder(config)
         self.cuda_graphs = config.cuda_graphs
         self._packed: PackedHead | None = None
 
     def packed(self, model: LoadedModel) -> PackedHead | None:
-        """As `open_packed_head`, of one model whenever it is called; None without a head, too."""
+        """Returns `open_packed_head`; None without a head. Every call must pass the same model."""
         if self._packed is None and self.folder is not None:
             self._packed = open_packed_head(self.folder, model)
         return self._packed
 
     def reduction(self, model: LoadedModel) -> FeatureSpec | None:
-        """Of this head; None without one. Raises: as `open_packed_head`."""
+        """Returns what the model computes for the head; None without a head. Raises: as `open_packed_head`."""
         if self.folder is None:
             return None
         if (packed := self.packed(model)) is not None:
@@ -52,9 +52,9 @@ class HeadOfTarget:
 
 
 def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
-    """The head of this folder for the kernels of that target. Any number of processes may call it at once.
+    """Opens the head of this folder for the kernels of its target. Several processes may call it at once.
 
-    None where torch computes the head or its target, or where packed weights are not kept. Raises: as `open.open_head`.
+    Returns None if torch computes one of them or packed weights are not kept. Raises: as `open.open_head`.
     """
     if model.packed_key is None:
         return None
@@ -72,18 +72,18 @@ def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
                 from outrider.heads.checkpoint import Target
                 from outrider.heads.open import pack_head
             head = pack_head(folder, Target.open(model.directory), TORCH_DTYPES[model.spec.dtype], model.cpu_kernels)
-        if head is None or _content_hash(folder) != content:  # its files may be replaced at any time
+        if head is None or _content_hash(folder) != content:  # its files were replaced meanwhile
             return None
         return head.as_packed()
 
     key = model.packed_key.of_addition(str(folder.absolute()), content)
-    # In parts, since a prefill node reads its reduction alone.
+    # It is read in parts, because a prefill node reads only its reduction.
     packed, _ = open_packed(key, pack, is_read_in_parts=True)
     return None if packed is None else PackedHead.of_packed(packed)
 
 
 def _content_hash(folder: Path) -> str:
-    """Of all that a head is made of besides its target. What is missing counts as empty: opening will tell.
+    """Returns a hash of a head's files. Missing files count as empty, since opening the head will report them.
 
     Raises: ModelError for a file that cannot be read.
     """
@@ -97,5 +97,5 @@ def _content_hash(folder: Path) -> str:
 
 
 def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:  # piece by piece: it may have gigabytes
+    with path.open("rb") as file:  # in pieces, because it may have gigabytes
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -1,4 +1,4 @@
-"""Opens the folder of a head: all of it for torch, packed for the kernels, or its reduction alone."""
+"""Opens the folder of a head: all of it for torch, packed for native kernels, or only its reduction."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from outrider.heads.packed_head import PackedHead
 def open_head(
     folder: Path, target: Target, device: torch.device, dtype: torch.dtype, *, torch_dtype: torch.dtype | None = None
 ) -> HeadModel:
-    """The head of this folder, for that target. `torch_dtype`: in place of `dtype`, where no native kernels compute it.
+    """Opens the head of this folder.
 
-    Raises: ConfigError for one that does not fit or is not supported, ModelError for damaged files.
+    `torch_dtype`: the dtype of a head that native kernels cannot compute; None: `dtype`.
+
+    Raises: ConfigError for a head of another target or an unsupported one, ModelError for damaged files.
     """
     with opened(Checkpoint.open(folder), target, device, dtype) as (head, files):
         if torch_dtype is not None and not head.suits_kernels:
@@ -33,7 +35,7 @@ def open_head(
 
 
 def pack_head(folder: Path, target: Target, dtype: torch.dtype, kernels: CpuKernels) -> PackedHead | None:
-    """The head for these kernels; None, its weights not read, where torch is to compute it. Raises: as `open_head`."""
+    """Packs the head; None, without reading its weights, if kernels cannot compute it. Raises: as `open_head`."""
     with opened(Checkpoint.open(folder), target, torch.device("cpu"), dtype) as (head, files):
         if not head.suits_kernels:
             return None
@@ -42,7 +44,7 @@ def pack_head(folder: Path, target: Target, dtype: torch.dtype, kernels: CpuKern
 
 
 def read_reduction(folder: Path, target: Target) -> FeatureReduction:
-    """What the target's nodes compute for this head; the rest of it is not read. Raises: as `open_head`."""
+    """Reads only what the target's nodes compute for this head. Raises: as `open_head`."""
     with opened(Checkpoint.open(folder), target, torch.device("cpu"), torch.float32) as (head, _):
         return head.reduction
 
@@ -51,9 +53,9 @@ def read_reduction(folder: Path, target: Target) -> FeatureReduction:
 def opened(
     checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[HeadModel, HeadFiles]]:
-    """A head that is not loaded yet, and its files.
+    """Opens a head without loading it, and its files.
 
-    Makes ModelErrors of what libraries raise where a configuration lacks a field or has one of another type.
+    What libraries raise in the block, for missing fields or fields of another type, becomes a ModelError.
     """
     files = HeadFiles(checkpoint, target, device, dtype)
     try:
@@ -65,7 +67,7 @@ def opened(
 
 
 def _form_of(files: HeadFiles) -> type[HeadModel]:
-    """Raises: ConfigError for a configuration of no known form."""
+    """Finds the form of a configuration. Raises: ConfigError if it is unknown."""
     config = files.config
     kind = config.get("speculators_model_type")
     for form in FORMS:

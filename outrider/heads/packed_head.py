@@ -1,4 +1,4 @@
-"""A head as native kernels read it: all that a proposer needs of it without torch."""
+"""Heads for native kernels: everything that a proposer needs of them, without torch."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from outrider.model_hub.packed_weights import Packed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedHead:
-    """What `HeadModel.pack` makes of a head, in this process's memory or mapped from a file."""
+    """The result of `HeadModel.pack`, in this process's memory or mapped from a file."""
 
     spec: HeadSpec
     reduction: PackedReduction
-    weights: DecoderWeights  # with "target_ids", where its ids are not the target's
+    weights: DecoderWeights  # they include "target_ids" if the ids differ from the target's
 
     @property
     def target_ids(self) -> npt.NDArray[np.int64] | None:
-        """[draft_vocab_size]: the target's id of each logit; None: they are the same."""
+        """[draft_vocab_size]: the target's id of each logit; None: the ids are equal."""
         blob = self.weights.blobs.get("target_ids")
         return None if blob is None else blob.view(np.int64)
 
     def as_packed(self) -> Packed:
-        """For a file."""
+        """Returns what a file of it contains."""
         reduction = {field.name: getattr(self.reduction, field.name) for field in fields(FeatureSpec)}
         about = {"spec": asdict(self.spec), "shape": asdict(self.weights.shape), "reduction": reduction}
         return Packed(about, {**self.weights.blobs, **self.reduction.blobs})
@@ -52,7 +52,7 @@ class PackedHead:
 
 
 class NativeHeadSteps:
-    """Forwards of a packed head over its own cache, which was made for these kernels. Not thread-safe."""
+    """Computes the forwards of a packed head over its own cache, which was made for these kernels. Not thread-safe."""
 
     parallel_feature = None
 
@@ -63,7 +63,7 @@ class NativeHeadSteps:
         self._step = NativeStep(NativeDecoder(kernels, head.weights), kv_cache)
 
     def rows(self, values: Words) -> Words:
-        """Features as the head is fed with them: as they are. Raises: InternalError for those of another reduction."""
+        """Returns features unchanged. Raises: InternalError for those of another reduction."""
         if values.shape[1:] != (self._width,) or values.dtype != self._dtype:
             raise InternalError(f"features [{values.shape[1]}] {values.dtype} for a head of [{self._width}]")
         return values
@@ -71,5 +71,5 @@ class NativeHeadSteps:
     def forward(
         self, batch: InputBatch, features: Words, _depths: Sequence[int], _attended: InputBatch
     ) -> tuple[Words, Logits]:
-        """As ModuleHeadSteps."""
+        """Computes one forward as ModuleHeadSteps.forward does."""
         return self._step.draft(batch, features, self.target_ids, self._vocab_size)

@@ -1,6 +1,6 @@
 """`python -m outrider.heads.packer`: packs a model and its head, as `outrider.model_hub.packed_weights` asks for.
 
-The configuration comes from standard input, pickled; a line for each step of progress goes to standard output.
+It reads a pickled ModelConfig from standard input, and writes a line for each step of progress to standard output.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from outrider.model_hub.config import ModelConfig
 
 
 def main() -> int:
-    """1 when something cannot be packed: who asked finds out why."""
+    """Returns 1 if something cannot be packed; the process that asked will find out why."""
     guard_standard_streams()
     config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
     steps = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is none
+    os.dup2(2, 1)  # what libraries print is no progress
     from outrider.heads.of_target import HeadOfTarget
     from outrider.model_hub.open import open_model
 
@@ -35,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # torch takes a second to take itself apart
+    os._exit(main())  # torch would take a second to shut down

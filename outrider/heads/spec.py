@@ -1,4 +1,4 @@
-"""What a head is, for its proposer. Torch-free."""
+"""Facts about a head that its proposer needs. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """What a proposer needs to know of a head."""
+    """The facts about a head that its proposer needs."""
 
-    form: str  # "eagle3"
+    form: str  # such as "eagle3"
     name: str  # of its folder
-    fingerprint: str  # SHA-256 in hexadecimal of its configuration and weights
-    num_layers: int = 0  # that keep keys and values; 0: the head keeps none
-    num_heads: int = 0  # of queries
+    fingerprint: str  # hexadecimal SHA-256 of its configuration and weights
+    num_layers: int = 0  # layers that keep keys and values; 0: the head keeps none
+    num_heads: int = 0  # query heads
     num_kv_heads: int = 0
     head_dim: int = 0
-    width: int  # of its own hidden state, which takes the place of a feature that is not there yet
+    width: int  # the width of features and of its own hidden state, which replaces features of later tokens
     vocab_size: int  # of the target
     max_model_len: int  # tokens
     dtype: str
-    max_depth: int | None = None  # tokens that it can draft after the last true feature; None: any number
-    num_parallel: int = 1  # tokens decided in one forward; more than 1: after true features only, see `parallel_tokens`
-    num_masks: int = 0  # parallel rows of a mask token
+    max_depth: int | None = None  # tokens that it can draft after the last true feature; None: unlimited
+    num_parallel: int = 1  # tokens drafted by one forward; heads with more than 1 draft after true features only
+    num_masks: int = 0  # parallel rows that have the mask token
     mask_token_id: int = 0
-    attends_both_ways: bool = False  # parallel rows, of which the newest token is the first, attend to all of them
+    attends_both_ways: bool = False  # whether parallel rows begin with the newest token and attend to each other
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
-        """The token ids of the parallel rows after the newest token, `token_id`; empty where there are none."""
+        """Returns the token ids of the parallel rows after the newest token, `token_id`; empty if there are none."""
         newest = (token_id,) if self.attends_both_ways else ()
         return (*newest, *(self.mask_token_id,) * self.num_masks)
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """Keys and values of the head's own layers; none where it keeps none."""
+        """Planes of the head's own keys and values; empty if it keeps none."""
         if not self.num_layers:
             return ()
         return tuple(

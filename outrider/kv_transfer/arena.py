@@ -42,21 +42,21 @@ HEAD_BYTES = 4096
 MAX_ARENA_BYTES = 1 << 30
 IDLE_SECONDS = 60.0
 MAX_IDLE = 16
-LEAST_SWEPT_SECONDS = 60.0
+MIN_SWEPT_SECONDS = 60.0
 """Younger files are left alone: their senders may be about to lock them."""
 
 
 def arena_path(directory: str, arena_id: bytes) -> Path:
-    """Both sides derive the path: a peer can name an arena, never a file."""
+    """Returns the path of an arena. Both sides derive it, so that a peer can name an arena but never a file."""
     return Path(directory, NAME_PREFIX + arena_id.hex())
 
 
 def sweep(directory: str) -> int:
-    """Removes files that killed senders of this user have left; how many."""
+    """Removes the files that killed senders of this user have left. Returns how many."""
     num_removed = 0
     for path in Path(directory).glob(f"{NAME_PREFIX}*"):
         with contextlib.suppress(OSError), own_file(path) as (descriptor, status):  # or its sender lives
-            if time.time() - status.st_mtime >= LEAST_SWEPT_SECONDS:
+            if time.time() - status.st_mtime >= MIN_SWEPT_SECONDS:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
                 num_removed += 1
@@ -65,7 +65,7 @@ def sweep(directory: str) -> int:
 
 @contextlib.contextmanager
 def own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """Its descriptor, to read, and its status. Raises: OSError where it is gone, or no file of this user's."""
+    """Opens the file for reading: (descriptor, status). Raises: OSError where it is gone or another user's."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -77,7 +77,7 @@ def own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 class Arena:
-    """The sender's side: slots that are taken, filled, sent and released. Thread-safe.
+    """The sender's side: its slots are taken, filled, sent and released. Thread-safe.
 
     Memory is reserved slot by slot as slots are first needed (`posix_fallocate`): a full
     /dev/shm is then an error that can be handled, rather than a SIGBUS. The memory goes with
@@ -86,7 +86,7 @@ class Arena:
     """
 
     def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int, has_slots: bool = True) -> None:
-        """`has_slots`: they are in the file, which has memory for its head only otherwise."""
+        """`has_slots`: whether the slots are in the file. If not, the file has memory for its head only."""
         self.arena_id = secrets.token_bytes(16)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.slot_bytes = slot_bytes
@@ -113,29 +113,30 @@ class Arena:
         self._taken: dict[int, object] = {}  # by offset, for whom; None: quarantined
 
     def unlink(self) -> None:
-        """Takes the name away; mappings stay. Idempotent."""
+        """Removes the file's name; mappings stay. Idempotent."""
         self._path.unlink(missing_ok=True)
 
     def retire(self) -> None:
-        """No slot is given out any more: whoever waits for one is told."""
+        """Gives out no more slots, and tells whoever waits for one."""
         self.unlink()
         self.free_slots.close()
 
     def quarantine(self, owner: object) -> None:
-        """The owner's slots may be read at any later time by a peer that was not drained: until it acknowledges them
-        after all, they stay taken.
+        """Keeps the owner's slots taken until the receiver acknowledges them after all.
+
+        The receiver was not drained, so it may read them at any later time.
         """
         with self._lock:
             self._taken.update({offset: None for offset, of in self._taken.items() if of is owner})
 
     @property
     def is_worn(self) -> bool:
-        """So many slots are quarantined that new transfers had better use another arena."""
+        """Whether so many slots are quarantined that new transfers should use another arena."""
         with self._lock:
             return 4 * list(self._taken.values()).count(None) >= self.num_slots
 
     def take(self, owner: object) -> int | None:
-        """A slot's offset, for one of `free_slots`. None: there is no memory for it, and there are fewer slots now."""
+        """Takes a slot, for one of `free_slots`; returns its offset. None: there is no memory for more slots."""
         with self._lock:
             if not self._free and not self._reserve():
                 self.num_slots -= 1
@@ -145,7 +146,7 @@ class Arena:
             return offset
 
     def _reserve(self) -> bool:
-        """With the lock held: adds a fresh slot to the free ones, if there is memory for it."""
+        """Adds a fresh slot to the free ones if there is memory for it. Needs the lock."""
         offset = HEAD_BYTES + self._num_reserved * self.slot_bytes
         try:
             if self._has_slots:
@@ -164,7 +165,7 @@ class Arena:
         self._bytes[offset : offset + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
 
     def release(self, offset: int) -> None:
-        """The receiver has acknowledged the slot."""
+        """Frees a slot that the receiver has acknowledged."""
         with self._lock:
             del self._taken[offset]
             self._free.append(offset)
@@ -179,14 +180,14 @@ class ArenaMapping:
     arena_id: bytes
     nonce: bytes
     num_bytes: int
-    copy_out: Callable[[int, int], Payload]  # from an offset, so many bytes
+    copy_out: Callable[[int, int], Payload]  # (offset, number of bytes)
     num_users: int = 0
     idle_since: float = 0.0
 
     def copy(self, offset: int, length: int) -> Payload | None:
-        """A private copy, so that what is checked is what is written: the sender can change the pages at any moment.
+        """Returns a private copy, or None for a range outside the slots.
 
-        None when it is not inside the slots.
+        The sender can change the pages at any moment; of a copy, the bytes that are checked are those that are written.
         """
         is_inside = offset >= HEAD_BYTES and offset + length <= self.num_bytes
         return self.copy_out(offset, length) if is_inside else None
@@ -195,8 +196,8 @@ class ArenaMapping:
 class ArenaReader:
     """The arenas that a receiver has mapped. A mapping outlives a transfer: the next one finds it again.
 
-    Those without a user for a minute, and the oldest when there are too many, are dropped
-    whenever a transfer begins or ends; their sender then offers a new arena. Thread-safe.
+    Whenever a transfer begins or ends, mappings that nobody has used for a minute are dropped, and the oldest ones if
+    there are too many. Their sender then offers a new arena. Thread-safe.
     """
 
     def __init__(self, directory: str) -> None:
@@ -205,7 +206,7 @@ class ArenaReader:
         self._mappings: OrderedDict[bytes, ArenaMapping] = OrderedDict()
 
     def attach(self, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
-        """None when it is not there, or not a file of this user's that cannot shrink under us."""
+        """Maps an arena. Returns None where it is missing, or is not a file that only this user can truncate."""
         with self._lock:
             self._drop_idle()
             mapping = self._mappings.get(arena_id) or self._map(arena_id, num_bytes)
@@ -235,7 +236,7 @@ class ArenaReader:
             return None  # another host or container, or unlinked
 
     def _open(self, descriptor: int, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
-        """Maps what the file has. Raises: OSError."""
+        """Maps the content of the file. Raises: OSError."""
         mapping = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
 
         def copy_out(offset: int, length: int) -> memoryview:  # numpy copies without the GIL
@@ -244,7 +245,7 @@ class ArenaReader:
         return ArenaMapping(arena_id, mapping[:NONCE_BYTES], num_bytes, copy_out)
 
     def _drop_idle(self) -> None:
-        """With the lock held. The memory goes when the last view of it does."""
+        """Drops idle mappings; their memory is freed with the last view of it. Needs the lock."""
         idle = [mapping for mapping in self._mappings.values() if mapping.num_users == 0]
         idle.sort(key=lambda mapping: mapping.idle_since)
         horizon = time.monotonic() - IDLE_SECONDS

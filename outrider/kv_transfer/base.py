@@ -1,4 +1,4 @@
-"""The values that whoever moves KV shares.
+"""The values that both ends of a KV transfer share.
 
 A *transfer* fills one reservation on a decode node: every token of
 [start_token, end_token), of every layer, of every plane. It is named by a random
@@ -35,7 +35,7 @@ ID_BYTES = 16
 """Length of transfer ids and incarnations."""
 
 MAX_FRAME_BYTES = 8 << 20
-"""Payload of one frame, at most."""
+"""Bound on the payload of one frame, in bytes."""
 
 PLANE_NAME_BYTES = 16
 PACKED_REGION = struct.Struct(f"<{PLANE_NAME_BYTES}sIIIIHH")
@@ -65,7 +65,7 @@ class TransferSpec:
         assert 0 <= self.start_token <= self.end_token, "tokens [start_token, end_token)"
 
     def plane(self, name: str) -> PlaneSpec | None:
-        """The plane of that name, if the transfer has one."""
+        """Returns the plane of that name, if the transfer has one."""
         return next((plane for plane in self.planes if plane.name == name), None)
 
 
@@ -79,7 +79,7 @@ class Region:
     heads: range
 
     def is_inside(self, plane: PlaneSpec, *, start_token: int, end_token: int) -> bool:
-        """Whether it is a non-empty part of that plane, within these tokens."""
+        """Returns whether it is a non-empty part of that plane, within these tokens."""
         return (
             0 <= self.layers.start < self.layers.stop <= plane.num_layers
             and start_token <= self.tokens.start < self.tokens.stop <= end_token
@@ -87,11 +87,11 @@ class Region:
         )
 
     def num_bytes(self, plane: PlaneSpec) -> int:
-        """Payload of the region, which lies within that plane."""
+        """Returns the length of the region's payload in bytes. The region lies within that plane."""
         return len(self.layers) * len(self.tokens) * len(self.heads) * plane.bytes_per_head
 
     def pack(self) -> bytes:
-        """As `PACKED_REGION`."""
+        """Returns the region as `PACKED_REGION`."""
         plane, layers, tokens, heads = self.plane.encode(), self.layers, self.tokens, self.heads
         assert len(plane) <= PLANE_NAME_BYTES, "a plane's name has at most 16 bytes"
         edges = layers.start, layers.stop, tokens.start, tokens.stop, heads.start, heads.stop
@@ -119,7 +119,7 @@ class FrameHeader:
 
     @classmethod
     def of(cls, spec: TransferSpec, region: Region, payload: Payload) -> FrameHeader:
-        """A frame of that transfer."""
+        """Makes the header of a frame of that transfer."""
         return cls(
             transfer_id=spec.transfer_id,
             incarnation=spec.incarnation,
@@ -130,12 +130,12 @@ class FrameHeader:
 
 
 def checksum_of(payload: Payload) -> int:
-    """xxh3-64, or what a GPU can compute. Both ends of a transfer have payloads of one kind."""
+    """Returns xxh3-64, or what a GPU can compute. Both ends of a transfer have payloads of one kind."""
     return xxhash.xxh3_64_intdigest(payload) if isinstance(payload, memoryview) else payload.checksum()
 
 
 def frames_digest(frames: Mapping[Region, int]) -> int:
-    """One checksum, in whatever order they come, of frames that are given by region with the checksums of payloads."""
+    """Returns one checksum of frames in any order, given as the checksums of their payloads by region."""
     return xxhash.xxh3_64_intdigest(
         b"".join(sorted(region.pack() + checksum.to_bytes(8, "little") for region, checksum in frames.items()))
     )

@@ -26,9 +26,7 @@ class KvTransferConfig:
     )
     port: int = setting(0, at_least=0, at_most=65535, help="On which a decode node receives KV; 0: the system chooses.")
     host: str = setting("", help="Interface on which a decode node receives KV; empty: the server's.")
-    arena_bytes: int = setting(
-        32 << 20, at_least=1 << 20, at_most=1 << 30, help="Main or GPU memory shared with each decode node, as needed."
-    )
+    arena_bytes: int = fixed(32 << 20)  # main or GPU memory shared with each decode node, as needed
     frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and a slot of the arena: copies of it are cheap
     device_frame_bytes: int = fixed(4 << 20)  # likewise by CUDA IPC, where a frame costs more than its bytes
     window_bytes: int = fixed(16 << 20)  # unacknowledged payload by grpc to one decode node: it keeps a link busy

@@ -1,20 +1,18 @@
-"""Opens senders: `auto` takes the first way of carrying payload to which the receiver attaches."""
+"""Opens senders. `auto` takes the best way of carrying payload to which the receiver attaches."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import OrderedDict
-from typing import Protocol
 
 import grpc
 
 from outrider.errors import NotSupportedError
-from outrider.kv_transfer.base import FrameHeader, Payload, TransferSpec
+from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
 from outrider.kv_transfer.cuda_ipc import SharedGpu
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
-from outrider.kv_transfer.sender import Carrier, Sender
+from outrider.kv_transfer.sender import Sender
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.kv_transfer.shared_memory import ArenaSource
 from outrider.kv_transfer.shared_window import SharedWindow
@@ -23,63 +21,24 @@ from outrider.rpc.tls import PLAINTEXT, PeerSecurity, TlsMaterial
 MAX_CHANNELS = 256
 
 
-class CarrierSource(Protocol):
-    """One way of carrying payload, for any number of receivers. Thread-safe."""
-
-    name: str
-
-    def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
-        """None: the receiver cannot, or will not, attach to it. Raises: PeerLostError, AbortedError."""
-
-    def close(self) -> None: ...
-
-
-class InlineCarrier:
-    """Payload in the stream's messages, each a frame; works everywhere.
-
-    The window of all streams to a receiver bounds what is unacknowledged. Without a state, so that it is the
-    `CarrierSource` of all receivers, too.
-    """
-
-    name = "grpc"
-
-    def __init__(self, config: KvTransferConfig) -> None:
-        self.max_frame_bytes = config.frame_bytes
-
-    def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
-        return None if stream.hello(spec) is None else self
-
-    def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
-        assert isinstance(payload, memoryview)
-        stream.wait_for_room(len(payload), stream.window)
-        stream.send(header, payload, release=functools.partial(stream.window.give_back, len(payload)))
-
-    def abandon(self, stream: SenderStream) -> None:
-        """Messages are copies: there is nothing that a receiver could still read."""
-        stream.release_all()
-
-    def close(self) -> None:
-        """Owns nothing."""
-
-
 class Connector:
-    """Opens senders; keeps what transfers to the same receiver share (connection, arena). Thread-safe.
+    """Opens senders, and keeps what transfers to the same receiver share: a connection and an arena. Thread-safe.
 
-    One gRPC connection to each address, apart from every other channel's.
+    There is one gRPC connection to each address, which no other channel uses.
     """
 
     def __init__(
         self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT, *, gpu: SharedGpu | None = None
     ) -> None:
-        """`gpu`: the GPU of the KV cache, if it can share memory."""
+        """`gpu`: the GPU that has the KV cache, if it can share memory."""
         self.name = config.connector  # "auto" or one of CONNECTORS
         self._security = security
-        self._sources: list[CarrierSource] = []
+        self._sources: dict[str, ArenaSource | None] = {}  # by connector, the best first; None: payload in messages
         for name in config.accepted:
             if name == "grpc":
-                self._sources.append(InlineCarrier(config))
+                self._sources[name] = None
             elif name != CUDA_IPC or gpu is not None:
-                self._sources.append(ArenaSource(config, gpu if name == CUDA_IPC else None))
+                self._sources[name] = ArenaSource(config, gpu if name == CUDA_IPC else None)
         self._config = config
         self._lock = threading.Lock()
         self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # last used last
@@ -93,24 +52,30 @@ class Connector:
         """
         stream = self._open_stream(address)
         try:
-            for source in self._sources:
-                carrier = source.offer(stream, spec)
-                if carrier is not None:
-                    return Sender(spec, stream, carrier, reopen=lambda: self._open_stream(address))
-            names = ", ".join(source.name for source in self._sources)
-            raise NotSupportedError(f"KV receiver {address} cannot attach by {names}")
+            for name, source in self._sources.items():
+                arena = None if source is None else source.offer(stream, spec)
+                if arena is not None or (source is None and stream.hello(spec) is not None):
+                    return Sender(
+                        spec,
+                        stream,
+                        connector=name,
+                        max_frame_bytes=self._config.frame_bytes if arena is None else arena.slot_bytes,
+                        arena=arena,
+                        reopen=lambda: self._open_stream(address),
+                    )
+            raise NotSupportedError(f"KV receiver {address} cannot attach by {', '.join(self._sources)}")
         except Exception:
             stream.close()
             raise
 
     def close(self) -> None:
-        """Drops connections and arenas; senders still open fail. Idempotent."""
+        """Drops connections and arenas; senders that are still open fail. Idempotent."""
         with self._lock:
             links = list(self._links.values())
             self._links.clear()
         for channel, _ in links:
             channel.close()
-        for source in self._sources:
+        for source in filter(None, self._sources.values()):
             source.close()
 
     def _open_stream(self, address: str) -> SenderStream:

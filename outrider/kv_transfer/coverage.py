@@ -13,7 +13,7 @@ class Coverage:
     """Arrived cells of every plane. Not thread-safe: its transfer's lock guards it.
 
     A sender cuts all frames of a plane at the same heads. So two head ranges of a plane are equal or disjoint, and
-    there are at most as many as heads; a frame that is cut at others overlaps.
+    there are at most as many ranges as heads. A frame that is cut elsewhere overlaps.
     """
 
     def __init__(self, spec: TransferSpec) -> None:
@@ -22,7 +22,7 @@ class Coverage:
         self._arrived: dict[str, dict[range, npt.NDArray[np.bool_]]] = {plane.name: {} for plane in spec.planes}
 
     def overlaps(self, region: Region) -> bool:
-        """Whether any cell of a region inside the bounds has arrived already, or its heads are cut at other places."""
+        """Returns whether a cell of this region (within bounds) has arrived, or its heads are cut elsewhere."""
         heads, arrived = region.heads, self._arrived[region.plane]
         if heads not in arrived:
             return any(other.start < heads.stop and heads.start < other.stop for other in arrived)
@@ -42,7 +42,7 @@ class Coverage:
         return arrived[layers.start : layers.stop, tokens.start - first : tokens.stop - first]
 
     def complete_until(self) -> int:
-        """The token up to which every head of every layer of every plane has arrived."""
+        """Returns the token up to which every head of every layer of every plane has arrived."""
         start, end = self._spec.start_token, self._spec.end_token
         is_there = np.ones(end - start, dtype=np.bool_)
         for plane in self._spec.planes:

@@ -35,7 +35,7 @@ log = get_logger("kv_transfer")
 
 
 class SharedGpu:
-    """Shares memory of the GPU that has a cache, and maps that of other processes. Thread-safe; raises OSError."""
+    """Shares memory of the GPU that has a cache, and maps memory of other processes. Thread-safe; raises OSError."""
 
     def __init__(self, copies: CopyStream, driver: Any) -> None:
         """`copies`: of the cache. `driver`: `cuda.bindings.driver`, which torch's builds for CUDA bring."""
@@ -46,7 +46,7 @@ class SharedGpu:
         self.left: list[LeftMemory] = []  # for later arenas
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the driver returns, in the context that torch uses."""
+        """Calls a function of the driver, in the context that torch uses, and returns its result."""
         if self._context is not None:
             self._driver.cuCtxSetCurrent(self._context)  # any thread may call
         error, *result = getattr(self._driver, name)(*arguments)
@@ -55,8 +55,10 @@ class SharedGpu:
         return result[0] if result else None
 
     def allocate(self, num_bytes: int) -> tuple[int, bytes]:
-        """Pointer and handle of memory that an arena has left, or of new memory, which is kept until the process ends:
-        the driver forbids to free what another process may have mapped. All arenas of a process are of one size.
+        """Returns pointer and handle of memory that an arena has left, or else of new memory.
+
+        New memory is kept until the process ends, because the driver forbids to free what another process may have
+        mapped. All arenas of a process are of one size.
         """
         for memory in [*self.left]:
             if memory.is_unread():
@@ -71,13 +73,13 @@ class SharedGpu:
             raise
 
     def map(self, handle: bytes) -> int:
-        """The pointer to another process's memory."""
+        """Maps another process's memory and returns its pointer."""
         wanted = self._driver.CUipcMemHandle()
         wanted.reserved = handle
         return int(self.call("cuIpcOpenMemHandle", wanted, LAZY_ENABLE_PEER_ACCESS))
 
     def copy(self, destination: int, source: int, num_bytes: int) -> None:
-        """Queues it on the stream of `copies`."""
+        """Queues a copy on the stream of `copies`."""
         self.call("cuMemcpyDtoDAsync", destination, source, num_bytes, self.copies.stream.cuda_stream)
 
 
@@ -90,7 +92,7 @@ class LeftMemory(NamedTuple):
     taken: dict[int, object]  # its slots that were not acknowledged
 
     def is_unread(self) -> bool:
-        """Whether nobody reads it any more: all slots were acknowledged, or the receiver has unmapped it or died."""
+        """Returns whether nobody reads it any more: all slots are acknowledged, or the receiver unmapped it or died."""
         try:
             if self.taken:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,16 +154,16 @@ class DeviceArenaReader(ArenaReader):
         os.close(file)  # which ends its lock
 
     def _copy_out(self, pointer: int, offset: int, num_bytes: int) -> DeviceBytes:
-        """The host does not wait for it."""
+        """Copies bytes out of mapped memory. The host does not wait for it."""
         taken = self._gpu.copies.empty(num_bytes)
         self._gpu.copy(taken.tensor.data_ptr(), pointer + offset, num_bytes)
         return taken
 
 
 def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> SharedGpu | None:
-    """The GPU of a cache, by its copies. None: the cache is not on one GPU, or CUDA IPC is not wanted or not there.
+    """Returns the GPU of a cache, by its copies. None: the cache is not on one GPU, or CUDA IPC is off or missing.
 
-    Raises: ConfigError where nothing else is wanted.
+    Raises: ConfigError where the settings allow nothing else.
     """
     if copies is not None and CUDA_IPC in config.accepted:
         try:

@@ -29,10 +29,10 @@ METHOD = f"/{SERVICE_NAME}/{METHOD_NAME}"
 WIRE_VERSION = 3
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 65_536
-"""A payload and its header."""
+"""Bound on a message with a payload and its header, in bytes."""
 
 MAX_OTHER_BYTES = 4096
-"""Of what is no frame: parsed, small fields in any number would be many times as large."""
+"""Bound on any other message, in bytes. A parsed message of very many small fields is much larger than its bytes."""
 
 CANCEL = KvSenderMessage(cancel=KvCancel()).SerializeToString()
 ALIVE = KvSenderMessage(alive=KvAlive()).SerializeToString()
@@ -63,7 +63,7 @@ class Frame:
 
 
 def encode_frame(sequence: int, header: FrameHeader, payload: memoryview | None, *, offset: int = 0) -> bytes:
-    """With its payload behind it: one copy. None: it lies in the arena."""
+    """Encodes a frame, its payload behind it in one copy. A payload of None lies in the arena."""
     body = b"".join(
         (
             _IDS.pack(header.transfer_id, header.incarnation),
@@ -75,7 +75,7 @@ def encode_frame(sequence: int, header: FrameHeader, payload: memoryview | None,
 
 
 def decode_message(message: bytes, others: type[Others]) -> Frame | Others:
-    """A frame, whose payload is a view of the message, or one of `others`. Raises: MalformedMessageError."""
+    """Decodes a frame, whose payload is a view of the message, or one of `others`. Raises: MalformedMessageError."""
     try:
         if message[0] == 0:
             return _decode_frame(message)
@@ -90,7 +90,7 @@ def decode_message(message: bytes, others: type[Others]) -> Frame | Others:
 
 
 def decode_region(packed: bytes | memoryview) -> Region:
-    """Raises: MalformedMessageError."""
+    """Decodes a region. Raises: MalformedMessageError."""
     try:
         plane, *edges = PACKED_REGION.unpack(packed)
         return Region(plane.rstrip(b"\0").decode(), range(*edges[:2]), range(*edges[2:4]), range(*edges[4:]))

@@ -1,4 +1,4 @@
-"""The receiver's side of the protocol, without any transport: transfers, their frames, their ends.
+"""The receiver's side of the protocol, without any transport: transfers, their frames and how they end.
 
 Every connector ends here, so its rules hold for all of them:
 
@@ -38,7 +38,7 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.service.telemetry.logging import get_logger
 
 NUM_REMEMBERED_COMMITS = 4096
-"""Commits that are answered again after their transfer was closed."""
+"""Number of commits that are answered again after their transfer was closed."""
 
 log = get_logger("kv_transfer")
 
@@ -52,7 +52,7 @@ class Disposition(enum.IntEnum):
     CORRUPT = 4  # truncated or altered
     OUT_OF_BOUNDS = 5
     CONFLICTING = 6  # other bytes, or another cut, for cells that were written
-    FAILED = 7  # the sink refused it; the transfer has failed
+    FAILED = 7  # it could not be written; the transfer has failed
 
     @property
     def is_refusal(self) -> bool:
@@ -61,7 +61,7 @@ class Disposition(enum.IntEnum):
 
 
 class AttachState(enum.IntEnum):
-    """The answer to a sender that introduces itself."""
+    """The answer to a sender's hello."""
 
     ATTACHED = 1
     UNKNOWN = 2  # no such transfer, or it has failed
@@ -100,7 +100,7 @@ class _Transfer:
         self.held_bytes = self.spec.start_token * sum(plane.bytes_per_token for plane in self.spec.planes)
 
     def wait_until_drained(self, timeout_seconds: float | None) -> bool:
-        """With `changed` held: whether no copy is under way any more."""
+        """Waits until no copy is under way; returns whether that is so. Needs `changed`."""
         return self.changed.wait_for(lambda: self.num_copying == 0, timeout_seconds)
 
     def end_copy(self) -> None:
@@ -132,7 +132,7 @@ class TransferInbox:
     # ---- the owner's side
 
     def open(self, spec: TransferSpec, sink: ReservedBlocks) -> None:
-        """Expects a transfer; before its grant is announced. Its id must be new."""
+        """Expects a transfer. Call this before its grant is announced; its id must be new."""
         assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
         with self._lock:
             assert spec.transfer_id not in self._transfers, "a transfer_id is used once"
@@ -141,9 +141,8 @@ class TransferInbox:
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Forgets a transfer, whatever its state, and waits for the write in flight. Idempotent.
 
-        UNKNOWN: the sink has not returned in time; what it writes to must not be reused.
-        No callback for the transfer *starts* after the return, except that a commit which
-        was just being answered may still report itself complete.
+        UNKNOWN: the write has not returned in time; the blocks must not be reused. No callback for the transfer starts
+        after the return, except that a commit which was just being answered may still report itself complete.
         """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
@@ -159,9 +158,10 @@ class TransferInbox:
         return DrainState.DRAINED
 
     def received_until(self, transfer_id: bytes) -> int | None:
-        """The token up to which the KV is there, checked and written. Ends the transfer: no frame is taken any more.
+        """Ends the transfer to further frames. Returns the token up to which its KV is checked and written.
 
-        0 where that is not known: the transfer is closed, or a write was lost. None while a copy is under way.
+        Returns 0 where that is not known because the transfer is closed or a write was lost, and None while a copy is
+        under way.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -174,23 +174,23 @@ class TransferInbox:
             return 0 if transfer.has_lost_a_write else transfer.coverage.complete_until()
 
     def has_seen(self, transfer_id: bytes) -> bool:
-        """Whether the transfer is open or not drained yet, or was committed of late: `open` wants another id."""
+        """Returns whether `open` needs another id: this transfer is not drained yet, or was committed recently."""
         return self._find(transfer_id) is not None or self.was_committed(transfer_id)
 
     def last_frame_at(self, transfer_id: bytes) -> float | None:
-        """When the last new frame was accepted, on this inbox's clock; None: none was, or the transfer is closed."""
+        """Returns when the last new frame was accepted, by this inbox's clock. None: none was, or it is closed."""
         transfer = self._find(transfer_id)
         return None if transfer is None else transfer.last_frame_at
 
     def counters(self) -> Counter[str]:
-        """Totals since the start: messages_malformed, and frames_ with a `Disposition` in small letters."""
+        """Returns totals since the start: messages_malformed, and frames_ with a `Disposition` in lower case."""
         with self._lock:
             return self._counts.copy()
 
     # ---- the connectors' side
 
     def attach(self, transfer_id: bytes, incarnation: bytes) -> AttachState:
-        """A sender introduces itself. One at a time for each transfer."""
+        """Attaches a sender to its transfer, one at a time."""
         if incarnation != self.incarnation:
             return AttachState.WRONG_INCARNATION
         transfer = self._find(transfer_id)
@@ -207,7 +207,7 @@ class TransferInbox:
             return AttachState.ATTACHED
 
     def accept(self, header: FrameHeader, payload: Payload) -> Disposition:
-        """Checks a frame and writes it. `payload` may be changed by nobody during the call."""
+        """Checks a frame and writes it. Nobody may change `payload` during the call."""
         return self.note(self._accept(header, payload))
 
     def note(self, disposition: Disposition) -> Disposition:
@@ -253,7 +253,7 @@ class TransferInbox:
         return Disposition.WRITTEN
 
     def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
-        """KV of tokens before the transfer's own; None where it is not held here, or more than all was asked for."""
+        """Reads KV of tokens before the transfer's own. None: it is not held here, or more than all was asked for."""
         transfer = self._find(transfer_id)
         if transfer is None:
             return None
@@ -274,10 +274,10 @@ class TransferInbox:
         return FrameHeader.of(spec, region, payload), payload
 
     def commit(self, transfer_id: bytes, digest: int, *, connector: str) -> CommitResult:
-        """COMMITTED once and for ever after, INCOMPLETE (the transfer stays open), or UNKNOWN.
+        """Commits the transfer: COMMITTED once and for ever after, INCOMPLETE (it stays open), or UNKNOWN.
 
-        Complete means: every token of every layer of every plane has arrived, and `frames_digest` of the frames that
-        arrived is `digest`, that of those that were sent.
+        A transfer is complete if every token of every layer of every plane has arrived, and if `digest`, which is
+        `frames_digest` of the frames that were sent, is also that of the frames that arrived.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -307,7 +307,7 @@ class TransferInbox:
         return CommitResult(state=CommitState.COMMITTED)
 
     def fail(self, transfer_id: bytes, reason: str) -> None:
-        """The transfer cannot complete any more; reported once. Nothing happens after its end."""
+        """Fails a transfer that cannot complete any more, and reports it once. Does nothing after its end."""
         transfer = self._find(transfer_id)
         if transfer is None:
             return
@@ -318,7 +318,7 @@ class TransferInbox:
         self._on_failed(transfer_id, reason)
 
     def wait_until_drained(self, transfer_id: bytes, *, timeout_seconds: float) -> DrainState:
-        """Whether a transfer that has ended writes nothing any more."""
+        """Waits until a transfer that has ended writes nothing any more."""
         transfer = self._find(transfer_id)
         if transfer is None:
             return DrainState.DRAINED
@@ -335,13 +335,13 @@ class TransferInbox:
             return self._transfers.get(transfer_id)
 
     def was_committed(self, transfer_id: bytes) -> bool:
-        """Whether it was, of late; also after `close`."""
+        """Returns whether it was committed recently, also after `close`."""
         with self._lock:
             return transfer_id in self._commits
 
 
 def _fits(header: FrameHeader, transfer: _Transfer) -> bool:
-    """Whether the region is a part of the transfer, and the length is the region's."""
+    """Returns whether the region is a part of the transfer and has the length of its header."""
     spec, region = transfer.spec, header.region
     plane = spec.plane(region.plane)
     return (

@@ -25,16 +25,16 @@ from outrider.rpc.channels import server_options
 from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 
 HELLO_SECONDS = 2.0
-"""How long a stream may take to attach to a transfer."""
+"""How long a stream may take to attach to a transfer, in seconds."""
 
 
 class KvReceiver:
     """Receives transfers for one process; `inbox` knows their states.
 
-    Each stream holds one thread. Attached ones are as many as the owner has opened transfers;
-    of those that are not attached `max_unattached` may stay, for `HELLO_SECONDS`: another one
-    displaces the oldest, so that peers who say nothing, or lie, keep no honest sender out.
-    Callbacks come from those threads and must be quick: hand the news to the owner's queue.
+    Each stream holds one thread. There are as many attached streams as the owner has opened transfers. At most
+    `max_unattached` others may stay, for `HELLO_SECONDS`; one more displaces the oldest, so that peers who say nothing,
+    or lie, keep no honest sender out. Callbacks come from those threads and must be quick: they hand the news to the
+    owner's queue.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class KvReceiver:
     ) -> None:
         """`progress_seconds`: a sender that is silent for longer has failed (it reports four times as often).
 
-        `max_senders`: of all streams; beyond, they are refused. `gpu`: that has the cache, where it can map memory.
+        `max_senders`: the number of streams beyond which more are refused. `gpu`: the GPU that has the cache, if it can
+        map other processes' memory.
         """
         self._address = f"[{host}]" if ":" in host else host
         self._wanted_port = port
@@ -73,7 +74,7 @@ class KvReceiver:
         self._server: grpc.Server | None = None
 
     def start(self) -> int:
-        """Listens; the port. Raises: ConfigError when the address cannot be bound, or a certificate not be read."""
+        """Listens, and returns the port. Raises: ConfigError for an address or a certificate that cannot be used."""
         credentials = self._security.server_credentials()
         executor = ThreadPoolExecutor(self._max_senders, thread_name_prefix="kv-receiver")
         options = [
@@ -106,9 +107,9 @@ class KvReceiver:
             reader.close()
 
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
-        """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.
+        """Forgets a transfer in whatever state. Idempotent. After DRAINED no byte is written to its blocks.
 
-        Waits so long at most for the write in flight. UNKNOWN: keep the blocks, and call again.
+        It waits for the write in flight, for `timeout_seconds` at most. UNKNOWN: keep the blocks, and call again.
         """
         state = self.inbox.close(transfer_id, timeout_seconds=timeout_seconds)
         for stream in list(self._streams):
@@ -143,12 +144,12 @@ class KvReceiver:
             self._streams.pop(stream, None)
 
     def _move_deadline(self, stream: ReceiverStream) -> None:
-        """There was progress."""
+        """Extends the deadline of an attached stream, which has made progress."""
         if stream.is_attached:
             stream.deadline = time.monotonic() + self._progress_seconds
 
     def _watch(self) -> None:
-        """A peer that is frozen (SIGSTOP) looks alive to TCP: its thread waits for it until the stream is ended."""
+        """Ends streams that are late. A frozen peer (SIGSTOP) looks alive to TCP; its thread would wait for ever."""
         while not self._is_stopped.wait(min(self._progress_seconds, HELLO_SECONDS) / 4):
             now = time.monotonic()
             for stream in list(self._streams):

@@ -1,4 +1,4 @@
-"""One sender's stream, as the receiver serves it: message in, answer out."""
+"""One sender's stream as the receiver serves it: it takes messages and returns answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from outrider.v1.kv_pb2 import (
 
 DRAIN_SECONDS = 10.0
 MAX_FALSE_HELLOS = 8
-"""Of one stream. A sender tries up to three connectors for a transfer that is expected."""
+"""Bound for one stream. An honest sender tries up to three connectors, for a transfer that is expected."""
 
 
 class ReceiverStream:
@@ -47,15 +47,15 @@ class ReceiverStream:
         cancel: Callable[[], object],
         deadline: float = math.inf,
     ) -> None:
-        """`readers`: of arenas, by the connectors that are taken; None for the one without.
+        """`readers`: by connector that is accepted, its reader of arenas; None for the connector without.
 
-        `deadline`: by time.monotonic, for its sender's next word.
+        `deadline`: for the sender's next message, by time.monotonic.
         """
         self.deadline = deadline
         self._inbox = inbox
         self._readers = readers
         self.cancel = cancel
-        self._connector = ""  # that its sender has settled on
+        self._connector = ""  # the one that the sender has settled on
         self._arena: ArenaMapping | None = None
         self._lock = threading.Lock()
         self._end_reason: str | None = None
@@ -67,7 +67,7 @@ class ReceiverStream:
         return self.transfer_id is not None
 
     def handle(self, message: bytes) -> bytes | None:
-        """The answer, if there is one. A message that does not parse is counted; the first must be a hello."""
+        """Returns the answer, if there is one. Counts a message that does not parse. The first must be a hello."""
         try:
             answer = self._answer(decode_message(message, KvSenderMessage))
         except MalformedMessageError:  # if it was a frame, the commit will miss it
@@ -140,17 +140,17 @@ class ReceiverStream:
         return self._inbox.accept(frame.header, payload)
 
     def break_off(self) -> None:
-        """The stream has ended. Idempotent; fails the transfer unless it was committed."""
+        """Notes that the stream has ended, and fails the transfer unless it was committed. Idempotent."""
         self._end("the stream broke before the commit")
         self._release_arena()
 
     def expire(self) -> None:
-        """The sender has made no progress for too long. Idempotent."""
+        """Fails the transfer of a sender that has made no progress for too long. Idempotent."""
         self._end("the sender made no progress")
         self.cancel()
 
     def end_unless_committed(self) -> None:
-        """The owner has closed the transfer: the sender should hear of it now."""
+        """Ends the stream of a transfer that the owner has closed, so that the sender hears of it at once."""
         if self.transfer_id is not None and not self._inbox.was_committed(self.transfer_id):
             self.cancel()  # otherwise the commit's answer may still be on its way
 
@@ -171,5 +171,5 @@ class ReceiverStream:
 
 
 def _on_wire(member: enum.IntEnum) -> Any:
-    """The enums of kv.proto have the same numbers."""
+    """Converts to an enum of kv.proto, which has the same numbers."""
     return member.value

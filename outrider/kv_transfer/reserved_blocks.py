@@ -11,12 +11,11 @@ from outrider.kv_transfer.base import Payload, Region
 
 
 class ReservedBlocks:
-    """What one transfer writes to. Called from any thread; made by the engine thread after the blocks were allocated.
+    """The blocks that one transfer writes to. The engine thread makes it once they are allocated; any thread uses it.
 
-    Safe beside running forwards: reserved blocks are in no running sequence's block table, and whoever
-    frees them has waited for the copies under way. Work that was queued before the reservation may use
-    them still, so writes wait for it: one fence for all frames. Neither method blocks on the token loop; an
-    exception fails the transfer.
+    It is safe beside running forwards: reserved blocks are in no running sequence's block table, and whoever frees them
+    has waited for the copies under way. Work that was queued before the reservation may still use them, so writes wait
+    for it, by one fence for all frames. Neither method blocks on the token loop. An exception fails the transfer.
     """
 
     def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
@@ -25,18 +24,18 @@ class ReservedBlocks:
         self._reserved = kv_cache.fence()
 
     def write(self, region: Region, payload: Payload) -> None:
-        """[layers, tokens, heads, head_dim] bytes whose bounds, length and checksum were checked; disjoint regions."""
+        """Writes bytes [layers, tokens, heads, head_dim] of disjoint regions, which were checked as frames."""
         self._kv_cache.write(
             region.plane, region.layers, self._slots_of(region), payload, self._reserved, heads=region.heads
         )
 
     def read(self, region: Region, after: Any = None) -> memoryview:
-        """[layers, tokens, heads, head_dim] bytes as of `after`, a fence of the cache, or of now."""
+        """Reads bytes [layers, tokens, heads, head_dim] as of `after`, a fence of the cache; None: as of now."""
         slots = self._slots_of(region)
         return memoryview(self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads))
 
     def take(self, region: Region, after: Any) -> Any:
-        """What `read` gives, as DeviceBytes on the GPU that has the cache. The host does not wait for it."""
+        """Reads the same as DeviceBytes, on the GPU that has the cache. The host does not wait for it."""
         return self._kv_cache.take(region.plane, region.layers, self._slots_of(region), after, heads=region.heads)
 
     def _slots_of(self, region: Region) -> Slots:

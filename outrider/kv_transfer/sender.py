@@ -1,14 +1,16 @@
-"""The sender of every connector: they differ only in how a payload travels."""
+"""The sender of every connector. Connectors differ only in how a payload travels."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import xxhash
 
 from outrider.errors import AbortedError, NotSupportedError, PeerLostError
+from outrider.kv_transfer.arena import Arena
 from outrider.kv_transfer.base import (
     CommitResult,
     CommitState,
@@ -25,20 +27,7 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
 READ_AHEAD = 4
-"""Regions that are asked for before the first of them has come: memory is bounded by as many frames."""
-
-
-class Carrier(Protocol):
-    """How payload travels along a stream."""
-
-    name: str
-    max_frame_bytes: int
-
-    def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
-        """Blocks for room. The payload is the caller's again at the return. Raises: PeerLostError, AbortedError."""
-
-    def abandon(self, stream: SenderStream) -> None:
-        """The receiver was not drained: what it may still read is never written again."""
+"""Number of regions that are asked for before the first of them has come. It bounds the memory, in frames."""
 
 
 class Sender:
@@ -51,15 +40,25 @@ class Sender:
     """
 
     def __init__(
-        self, spec: TransferSpec, stream: SenderStream, carrier: Carrier, *, reopen: Callable[[], SenderStream]
+        self,
+        spec: TransferSpec,
+        stream: SenderStream,
+        *,
+        connector: str,
+        max_frame_bytes: int,
+        arena: Arena | None,
+        reopen: Callable[[], SenderStream],
     ) -> None:
-        """`reopen`: another stream to the same receiver, to ask for a commit's lost answer."""
-        self.connector = carrier.name
-        self.max_frame_bytes = carrier.max_frame_bytes  # the largest payload of one `put`
+        """`arena`: payload goes into its slots; None: along the stream, a message for each frame, as works everywhere.
+
+        `reopen`: another stream to the same receiver, to ask for a commit's lost answer.
+        """
+        self.connector = connector
+        self.max_frame_bytes = max_frame_bytes  # the largest payload of one `put`
         self.payload_bytes = 0  # put so far
         self._spec = spec
         self._stream = stream
-        self._carrier = carrier
+        self._arena = arena
         self._reopen = reopen
         self._sent: dict[Region, int] = {}  # checksums of the payloads
         self._drain: DrainState | None = None
@@ -80,9 +79,28 @@ class Sender:
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
         header = FrameHeader.of(self._spec, region, view)
         self._stream.raise_if_ended()
-        self._carrier.send(self._stream, header, view)
+        if self._arena is None:
+            assert isinstance(view, memoryview), "bytes on a GPU go into an arena"
+            self._put_inline(header, view)
+        else:
+            self._put_in_slot(self._arena, header, view)
         self._sent[region] = header.checksum
         self.payload_bytes += len(view)
+
+    def _put_inline(self, header: FrameHeader, payload: memoryview) -> None:
+        """Sends the payload in the frame's message. The window of all streams to the receiver bounds what it owes."""
+        window = self._stream.window
+        self._stream.wait_for_room(len(payload), window)
+        self._stream.send(header, payload, release=partial(window.give_back, len(payload)))
+
+    def _put_in_slot(self, arena: Arena, header: FrameHeader, payload: Payload) -> None:
+        """Sends the place of the payload; an acknowledged slot is free for any transfer to the same receiver."""
+        offset = None
+        while offset is None:
+            self._stream.wait_for_room(1, arena.free_slots)
+            offset = arena.take(self)
+        arena.write(offset, payload)
+        self._stream.send(header, None, offset=offset, release=partial(arena.release, offset))
 
     def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
         """Fetches KV that the receiver holds of tokens before `spec.start_token`; before the first `put`.
@@ -106,7 +124,7 @@ class Sender:
 
     @property
     def num_frames(self) -> int:
-        """That were put."""
+        """The number of frames that were put."""
         return self._stream.num_frames
 
     def commit(self) -> CommitResult:
@@ -120,7 +138,7 @@ class Sender:
         except PeerLostError:
             # The answer may be what was lost: a commit may be asked for any number of times.
             self._drain = DrainState.UNKNOWN
-            self._carrier.abandon(self._stream)
+            self._abandon()
             self._stream.close()
             result = self._commit_again()
         if result.state is CommitState.COMMITTED:
@@ -138,19 +156,26 @@ class Sender:
             stream.close()
 
     def cancel(self) -> DrainState:
-        """Gives the transfer up; also after a failure, and after a commit (then only frees). Idempotent.
+        """Gives the transfer up, also after a failure. After a commit it only frees. Idempotent.
 
         DRAINED: the receiver has confirmed that it reads and writes nothing of this transfer any more.
         """
         if self._drain is None:
             self._drain = self._stream.cancel()
             if self._drain is DrainState.UNKNOWN:
-                self._carrier.abandon(self._stream)
+                self._abandon()
         return self._drain
+
+    def _abandon(self) -> None:
+        """The receiver was not drained. Slots that it may still read are never written again; messages are copies."""
+        if self._arena is None:
+            self._stream.release_all()
+        else:
+            self._arena.quarantine(self)
 
 
 def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
-    """Raises: AbortedError unless this is what was asked for, unaltered."""
+    """Checks that this is the frame that was asked for, unaltered. Raises: AbortedError."""
     header, plane = held.header, spec.plane(region.plane)
     assert plane is not None, "a region of the transfer's planes"
     is_asked_for = (header.transfer_id, header.incarnation, header.region) == (

@@ -1,4 +1,4 @@
-"""The sender's end of one transfer's stream: what is unacknowledged, and waiting with deadlines."""
+"""The sender's end of one transfer's stream: it tracks unacknowledged frames and waits with deadlines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outrider.kv_transfer.shared_window import SharedWindow
 from outrider.v1.kv_pb2 import KvAck, KvCommit, KvHello, KvReceiverMessage, KvSenderMessage, KvWelcome
 
 MAX_UNACKNOWLEDGED_FRAMES = 256
-"""So that acknowledgements always fit into the stream's own window."""
+"""Bound on the frames in flight, so that their acknowledgements always fit into the stream's flow-control window."""
 
 
 class SenderStream:
@@ -46,7 +46,7 @@ class SenderStream:
         window: SharedWindow,
         config: KvTransferConfig,
     ) -> None:
-        """`window`: of all streams to the address, for payload that travels along them."""
+        """`window`: shared by all streams to the address, for payload that travels along them."""
         self.address = address
         self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
         self.window = window
@@ -73,8 +73,9 @@ class SenderStream:
     # ---- what the owner does
 
     def hello(self, spec: TransferSpec, **arena: Any) -> bytes | None:
-        """Attaches to the transfer; the nonce that the receiver has read in the arena on offer, which fields of KvHello
-        describe. None: it takes no payload this way.
+        """Attaches to the transfer. Returns the nonce that the receiver has read in the arena on offer.
+
+        `arena`: fields of KvHello that describe it. Returns None where the receiver takes no payload this way.
 
         Raises: AbortedError (no such transfer, or taken), PeerLostError (nobody, or another process there).
         """
@@ -103,10 +104,10 @@ class SenderStream:
         self._outgoing.put(message.SerializeToString())
 
     def wait_for_room(self, amount: int, window: SharedWindow) -> None:
-        """Until it has taken this much of the window. Raises: PeerLostError, AbortedError.
+        """Waits until it has taken this much of the window. Raises: PeerLostError, AbortedError.
 
-        While others have their turn, the receiver lives if the window hears of it, and is told that this sender does;
-        once this stream has sent, it must hear by itself.
+        While others have their turn, the receiver counts as alive if the window hears of it, and it is told that this
+        sender is alive. Once this stream has sent something, it must hear from the receiver itself.
         """
         wake = self._wake
 
@@ -136,13 +137,13 @@ class SenderStream:
         self._outgoing.put(encode_frame(sequence, header, payload, offset=offset))
 
     def ask(self, region: Region) -> None:
-        """For KV that the receiver holds: `next_held` gives the answers in order."""
+        """Asks for KV that the receiver holds. `next_held` returns the answers in order."""
         with self._changed:
             self._num_asked += 1
         self._say(KvSenderMessage(read=region.pack()))
 
     def next_held(self) -> Frame:
-        """Raises: AbortedError when it is not held there, PeerLostError."""
+        """Waits for the next answer to `ask`. Raises: AbortedError when the KV is not held there, PeerLostError."""
         self._wait(lambda: bool(self._held), self._progress_seconds, "sends nothing of what it holds")
         held = self._held.popleft()
         if held is None:
@@ -155,7 +156,7 @@ class SenderStream:
         self._outgoing.put(ALIVE)
 
     def commit(self, digest: int) -> CommitResult:
-        """Frames and commit arrive in order: the answer acknowledges every frame.
+        """Asks for the commit. Frames and commit arrive in order, so the answer acknowledges every frame.
 
         Raises: PeerLostError, AbortedError.
         """
@@ -166,7 +167,7 @@ class SenderStream:
         return self._answers[-1]
 
     def cancel(self) -> DrainState:
-        """DRAINED when the receiver says so in time. Ends the stream."""
+        """Gives the transfer up and ends the stream. Returns DRAINED when the receiver says so in time."""
         self._outgoing.put(CANCEL)
         with self._changed:
             self._last_heard = time.monotonic()
@@ -186,23 +187,25 @@ class SenderStream:
             self._call.cancel()
 
     def interrupt(self) -> None:
-        """From any thread: what waits raises AbortedError, and so does every later `put`, `keep_alive` or `commit`."""
+        """Makes whoever waits, and every later `put`, `keep_alive` or `commit`, raise AbortedError. From any thread."""
         with self._changed:
             self._refused = AbortedError(f"the KV transfer to {self.address} was cancelled")
             self._changed.notify_all()
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` from any thread, perhaps again, when every `put` and `commit` from then on raises: at once if so
-        already. It must not block.
+        """Calls `tell` when every later `put` and `commit` raises; at once if that is so already.
+
+        The call comes from any thread, perhaps more than once, and must not block.
         """
         self._tell_end = tell
         self._tell_if_ended()
 
     def when_acknowledged(self, tell: Callable[[int], None]) -> None:
-        """Calls `tell` with the number of each frame, from 1, as it is acknowledged, from a thread of the stream.
+        """Calls `tell` with the number of each frame, from 1, once it is acknowledged.
 
-        Set before the first `put`. It must not block. Frames that only a commit's answer acknowledges are not told.
+        The call comes from a thread of the stream and must not block. Frames that only a commit's answer acknowledges
+        are left out. Call this before the first `put`.
         """
         self._tell_acknowledged = tell
 
@@ -211,14 +214,14 @@ class SenderStream:
             self._tell_end()
 
     def raise_if_ended(self) -> None:
-        """Raises: PeerLostError, AbortedError."""
+        """Raises PeerLostError or AbortedError if the stream has ended."""
         with self._changed:
             error = self._refused or self._broken
         if error is not None:
             raise error
 
     def release_all(self) -> None:
-        """What is in flight needs its room no more; an acknowledgement that comes later changes nothing."""
+        """Frees the room of all frames in flight. Acknowledgements that come later change nothing."""
         with self._changed:
             in_flight, self._in_flight = list(self._in_flight.values()), {}
         for release in in_flight:
@@ -302,7 +305,7 @@ class SenderStream:
 
 
 def refusal_of(address: str, disposition: Disposition) -> AbortedError:
-    """What a sender raises once the receiver has refused a frame."""
+    """Returns what a sender raises once the receiver has refused a frame."""
     if disposition is Disposition.STALE:
         return AbortedError(f"KV receiver {address} has given the transfer up", reason="TRANSFER_UNKNOWN")
     return AbortedError(f"KV receiver {address} refused a frame: {disposition.name}", reason="FRAME_REFUSED")

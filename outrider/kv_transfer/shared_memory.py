@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import OrderedDict
@@ -11,10 +10,9 @@ from dataclasses import dataclass
 
 from outrider.errors import PeerLostError
 from outrider.kv_transfer.arena import IDLE_SECONDS, Arena, sweep
-from outrider.kv_transfer.base import FrameHeader, Payload, TransferSpec
+from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
 from outrider.kv_transfer.cuda_ipc import DeviceArena, SharedGpu
-from outrider.kv_transfer.sender import Carrier
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.service.telemetry.logging import get_logger
 
@@ -23,34 +21,13 @@ MAX_RECEIVERS = 32
 log = get_logger("kv_transfer")
 
 
-class SlotCarrier:
-    """Frames go into slots; an acknowledged slot is free for any transfer to the same receiver."""
-
-    def __init__(self, name: str, arena: Arena) -> None:
-        self.name = name
-        self._arena = arena
-        self.max_frame_bytes = arena.slot_bytes
-
-    def send(self, stream: SenderStream, header: FrameHeader, payload: Payload) -> None:
-        offset = None
-        while offset is None:
-            stream.wait_for_room(1, self._arena.free_slots)
-            offset = self._arena.take(self)
-        self._arena.write(offset, payload)
-        stream.send(header, None, offset=offset, release=functools.partial(self._arena.release, offset))
-
-    def abandon(self, _stream: SenderStream) -> None:
-        """Only this transfer's unacknowledged slots are lost; others go on in the same arena."""
-        self._arena.quarantine(self)
-
-
 @dataclass(slots=True)
 class _Offered:
-    """What a receiver uses."""
+    """The arena that was offered to a receiver."""
 
     arena: Arena | None  # None: it cannot attach
     address: str
-    used_at: float  # monotonic seconds; offered, where it cannot attach
+    used_at: float  # monotonic seconds; when it was offered, where the receiver cannot attach
 
 
 class ArenaSource:
@@ -65,7 +42,7 @@ class ArenaSource:
     def __init__(
         self, config: KvTransferConfig, gpu: SharedGpu | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`gpu`: whose memory the arenas are in; None: in shared memory."""
+        """`gpu`: the GPU whose memory holds the arenas. None: they are in shared memory."""
         self.name = "shared_memory" if gpu is None else CUDA_IPC
         self._gpu = gpu
         self._config = config
@@ -74,8 +51,11 @@ class ArenaSource:
         self._offered: OrderedDict[bytes, _Offered] = OrderedDict()  # by the receiver's incarnation, last used last
         sweep(config.arena_directory)
 
-    def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
-        """None when the receiver cannot attach. A receiver forgets idle arenas: then a new one is offered."""
+    def offer(self, stream: SenderStream, spec: TransferSpec) -> Arena | None:
+        """Returns the arena that the receiver has attached to, or None where it cannot.
+
+        A receiver forgets idle arenas; it is offered a new one then. Raises: PeerLostError, AbortedError.
+        """
         with self._lock:
             self._drop_idle()
             offered = self._offered.get(spec.incarnation)
@@ -91,10 +71,10 @@ class ArenaSource:
             raise
         with self._lock:
             self._remember(spec.incarnation, _Offered(arena, stream.address, self._clock()))
-        return None if arena is None else SlotCarrier(self.name, arena)
+        return arena
 
     def _remember(self, incarnation: bytes, offered: _Offered) -> None:
-        """With the lock held. Senders in work keep what they use."""
+        """Records what was offered; senders at work keep the arena that they use. Needs the lock."""
         self._offered.pop(incarnation, None)  # at another address of it, perhaps
         for other in [key for key, known in self._offered.items() if known.address == offered.address]:
             del self._offered[other]
@@ -103,7 +83,7 @@ class ArenaSource:
             self._offered.popitem(last=False)
 
     def _drop_idle(self) -> None:
-        """With the lock held."""
+        """Drops arenas that nothing was sent to for IDLE_SECONDS. Needs the lock."""
         horizon = self._clock() - IDLE_SECONDS
         while self._offered and next(iter(self._offered.values())).used_at <= horizon:
             self._offered.popitem(last=False)
@@ -118,7 +98,7 @@ class ArenaSource:
         try:
             return arena if self._attach(stream, spec, arena) else None
         finally:
-            arena.unlink()  # it has served its purpose, or never will
+            arena.unlink()  # nobody else needs its name
 
     def _make_arena(self) -> Arena:
         if self._gpu is not None:

@@ -1,4 +1,4 @@
-"""How much a receiver may leave unacknowledged: one bound for all streams to it, used in turns."""
+"""A bound on what a receiver has not acknowledged, for all streams to it. Streams take from it in turns (FIFO)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from outrider.errors import PeerLostError
 
 
 class SharedWindow:
-    """Bytes, or slots. Thread-safe; it calls `wake` of a stream without its own lock, and a stream calls it under its
-    own.
+    """A window of bytes or of slots. Thread-safe.
+
+    Streams call it with their own lock held, so it calls a stream's `wake` without holding its own.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -22,9 +23,10 @@ class SharedWindow:
         self._is_closed = False
 
     def take(self, num_bytes: int, wake: Callable[[], None]) -> bool:
-        """False: `wake` is called when it is the caller's turn. More than the whole window is lent to one alone.
+        """Takes part of the window. False: there is no room; `wake` is called when it is the caller's turn.
 
-        Raises: PeerLostError once it is closed.
+        One caller may take more than the whole window, while nobody else has any of it. Raises: PeerLostError once the
+        window is closed.
         """
         with self._lock:
             if self._is_closed:
@@ -37,24 +39,25 @@ class SharedWindow:
             return True
 
     def leave(self, wake: Callable[[], None]) -> None:
-        """The caller waits no more, whether or not it has taken any: the next one's turn."""
+        """Ends the caller's turn, whether or not it has taken any, and wakes the next one."""
         with self._lock:
             self._waiting.pop(wake, None)
         self._wake_next()
 
     def give_back(self, num_bytes: int) -> None:
-        """What has been acknowledged, or will never be."""
+        """Returns what has been acknowledged, or will never be, to the window."""
         if num_bytes:
             with self._lock:
                 self._num_free += num_bytes
             self._wake_next()
 
     def close(self) -> None:
-        """Nothing is given out any more; whoever waits is told, one after the other."""
+        """Gives out no more, and tells those who wait, one after the other."""
         self._is_closed = True
         self._wake_next()
 
     def hear(self) -> None:
+        """Notes that the receiver has said something."""
         self.last_heard = time.monotonic()
 
     def _wake_next(self) -> None:

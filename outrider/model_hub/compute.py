@@ -13,16 +13,16 @@ from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.model_runner import ModelRunner
 from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
+from outrider.engine.runner_base import ModelRunner
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.open import open_model
-from outrider.model_hub.progress import Progress, no_progress
 from outrider.prefill import MAX_SCORED_ROWS
+from outrider.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.engine.ranks.sharded_cache import KVCache

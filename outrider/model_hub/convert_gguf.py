@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.engine.arrays import to_bfloat16
 from outrider.model_hub.checkpoint_text import read_json
-from outrider.model_hub.progress import Progress
+from outrider.progress import Progress
 
 _FILES = Path(__file__).with_name("smollm2-135m-instruct")
 """Its sampling is what the model's publisher shows on its model card; the GGUF file says nothing of it."""

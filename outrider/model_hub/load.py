@@ -43,7 +43,6 @@ from outrider.model_hub.kernels import (
 )
 from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
-from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.support import (
     SPLIT_CONTEXT,
     architecture_name,
@@ -56,6 +55,7 @@ from outrider.model_hub.support import (
 )
 from outrider.model_hub.tensor_parallel import check_split, own_rank, rank_device
 from outrider.model_hub.window import fix_rotations, resolve_window
+from outrider.progress import Progress, no_progress
 
 
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:

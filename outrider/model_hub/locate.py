@@ -11,7 +11,7 @@ from outrider.errors import ModelError, NotFoundError
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, default_directory, ensure_default_model
 from outrider.model_hub.fingerprint import indexed_files, weight_names
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DOWNLOADED = ("*.json", "*.jinja", "tokenizer.model", "*.txt")

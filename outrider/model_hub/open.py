@@ -9,10 +9,10 @@ others are loaded by torch and transformers, as outrider.model_hub.load does.
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cache
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights
-from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import needs_torch
 from outrider.engine.model_spec import ModelSpec
@@ -26,7 +26,7 @@ from outrider.model_hub.kernels import choose_model_kernels, resolve_device, sta
 from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.packed_weights import Packed, PackedKey, open_packed
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 
 
 def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
@@ -45,14 +45,13 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         key = PackedKey.of(config, location.directory, kernels)
     except (ModelError, OSError):
         return _load(config, kernels, progress)  # which says what is wrong with the checkpoint
+    start = cache(lambda: start_kernels(kernels, config))  # one team for packing and for serving
     loaded: list[LoadedModel] = []  # by torch; none where there were packed weights
-    started: list[CpuKernels] = []  # by whoever packed here
 
     def pack() -> Packed | None:
         made: tuple[ModelSpec, DecoderWeights] | None = None
         if config.id == DEFAULT_MODEL_ID:
-            started.append(start_kernels(kernels, config))
-            made = pack_default_model(location.directory, config, started[0])
+            made = pack_default_model(location.directory, config, start())
         if made is None:
             loaded.append(_load(config, kernels, progress))
             native = loaded[0].native
@@ -67,10 +66,9 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     packed, problem = open_packed(key, pack, progress=progress)
     if packed is None:
         return loaded[0]
-    if loaded and loaded[0].cpu_kernels is not None:
-        started.append(loaded[0].cpu_kernels)
+    team = loaded[0].cpu_kernels if loaded else None
     weights = DecoderWeights(DecoderShape.of_json(packed.about["shape"]), packed.blobs)
-    native = NativeDecoder(started[0] if started else start_kernels(kernels, config), weights)
+    native = NativeDecoder(team or start(), weights)
     return describe_model(
         config,
         location,

@@ -38,8 +38,8 @@ from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import file_sha256, model_fingerprint
 from outrider.model_hub.locate import cache_directory
-from outrider.model_hub.progress import Progress, no_progress
 from outrider.own_modules import module_command, tied
+from outrider.progress import Progress, no_progress
 
 HEADER, WEIGHTS = "header.json", "weights"
 MADE_BY = (
@@ -54,10 +54,10 @@ packs_here = False
 """Set by that process itself."""
 
 WAIT_SECONDS = 1800.0
-"""For another process that packs the same; a killed one is not waited for."""
+"""How long to wait for another process that packs the same, in seconds. Nobody waits for a killed one."""
 
 KEPT_FOR_A_MODEL = 2
-"""Of one model or head, made by different versions: the most recently used, beside the new one."""
+"""Number of older versions of a model or head that are kept beside the new one: the most recently used."""
 
 _PAGE, _LINE = 4096, 64
 _HASHED_AT_ONCE = 64 << 20
@@ -86,7 +86,7 @@ class PackedKey:
         return cls(config, cache_directory(config) / "packed", _digest(model), _digest(code))
 
     def of_addition(self, name: str, content: str) -> PackedKey:
-        """Of what is made for this model from that `content`, by the same code; older ones go by `name`."""
+        """Makes the key of what the same code makes for this model from `content`. Older ones have the same `name`."""
         return replace(self, model=_digest((self.model, name)), code=_digest((self.code, content)))
 
     @property
@@ -95,11 +95,11 @@ class PackedKey:
 
     @property
     def refused(self) -> Path:
-        """A file that is there if kernels do not take the model or head."""
+        """The file that is there if the kernels cannot compute the model or head."""
         return self.cache / f"{self.model}-{self.code}.refused"
 
     def can_be_packed(self) -> bool:
-        """As far as can be told without packing: whether another process is worth its time."""
+        """Returns whether another process is worth its time, as far as can be told without packing."""
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
             return os.access(self.cache, os.W_OK | os.X_OK) and not self.refused.exists()
@@ -137,34 +137,31 @@ def open_packed(
         _pack_apart(key.config, progress)
         if (packed := read()) is not None:
             return packed, ""
+    problem, lock = "", key.cache / f"{key.model}.lock"
     with contextlib.ExitStack() as stack:
-        problem = ""
         try:
-            stack.enter_context(
-                locked(
-                    key.cache / f"{key.model}.lock",
-                    while_waiting=lambda: progress("wait", 0, 0),
-                    seconds=WAIT_SECONDS,
-                )
-            )
+            stack.enter_context(locked(lock, while_waiting=lambda: progress("wait", 0, 0), seconds=WAIT_SECONDS))
         except OSError as error:  # TimeoutError is one
             problem = str(error)
-        if not problem and (packed := read()) is not None:
-            return packed, ""
+        else:
+            if (packed := read()) is not None:
+                return packed, ""
         made = pack()
         if made is None:
             with contextlib.suppress(OSError):
-                _remove_old(key)
-                key.refused.touch()
-            return None, ""
-        try:
-            if not problem:
+                if not key.refused.exists():
+                    _remove_old(key)
+                key.refused.touch()  # files that nobody touches leave the cache
+        elif not problem:
+            try:
                 write_packed(key, made)
-        except OSError as error:
-            problem = str(error)
-        if not problem and (packed := read()) is not None:
-            return packed, ""
-        return made, problem or f"what was written to {key.folder} cannot be read back"
+            except OSError as error:
+                problem = str(error)
+            else:
+                if (packed := read()) is not None:
+                    return packed, ""
+                problem = f"what was written to {key.folder} cannot be read back"
+        return made, problem
 
 
 def _pack_apart(config: ModelConfig, progress: Progress) -> None:
@@ -260,7 +257,7 @@ def write_packed(key: PackedKey, packed: Packed) -> None:
 
 
 def _version(package: str) -> str:
-    """Empty where it is not installed: what was packed then was packed without it."""
+    """Returns a package's version; empty where it is missing, since what was packed then was packed without it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -276,7 +273,7 @@ def _header_hash(header: dict[str, Any]) -> str:
 
 
 def _remove_old(key: PackedKey) -> None:
-    """What other versions made of this model, what nobody used for long, and what killed processes left behind."""
+    """Removes what other versions made of this model, what nobody used for long, and what killed processes left."""
     for path in key.cache.glob(f".{key.model}-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in key.cache.glob(f"{key.model}-*.refused"):

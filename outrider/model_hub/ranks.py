@@ -30,10 +30,10 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import read_config
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.locate import locate_model
-from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
 from outrider.model_hub.tensor_parallel import check_tensor_parallel, rank_device
 from outrider.own_modules import module_command, tied
+from outrider.progress import Progress, no_progress
 
 TIMEOUT_SECONDS = 60.0
 """For a collective, or a message: ranks do the same at the same time, so they wait for each other's lag only."""

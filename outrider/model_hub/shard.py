@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.memory import KVRoom
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.engine.attention.base import AttentionBackend

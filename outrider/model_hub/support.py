@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, LayerAttention
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.model_runner import make_runner
@@ -84,9 +84,9 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
     """
     name = architecture_name(model.config)
     config = model.config.get_text_config(decoder=True)
-    recorder = _Recorder(name)
+    recorded: dict[int, tuple[tuple[int, int, int], AttentionOptions]] = {}
     token_ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
-    arguments: dict[str, Any] = {STEP_ARGUMENT: recorder}
+    arguments: dict[str, Any] = {STEP_ARGUMENT: _recorder(name, recorded)}
     try:
         with torch.inference_mode():
             logits = model(
@@ -99,17 +99,17 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
         raise
     except Exception as error:  # whatever the code of an architecture raises
         raise ModelError(f"{name} cannot be served: {_why_not_paged(model, token_ids)}") from error
-    if sorted(recorder.layers) != list(range(config.num_hidden_layers)):
+    if sorted(recorded) != list(range(config.num_hidden_layers)):
         raise ModelError(
-            f"{name} has {config.num_hidden_layers} layers and attends in {len(recorder.layers)}: each must keep plain "
+            f"{name} has {config.num_hidden_layers} layers and attends in {len(recorded)}: each must keep plain "
             f"K and V for each token, which state-space, recurrent and compressed layers do not"
         )
-    layers = [recorder.layers[layer][1] for layer in range(config.num_hidden_layers)]
+    layers = [recorded[layer][1] for layer in range(config.num_hidden_layers)]
     layer_types = getattr(config, "layer_types", None) or ()
     for layer, layer_type in enumerate(layer_types):
         if layer_type == "sliding_attention" and layers[layer].sliding_window is None:
             raise ModelError(f"{name}: layer {layer} slides its window in a mask of its own, which is not supported")
-    shapes = {shape for shape, _ in recorder.layers.values()}
+    shapes = {shape for shape, _ in recorded.values()}
     if len(shapes) != 1:
         raise ModelError(f"{name} has layers of different K and V shapes {sorted(shapes)}, which is not supported")
     num_heads, num_kv_heads, head_dim = shapes.pop()
@@ -234,34 +234,28 @@ def architecture_name(config: PretrainedConfig) -> str:
     return str(architectures[0]) if architectures else str(config.model_type)
 
 
-class _Recorder:
-    """Attention of one forward that computes nothing and notes what each layer asked for."""
+def _recorder(name: str, layers: dict[int, tuple[tuple[int, int, int], AttentionOptions]]) -> LayerAttention:
+    """Makes the attention of one forward that computes nothing and notes in `layers` what each layer asked for.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.layers: dict[int, tuple[tuple[int, int, int], AttentionOptions]] = {}
+    It returns zeros, and raises ModelError for what cannot be served. `name`: of the architecture.
+    """
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [2, num_heads, head_dim]
-        key: Tensor,  # [2, num_kv_heads, head_dim]
-        value: Tensor,  # [2, num_kv_heads, head_dim]
-        options: AttentionOptions,
-        extras: Mapping[str, Any],
+    def record(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, extras: Mapping[str, Any]
     ) -> Tensor:
-        """Returns zeros."""
         if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-            raise ModelError(f"{self._name} has K of {key.shape[-1]} and V of {value.shape[-1]} dimensions a head")
+            raise ModelError(f"{name} has K of {key.shape[-1]} and V of {value.shape[-1]} dimensions a head")
         unknown = [
-            name for name, extra in extras.items() if isinstance(extra, Tensor) and name not in _HARMLESS_TENSORS
+            extra for extra, held in extras.items() if isinstance(held, Tensor) and extra not in _HARMLESS_TENSORS
         ]
         if unknown or extras.get("is_causal") is False:
-            raise ModelError(f"{self._name} asks attention for {', '.join(unknown) or 'two directions'}: not supported")
-        if layer in self.layers:
-            raise ModelError(f"{self._name} attends twice in layer {layer}: not supported")
-        self.layers[layer] = ((query.shape[1], key.shape[1], key.shape[2]), options)
+            raise ModelError(f"{name} asks attention for {', '.join(unknown) or 'two directions'}: not supported")
+        if layer in layers:
+            raise ModelError(f"{name} attends twice in layer {layer}: not supported")
+        layers[layer] = ((query.shape[1], key.shape[1], key.shape[2]), options)
         return torch.zeros_like(query)
+
+    return record
 
 
 _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "input_ids"})

@@ -1,51 +1,60 @@
-"""How often draft tokens are accepted: of one sequence and one proposer, by position."""
+"""Estimates how often draft tokens of one proposer are accepted in one sequence, by position."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.speculation.draft_tree import ROOT, DraftTree
+from outrider.speculation.draft_tree import ROOT, DraftTree, RankedDraft
 
 PRIOR_ACCEPTANCE = 0.8
-"""What the first drafts of a proposer are taken to be worth: they begin long."""
+"""The acceptance that is assumed of a new proposer; it is high, so that first drafts are long."""
 
 PRIOR_TOKENS = 8.0
-"""How many draft tokens weigh as much as what is assumed of a sequence."""
+"""The weight, in draft tokens, of what is assumed of a sequence or a proposer."""
 
 POSITION_TOKENS = 8.0
-"""How many draft tokens a sequence's overall acceptance weighs in that of one position."""
+"""The weight, in draft tokens, of a sequence's overall acceptance in that of one position."""
 
 SIBLING_ACCEPTANCE = 0.3
 SIBLING_TOKENS = 4.0
-"""What a sibling is taken to be worth once those before it were wrong, and how many draft tokens that weighs."""
+"""The acceptance that is assumed of a sibling when those before it were wrong, and its weight in draft tokens."""
 
 PATH_ACCEPTANCE = 0.7
 PATH_TOKENS = 4.0
 PATH_FORGETTING = 0.97
-"""What a draft model takes its tokens for a sequence to be worth as it looks ahead, how many of them that weighs, and
-what older ones keep at each new one."""
+"""The acceptance that a draft model assumes of its tokens when it looks ahead, its weight in draft tokens, and the
+share of their weight that older tokens keep at each new one."""
 
 PRIOR_RUNNERS_UP = (0.5, 0.2, 0.1)
-"""Chance of each runner-up of a drafter's race where the winner was wrong, until it has been seen. Simulated at
+"""The assumed chance of each runner-up of a drafter's race when the winner was wrong. Simulated at
 temperature 1 with 32k ids, the best one, two and four of a coupled race hold the target's token in .84, .95 and .99 of
 all positions."""
 
 NUM_RUNNERS_UP = len(PRIOR_RUNNERS_UP)
 
 FORGETTING = 0.95
-"""Weight that a sequence's older drafts keep at each new one."""
+"""The share of their weight that a sequence's older drafts keep at each new one."""
 
 SOURCE_FORGETTING = 0.995
-"""The same of a proposer's drafts for all sequences."""
+"""The same for a proposer's drafts over all sequences."""
 
 
 class Acceptance:
-    """How often draft tokens are accepted, on average. Older ones weigh less at each observation. Not thread-safe."""
+    """The mean acceptance of draft tokens. Older ones weigh less at each observation. Not thread-safe."""
 
     __slots__ = ("_forgetting", "_num_accepted", "_num_decided", "_prior", "_prior_tokens")
 
-    def __init__(self, prior: float, *, prior_tokens: float, forgetting: float) -> None:
-        """`prior`: what is assumed; `prior_tokens`: how many draft tokens that weighs."""
+    def __init__(
+        self,
+        prior: float = PRIOR_ACCEPTANCE,
+        *,
+        prior_tokens: float = PRIOR_TOKENS,
+        forgetting: float = SOURCE_FORGETTING,
+    ) -> None:
+        """`prior`: the acceptance that is assumed; `prior_tokens`: its weight in draft tokens.
+
+        The defaults are for a proposer's drafts over all sequences, which say what a new sequence is assumed to accept.
+        """
         self._prior = prior
         self._prior_tokens = prior_tokens
         self._forgetting = forgetting
@@ -61,66 +70,53 @@ class Acceptance:
         self._num_accepted = self._forgetting * self._num_accepted + num_accepted
 
 
-class SourceAcceptance(Acceptance):
-    """Of one proposer's drafts of one grade, over all sequences: what a new one is taken to accept."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(PRIOR_ACCEPTANCE, prior_tokens=PRIOR_TOKENS, forgetting=SOURCE_FORGETTING)
-
-
-class PathAcceptance(Acceptance):
-    """Of what one draft model drafts for one sequence, or of its runners-up of one rank where that was rejected."""
-
-    __slots__ = ()
-
-    def __init__(self, prior: float = PATH_ACCEPTANCE) -> None:
-        super().__init__(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
+def path_acceptance(prior: float = PATH_ACCEPTANCE) -> Acceptance:
+    """Returns the mean for a draft model's tokens in one sequence, or for its runners-up of one rank after a miss."""
+    return Acceptance(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
 
 
 class AcceptanceRecord:
     """Acceptance by position for one sequence and one proposer's drafts of one grade. Not thread-safe.
 
-    A position counts as decided where the text has reached it: a draft that was rejected before says nothing about it
-    (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). What is known of a position leans
-    on the sequence's overall acceptance, and that on the proposer's over all sequences. So a position that has not been
-    reached for long is taken for one like the others, and is tried again.
+    A position counts as decided if the text has reached it: a draft that was rejected before it says nothing about it
+    (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). The estimate of a position leans
+    on the sequence's overall acceptance, and that on the proposer's over all sequences. So a position that was not
+    reached for a long time is assumed to be like the others, and is tried again.
     """
 
     __slots__ = ("_accepted", "_chain", "_decided", "_num_positions", "_siblings", "_source", "last_step")
 
-    def __init__(self, source: SourceAcceptance, num_positions: int, *, step: int) -> None:
+    def __init__(self, source: Acceptance, num_positions: int, *, step: int) -> None:
         self._source = source
         self._num_positions = num_positions
-        self.last_step = step  # in which a draft was judged
+        self.last_step = step  # the last in which a draft was judged
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """What was seen so far no longer counts: the text may have changed."""
+        """Forgets everything observed so far, as the text may have changed."""
         self._decided = [0.0] * self._num_positions
         self._accepted = [0.0] * self._num_positions
-        # Of tokens that were wrong and had a sibling.
+        # Over tokens that were wrong and had a sibling.
         self._siblings = Acceptance(SIBLING_ACCEPTANCE, prior_tokens=SIBLING_TOKENS, forgetting=FORGETTING)
         self._chain: list[float] | None = None
 
     @property
     def chain(self) -> list[float]:
-        """By position the probability that a chain is accepted to there; never rises."""
+        """The probability that a chain is accepted up to each position; it never rises."""
         if self._chain is None:
             self._chain = self._estimate()
         return self._chain
 
     def observe_chain(self, num_draft: int, num_accepted: int) -> None:
-        """One verdict; `num_draft` is at least 1."""
+        """Learns from the verdict on a chain; `num_draft` is at least 1."""
         self._observe(num_accepted + (num_accepted < num_draft), num_accepted)
 
     def observe_tree(self, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """One verdict on a draft with branches: the tokens of it that were accepted, from the root on."""
+        """Learns from the verdict on a draft with branches: the indices of accepted tokens, from the root on."""
         children: dict[int, list[int]] = {}
         for index, parent in enumerate(draft.parents):
             children.setdefault(parent, []).append(index)
-        num_first = 0  # first children that were accepted one after the other: what a chain would have won
+        num_first = 0  # first children accepted one after the other: what a chain would have gained
         for place, parent in enumerate((ROOT, *accepted)):
             siblings = children.get(parent, [])
             right = accepted[place] if place < len(accepted) else None
@@ -130,25 +126,25 @@ class AcceptanceRecord:
         is_cut_short = bool(children.get(accepted[num_first - 1] if num_first else ROOT))
         self._observe(num_first + is_cut_short, num_first)
 
-    def ranked(self, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
-        """The draft with its tokens by falling probability, and of each the probability that the text goes through it.
+    def rank(self, draft: DraftTree) -> RankedDraft:
+        """Orders the draft's tokens by the probability that the text goes through them.
 
         Parents stay before their children: no token is likelier than its parent.
         """
         if not draft.parents:
-            return draft, self.chain[: len(draft.token_ids)]
+            return RankedDraft(draft, self.chain[: len(draft.token_ids)])
         probabilities = self._through(draft)
         order = sorted(range(len(probabilities)), key=lambda index: -probabilities[index])
-        return draft.only(order), [probabilities[index] for index in order]
+        return RankedDraft(draft.only(order), [probabilities[index] for index in order])
 
     def _through(self, draft: DraftTree) -> list[float]:
-        """Of each token of a draft with branches: the acceptance of its parents, times its own after its siblings.
+        """Returns, for each token of a draft with branches, its parent's probability times its own after its siblings.
 
-        A sibling counts for no more than the one before it, so that their order stays.
+        A sibling counts no more than the one before it, so that their order stays.
         """
         sibling = self._siblings.mean
         found: list[float] = []
-        # By parent: probability that the text reaches it and none of its children so far; that of the last of them.
+        # By parent: the probability that the text reaches it and none of its children so far; that of its last child.
         left: dict[int, tuple[float, float]] = {}
         for parent, depth in zip(draft.parents, draft.depths(), strict=True):
             if parent in left:
@@ -161,7 +157,7 @@ class AcceptanceRecord:
         return found
 
     def _acceptance(self, position: int) -> float:
-        """Of the first child at this position, once the text has reached it."""
+        """Returns the acceptance of the first child at this position, once the text has reached it."""
         position = min(position, len(self.chain) - 1)
         before = self.chain[position - 1] if position > 0 else 1.0
         return self.chain[position] / before if before else 0.0

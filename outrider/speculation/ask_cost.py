@@ -1,4 +1,4 @@
-"""What it takes to ask a proposer, learnt while serving, and which sequences of a batch it is worth asking for."""
+"""Learns while serving what a call to a proposer costs, and decides for which sequences a call pays."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from operator import mul
 from typing import NamedTuple
 
 FIRST_CALLS = 5
-"""Of a process. Some of them take far longer than any later one: until there were so many, the quickest counts."""
+"""Calls in a process until which only the quickest counts: some of the first take far longer than any later one."""
 
 CHEAP_SHARE = 0.01
-"""Of a step: to decide about a call that takes no more would take as long as the call."""
+"""Share of a step's duration up to which a call is cheap: deciding about it would take as long as the call."""
 
 LEARNING_RATE = 0.2
 
 OUTLIER_FACTOR = 2.0
-"""A call that takes longer than this many times the expected counts as this many times. One that takes less than the
-inverse shows that the expectation was wrong, and counts in full."""
+"""A call counts as at most this many times its expected duration. A call that takes less than the inverse shows that
+the expectation was wrong, and counts in full."""
 
 TOKEN_SHARE = 0.1
 MISSED_SHARE = 0.03
-"""Until calls say otherwise: what a further sequence's draft token, and a token to be read, take beside a forward."""
+"""The assumed cost of a further sequence's draft token, and of a token to be read, as shares of a forward."""
 
 CATCH_UP_STEPS = 32
-"""A proposer that has missed tokens reads them once: the time counts as that of so many steps."""
+"""Steps over which the time for reading missed tokens is spread: they are read only once."""
 
 
 class AskCost:
     """T(depth, tokens, missed) = a call + depth forwards + draft tokens of all sequences + tokens that were missed.
 
-    A head drafts one token of every sequence in a forward; a parallel one drafts all in one, so that its depth comes to
-    cost nothing. Each call corrects the four prices by its error (normalised least mean squares, Widrow and Hoff 1960),
-    none below 0. Not thread-safe.
+    A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so its depth is
+    found to cost nothing. Each call corrects the four prices by its error (normalised least mean squares, Widrow and
+    Hoff 1960), none below 0. Not thread-safe.
     """
 
     __slots__ = ("_num_calls", "_scaled", "call_seconds")
@@ -40,17 +40,17 @@ class AskCost:
         self._num_calls = 0
         self._scaled = [0.0, 0.0, 0.0, 0.0]  # the prices, each over its share of a forward
         self.call_seconds = 0.0
-        """Of a call, on average: the order in which sources are asked. 0: unknown."""
+        """The mean duration of a call, by which sources are ordered; 0: unknown."""
 
     def is_cheap(self, step_seconds: float) -> bool:
-        """Whether to ask is cheaper than to think about it. So is what was hardly asked yet.
+        """Returns whether a call is cheaper than deciding about it; a proposer that was hardly asked counts as cheap.
 
-        `step_seconds`: of a plain step.
+        `step_seconds`: the duration of a step without drafts.
         """
         return self._num_calls < FIRST_CALLS or self.call_seconds <= CHEAP_SHARE * step_seconds
 
     def observe(self, seconds: float, *, depth: int, num_tokens: int, num_missed: int) -> None:
-        """Learns from one draft of at least one sequence, in as many calls as it took."""
+        """Learns the duration of all calls that a draft of at least one sequence took."""
         if seconds <= 0.0:  # a clock that stood still
             return
         self._num_calls += 1
@@ -71,7 +71,7 @@ class AskCost:
         self._scaled = [max(each + step * one, 0.0) for each, one in zip(self._scaled, asked, strict=True)]
 
     def seconds(self, depth: int, num_tokens: int, num_missed: float) -> float:
-        """Of a draft at most `depth` tokens long, `num_tokens` over all sequences, which read so many tokens first."""
+        """Returns the expected duration of drafting `num_tokens` in all, at most `depth` deep, after reading."""
         call, forward, token, missed = self._scaled
         return call + depth * forward + TOKEN_SHARE * num_tokens * token + MISSED_SHARE * num_missed * missed
 
@@ -80,30 +80,30 @@ class Candidate(NamedTuple):
     """A sequence for which a proposer may be asked."""
 
     sequence_id: int
-    chain: Sequence[float]  # by position the probability that its draft is accepted to there
-    at_hand: float  # worth of the draft that is here already
+    chain: Sequence[float]  # probability that its draft is accepted up to each position
+    at_hand: float  # expected gain of the best draft found so far
     num_missed: int  # tokens that the proposer has not read
-    more: float = 0.0  # what the proposer's drafts are worth beyond such a chain
+    tree_bonus: float = 0.0  # expected gain of the proposer's drafts beyond such a chain
 
 
-def worth(probabilities: Sequence[float], row_price: float) -> float:
-    """The tokens that a draft is expected to win, less those that its rows cost."""
+def expected_gain(probabilities: Sequence[float], row_price: float) -> float:
+    """Returns the tokens that a draft is expected to gain, less those that its rows cost."""
     return sum([each - row_price for each in probabilities if each > row_price])
 
 
 def choose_asked(
     candidates: Sequence[Candidate], cost: AskCost, *, token_rate: float, row_price: float
 ) -> dict[int, int]:
-    """The number of tokens to ask for, by sequence id; absent ones are not asked for.
+    """Returns how many tokens to ask for, by sequence id; sequences that are not asked for are absent.
 
-    A sequence is taken in if its draft is expected to better the one at hand by more than it adds to the call; the call
-    is made if all of them together gain more than it takes. All lengths of the longest draft are compared.
+    A sequence is included if its draft is expected to improve on the one at hand by more than it adds to the call. The
+    call is made if all of them together gain more than it takes. All lengths of the longest draft are compared.
 
     Args:
         candidates: the sequences of the batch.
-        cost: of the proposer.
-        token_rate: tokens that the batch would generate in a second: what time is worth.
-        row_price: least probability of a draft token that pays for its row.
+        cost: that of the proposer.
+        token_rate: tokens a second that the batch would generate: what time is worth.
+        row_price: lowest probability of a draft token that pays for its row.
     """
     longest = max((len(candidate.chain) for candidate in candidates), default=0)
     gains = [-token_rate * cost.seconds(depth, 0, 0) for depth in range(1, longest + 1)]
@@ -112,12 +112,12 @@ def choose_asked(
     numbers: dict[int, list[int]] = {}  # by sequence, for each length of the longest draft
     for candidate in candidates:
         chain = candidate.chain
-        gain = candidate.more - candidate.at_hand - missed_price * candidate.num_missed
+        gain = candidate.tree_bonus - candidate.at_hand - missed_price * candidate.num_missed
         best_gain, best_number = 0.0, 0
         found: list[int] = []
         for place in range(longest):
-            least = row_price if place else row_price - candidate.more
-            if place < len(chain) and chain[place] > least:
+            min_probability = row_price if place else row_price - candidate.tree_bonus
+            if place < len(chain) and chain[place] > min_probability:
                 gain += max(chain[place] - row_price, 0.0) - token_price
                 if gain > best_gain:
                     best_gain, best_number = gain, place + 1

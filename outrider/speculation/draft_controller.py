@@ -1,15 +1,15 @@
-"""Who drafts, and how many draft tokens of each sequence a step verifies: decisions over the whole batch.
+"""Decides which proposers draft for a batch, and how many draft tokens of each sequence a step verifies.
 
-A draft token costs a row, and a row costs time that all sequences wait for. The controller knows how likely each draft
-token is (`AcceptanceRecord`, by sequence, proposer, grade and position) and how long steps take (`StepCostModel`), and
-gives rows to those that win most (`choose_rows`). No row at all is a choice as well. A sequence that gets none is tried
-again with a single token now and then, for a small share of the time.
+A draft token costs a row, and all sequences of the batch wait for the time that a row takes. The controller estimates
+how likely each draft token is (`AcceptanceRecord`, by sequence, proposer, grade and position) and how long steps take
+(`StepCostModel`), and gives rows to the tokens that gain most (`StepOffer.choose`), which may be none. A sequence
+without rows is tried again with a single token now and then, for a small share of the time.
 
-To ask a proposer in this process costs time as well (`AskCost`): it is asked for those sequences whose draft at hand
-it is expected to better by more than that (`choose_asked`), and tried again now and then as above.
+Asking a proposer in this process takes time as well (`AskCost`). It is asked for those sequences whose draft it is
+expected to improve by more than that (`choose_asked`), and tried again now and then in the same way.
 
-A draft that was drawn for the ratio test of rejection sampling counts as what was expected before it was drawn: the
-test is exact only where no drawn token decides whether it, or another draft, is judged.
+A draft that was drawn for the ratio test of rejection sampling is valued by what was expected before it was drawn: the
+test is exact only if no drawn token decides whether it, or another draft, is verified.
 """
 
 from __future__ import annotations
@@ -20,97 +20,112 @@ from dataclasses import dataclass, field
 
 from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord
-from outrider.speculation.ask_cost import Candidate, choose_asked, worth
+from outrider.speculation.ask_cost import Candidate, choose_asked, expected_gain
 from outrider.speculation.draft_source import DraftSource, SourceRecord
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.row_choice import RowChoice, StepOffer
 from outrider.speculation.step_cost import StepCostModel
 
 PROBE_STEPS = 32
-"""A sequence whose drafts were not verified for so many steps may be tried again, and a proposer not asked for them."""
+"""Steps without a verified draft after which a sequence may be tried again; also steps without a call to a proposer."""
 
 TRIAL_STEPS = 4
-"""Of `PROBE_STEPS`, in which a draft node that adds nothing is asked: drafts may arrive some steps after the first."""
+"""Steps, of `PROBE_STEPS`, in which a draft node that adds nothing is asked: its drafts arrive some steps later."""
 
 CHEAP_PROBE_STEPS = 8
-"""The same of a proposer that costs next to nothing."""
+"""The same for a proposer that costs next to nothing."""
 
 SPEEDUP_STEPS = 32
-"""Over which the batch's speedup is averaged: what time is worth."""
+"""Steps over which the batch's speedup is averaged; it says what time is worth."""
 
 PROBE_SHARE = 0.005
-"""Of the time, for such trials."""
+"""Share of the time that such trials may take."""
 
 MAX_PROBE_CREDIT = 1.0
-"""Of the time of a step without drafts, saved up for trials."""
+"""Credit that is saved up for trials, at most: times the duration of a step without drafts."""
 
 LEARN_STEPS = 4
-"""One of so many steps may have another number of rows than the best one, so that their time is known."""
+"""One in so many steps may have another number of rows than the best one, so that its time is learnt."""
 
-WORTH_ASKING = 0.5
-"""Drafts are asked for if their first token is at least this share of the probability that pays at present."""
+MIN_SHARE_TO_ASK = 0.5
+"""Share of the probability that pays at present, which the first token of a draft must have to be asked for."""
 
 
 @dataclass(slots=True)
 class DraftController:
     """Decides which draft tokens are asked for and which are verified. Engine thread only.
 
-    Order of calls in a step: `choose_asked` and `observe_asked` for each proposer of this process, the cheapest first,
-    `observe_added` for draft nodes, `choose` for all drafts there are, the forward, `observe_verdict` for each sequence
-    whose draft was verified, `observe_committed` for drafts that were not, `observe_step` once. `num_wanted` says what
-    draft nodes are asked for.
+    Order of calls in a step: `rank` for each draft as it comes, `choose_asked` and `observe_asked` for each proposer of
+    this process, the cheapest first, `observe_marginal_gain` for draft nodes, `choose` for the best drafts, the
+    forward, `observe_verdict` for each sequence whose draft was verified, `observe_committed` for drafts that were not,
+    `observe_step` once. `num_wanted` says what draft nodes are asked for.
     """
 
     num_speculative_tokens: int
     cost: StepCostModel = field(default_factory=StepCostModel)
-    verifies_all: bool = False  # every draft token that there is room for, at any price: a fixed number of draft tokens
-    row_price: float = 0.0  # least probability of a draft token that would have paid in the last step
+    verifies_all: bool = False  # all draft tokens that there is room for, at any price
+    row_price: float = 0.0  # lowest probability of a draft token that would have paid in the last step
     _sources: defaultdict[str, DraftSource] = field(default_factory=lambda: defaultdict(DraftSource))
     _step: int = 0
     _num_waiting: int = 0  # prompts, in the last step
-    _token_rate: float = 0.0  # tokens in a second, that the batch would generate: what time was worth in the last step
-    _plain_seconds: float = float("inf")  # of the last step, had it been one without drafts; unknown before the first
+    _token_rate: float = 0.0  # tokens a second that the batch was expected to generate in the last step
+    _plain_seconds: float = float("inf")  # that the last step would have taken without drafts; inf: unknown
     _asked_seconds: float = 0.0  # spent on drafts since the last choice
     _speedup: float = 1.0  # running mean of the expected rate over that of plain decoding
-    _probe_credit: float = float("inf")  # seconds, limited in each step
+    _probe_credit: float = float("inf")  # seconds; each step limits it
 
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
-        """How many draft tokens of that proposer might be worth verifying in the next step, 0 to `maximum`.
+        """Returns how many draft tokens of a draft node may be worth verifying in the next step, 0 to `maximum`.
 
-        A message takes processor time on both sides: where a proposer adds nothing, it is asked now and then.
+        A message takes processor time on both sides, so a proposer that adds nothing is asked only now and then.
         """
         maximum = min(maximum, self.num_speculative_tokens)
         if maximum <= 0 or self.verifies_all:
             return max(maximum, 0)
         found = self._record(sequence_id, source)
-        least = WORTH_ASKING * self.row_price
+        min_probability = MIN_SHARE_TO_ASK * self.row_price
         if found.adds_nothing and self._step % PROBE_STEPS >= TRIAL_STEPS:
             return 0
         chain = found.best().chain
-        if chain[0] < least:
+        if chain[0] < min_probability:
             return int(self._step - found.last_step >= PROBE_STEPS)
-        if chain[maximum - 1] >= least:
+        if chain[maximum - 1] >= min_probability:
             return maximum
-        return sum(each >= least for each in chain[:maximum])
+        return sum(each >= min_probability for each in chain[:maximum])
 
-    def call_seconds(self, source: str) -> float:
-        """What it takes to ask that proposer; 0 until it is known. The cheapest is asked first."""
-        return self._sources[source].cost.call_seconds
+    def source(self, name: str) -> DraftSource:
+        """Returns what is known of a proposer, or of the draft nodes."""
+        return self._sources[name]
 
     def is_cheap(self, source: str) -> bool:
-        """Whether it costs next to nothing to ask that proposer."""
+        """Returns whether a call to that proposer costs next to nothing."""
         return self._sources[source].cost.is_cheap(self._plain_seconds)
 
+    def rank(self, sequence_id: int, draft: DraftTree) -> RankedDraft:
+        """Orders the tokens of a draft by the probability that the text goes through them.
+
+        Probabilities are given for as many tokens as may be verified; for a drawn draft, for as many as it could have
+        had, whatever its length.
+        """
+        record = self._record_of(sequence_id, draft)
+        if draft.was_drawn:
+            return RankedDraft(draft, record.chain)
+        tree, probabilities = record.rank(draft)
+        return RankedDraft(tree, probabilities[: self.num_speculative_tokens])
+
     def choose_asked(
-        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, DraftTree], num_missed: Mapping[int, int]
+        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
     ) -> dict[int, int]:
-        """For how many tokens a proposer of this process is asked now, by sequence id; absent: for none.
+        """Decides for which sequences a proposer of this process is asked now, and for how many tokens of each.
 
         Args:
             source: the proposer's name.
-            wanted: by sequence of the batch, the most draft tokens that may be verified.
-            drafts: that are at hand, by sequence.
-            num_missed: by sequence, tokens that the proposer has not read; absent: none.
+            wanted: the maximum of draft tokens that may be verified, for each sequence of the batch.
+            drafts: the best draft found so far, by sequence.
+            num_missed: how many tokens of a sequence the proposer has not read; absent: none.
+
+        Returns:
+            Numbers of tokens by sequence id; sequences that it is not asked for are absent.
         """
         known = self._sources[source]
         if self.is_cheap(source):
@@ -122,7 +137,10 @@ class DraftController:
         return asked
 
     def min_reach(self, source: str, num_asked: int) -> float:
-        """How likely a draft token of so many sequences must be reached for another one after it to pay."""
+        """Returns the probability with which the text must reach a draft token for one more token after it to pay.
+
+        `num_asked`: sequences that are drafted for together.
+        """
         if self.verifies_all or not num_asked:
             return 0.0
         known = self._sources[source]
@@ -133,18 +151,22 @@ class DraftController:
         self,
         source: str,
         asked: Mapping[int, int],
-        found: Mapping[int, DraftTree],
+        found: Mapping[int, RankedDraft],
         *,
         seconds: float,
         num_read: int | None,
     ) -> None:
-        """What a proposer has made of these requests, and how long it took.
+        """Learns what a proposer has drafted, and how long that took.
 
-        `asked`: but for sequences whose text is still to be read. `num_read`: tokens that it has read; None: it read
-        more than these need.
+        Args:
+            source: the proposer's name.
+            asked: tokens asked for by sequence id, without sequences whose text is still being read.
+            found: its drafts by sequence id.
+            seconds: the duration of all its calls.
+            num_read: committed tokens that it has read; None: it has also read prompts of other sequences.
         """
         known = self._sources[source]
-        if any(draft.was_drawn for draft in found.values()):  # how long it took depends on what was drawn
+        if any(draft.tree.was_drawn for draft in found.values()):  # the duration depends on what was drawn
             self._asked_seconds += known.cost.seconds(
                 max(asked.values(), default=0), sum(asked.values()), num_read or 0
             )
@@ -152,99 +174,96 @@ class DraftController:
             self._asked_seconds += seconds
         if num_read is None or not (asked or num_read):
             return
-        depths = [found[key].depth if key in found else number for key, number in asked.items()]
+        depths = [found[key].tree.depth if key in found else number for key, number in asked.items()]
         known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_missed=num_read)
         if self.is_cheap(source):
             return
         known.observe_trial(asked, num_read=num_read)
         for (sequence_id, number), depth in zip(asked.items(), depths, strict=True):
             draft = found.get(sequence_id)
-            probabilities = () if draft is None else self._ranked(sequence_id, draft)[1]
-            was_drawn = draft is not None and draft.was_drawn
+            probabilities = () if draft is None else draft.probabilities
+            was_drawn = draft is not None and draft.tree.was_drawn
             expected = self._record(sequence_id, source).overall.chain[: number if was_drawn else depth]
-            known.observe_worth(
-                expected=worth(expected, self.row_price),
-                found=worth(probabilities[:number] if was_drawn else probabilities, self.row_price),
+            known.observe_tree_bonus(
+                expected=expected_gain(expected, self.row_price),
+                found=expected_gain(probabilities[:number] if was_drawn else probabilities, self.row_price),
             )
 
-    def observe_added(self, source: str, drafts: Mapping[int, Sequence[DraftTree]]) -> None:
-        """What that proposer's drafts were worth beside others. `drafts`: of all, by sequence that it was asked for."""
-        for sequence_id, trees in drafts.items():
-            tokens = {each.source: sum(self._ranked(sequence_id, each)[1]) for each in trees}
+    def observe_marginal_gain(self, source: str, drafts: Mapping[int, Sequence[RankedDraft]]) -> None:
+        """Learns what that proposer's drafts were worth beside others.
+
+        `drafts`: from all sources, by sequence that this proposer was asked for.
+        """
+        for sequence_id, found in drafts.items():
+            tokens = {each.tree.source: sum(each.probabilities) for each in found}
             own = tokens.pop(source, 0.0)
-            self._record(sequence_id, source).observe_added(max(own - max(tokens.values(), default=0.0), 0.0))
+            self._record(sequence_id, source).observe_marginal_gain(max(own - max(tokens.values(), default=0.0), 0.0))
 
-    def better(self, sequence_id: int, one: DraftTree, other: DraftTree) -> DraftTree:
-        """The draft of a sequence that is expected to win more."""
+    def better(self, one: RankedDraft, other: RankedDraft) -> RankedDraft:
+        """Returns the one of two drafts of a sequence that is expected to gain more."""
 
-        def value(draft: DraftTree) -> tuple[float, float]:
-            found = self._ranked(sequence_id, draft)[1]
-            return worth(found, self.row_price), sum(found)
+        def value(draft: RankedDraft) -> tuple[float, float]:
+            return expected_gain(draft.probabilities, self.row_price), sum(draft.probabilities)
 
         return max(one, other, key=value)
 
     def choose(
-        self, offers: Sequence[tuple[int, DraftTree, int]], room: StepRoom, *, num_waiting: int = 0
-    ) -> dict[int, DraftTree]:
-        """What is verified of these drafts, by sequence id, by falling worth; those without rows are absent.
+        self, drafts: Mapping[int, RankedDraft], limits: Mapping[int, int], room: StepRoom, *, num_waiting: int = 0
+    ) -> dict[int, int]:
+        """Decides how many of its first tokens are verified of each draft.
 
         Args:
-            offers: sequence id, its draft, and the most tokens of it that may be verified.
-            room: what the step has for drafts.
-            num_waiting: prompts that wait for the step's processors. Those that are computed in the step are added.
+            drafts: by sequence id.
+            limits: the maximum of draft tokens that may be verified, by id of the step's sequences.
+            room: what the scheduler leaves for drafts.
+            num_waiting: prompts that wait for the step's processors; those computed in the step are added.
+
+        Returns:
+            Numbers of tokens by sequence id; sequences without any are absent.
         """
         if self.num_speculative_tokens <= 0 or not room.sequences:
             return {}
-        records: list[AcceptanceRecord] = []
-        trees: list[DraftTree] = []
-        probabilities: list[Sequence[float]] = []
-        for sequence_id, draft, limit in offers:
-            tree, found = self._ranked(sequence_id, draft)
-            records.append(self._record(sequence_id, draft.source).of(draft.grade))
-            trees.append(tree)
-            probabilities.append(found[: max(0, limit)])
+        offered = [sequence_id for sequence_id in limits if sequence_id in drafts]
         self._num_waiting = num_waiting + len(room.prompts)
+        num_possible = min(room.max_draft_rows, len(room.sequences) * self.num_speculative_tokens)
+        step_seconds = self.cost.seconds(len(room.sequences), room.num_rows, num_more=num_possible)
+        probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
         offer = StepOffer(
-            probabilities,
-            room,
-            self.cost,
+            drafts=probabilities,
+            step_seconds=[each + self._asked_seconds for each in step_seconds],  # spent, whatever is verified
+            max_rows=min(sum(map(len, probabilities)), num_possible, self._max_explored_rows(room)),
+            num_sequences=len(room.sequences),
             num_waiting=self._num_waiting,
-            num_speculative_tokens=self.num_speculative_tokens,
-            verifies_all=self.verifies_all,
-            asked_seconds=self._asked_seconds,
         )
+        plain_seconds = step_seconds[0]
+        max_credit = MAX_PROBE_CREDIT * plain_seconds
         self._asked_seconds = 0.0
         if self.cost.is_known:
-            self._plain_seconds = offer.plain_seconds
+            self._plain_seconds = plain_seconds
         choice = offer.choose(num_rows=offer.max_rows if self.verifies_all else None)
         self.row_price = choice.row_price
         if not room.prompts:
-            speedup = choice.expected_tokens / choice.expected_seconds * offer.plain_seconds / offer.num_sequences
+            speedup = choice.expected_tokens / choice.expected_seconds * plain_seconds / offer.num_sequences
             self._speedup += (max(speedup, 1.0) - self._speedup) / SPEEDUP_STEPS
-        self._probe_credit = min(
-            self._probe_credit + PROBE_SHARE * offer.plain_seconds, MAX_PROBE_CREDIT * offer.plain_seconds
-        )
+        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain_seconds, max_credit)
         for source in self._sources.values():
-            source.earn(PROBE_SHARE * offer.plain_seconds, most=MAX_PROBE_CREDIT * offer.plain_seconds)
+            source.earn(PROBE_SHARE * plain_seconds, max_credit=max_credit)
         num_rows = choice.num_rows
         if not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
-                choice = self._with_other_rows(offer, choice)
-            num_rows = self._with_probes(offer, choice, records)
-        return {
-            sequence_id: tree.cut(count)
-            for (sequence_id, *_), tree, count in zip(offers, trees, num_rows, strict=True)
-            if count
-        }
+                choice = self._with_other_rows(offer, choice, room.num_rows)
+            records = [self._record_of(key, drafts[key].tree) for key in offered]
+            num_rows = self._with_probes(offer, choice, records, max_credit=max_credit)
+        return {key: min(count, len(drafts[key].tree)) for key, count in zip(offered, num_rows, strict=True) if count}
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns how one draft went: the tokens of it that were accepted, from the root on."""
+        """Learns which tokens of a draft were accepted: their indices, from the root on."""
         self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, anew_after=PROBE_STEPS)
 
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
-        """Learns from a draft that was not verified: what was committed in its place says which tokens were right.
+        """Learns from a draft that was not verified: the tokens committed in its place say which of its own were right.
 
-        True of coupled sampling, where a position's token does not depend on drafts.
+        This holds for coupled sampling, where the token of a position does not depend on drafts.
         """
         if draft.parents:
             depths = draft.depths()
@@ -254,32 +273,32 @@ class DraftController:
         self.observe_verdict(sequence_id, draft, draft.path_of(token_ids))
 
     def observe_step(self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
-        """Learns what a step cost. One that computed prompts says little about drafts, and is left out."""
+        """Learns the duration of a step. A step that computed prompts is left out, as it says little about drafts."""
         self._step += 1
         if num_rows and not num_prompt_rows:
             self.cost.observe(num_sequences=num_sequences, num_rows=num_rows, step_seconds=seconds)
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended; an unknown one is fine."""
+        """Drops what is known of a sequence that has ended; an unknown one is fine."""
         for source in self._sources.values():
             source.records.pop(sequence_id, None)
 
     def _ask_cheap(self, source: str, wanted: Mapping[int, int]) -> dict[int, int]:
-        """For all that a draft of some grade could win: the answer says of which it is."""
-        least = WORTH_ASKING * self.row_price
+        """Asks for every sequence for which a draft of some grade could pay: the answer has the grade."""
+        min_probability = MIN_SHARE_TO_ASK * self.row_price
         asked: dict[int, int] = {}
-        for sequence_id, most in wanted.items():
-            if most > 0:
+        for sequence_id, limit in wanted.items():
+            if limit > 0:
                 record = self._record(sequence_id, source)
                 is_due = self.verifies_all or self._step - record.last_step >= CHEAP_PROBE_STEPS
-                if is_due or record.best().chain[0] >= least:
-                    asked[sequence_id] = min(most, self.num_speculative_tokens)
+                if is_due or record.best().chain[0] >= min_probability:
+                    asked[sequence_id] = min(limit, self.num_speculative_tokens)
         return asked
 
     def _choose_asked(
-        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, DraftTree], num_missed: Mapping[int, int]
+        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
     ) -> dict[int, int]:
-        """The same of a proposer that costs something."""
+        """Weighs gain against duration, for a proposer whose calls cost something."""
         known = self._sources[source]
         row_price = 0.0 if self.verifies_all else self.row_price
         # Prompts that wait for the end of the step wait for its drafts as well.
@@ -287,36 +306,31 @@ class DraftController:
             0.0 if self.verifies_all else self._speedup * (len(wanted) + self._num_waiting) / self._plain_seconds
         )
         candidates: list[Candidate] = []
-        for sequence_id, most in wanted.items():
-            if most > 0:
+        for sequence_id, limit in wanted.items():
+            if limit > 0:
                 draft = drafts.get(sequence_id)
-                at_hand = () if draft is None else self._ranked(sequence_id, draft)[1][:most]
-                chain = self._record(sequence_id, source).overall.chain[:most]
+                at_hand = () if draft is None else draft.probabilities[:limit]
+                chain = self._record(sequence_id, source).overall.chain[:limit]
                 missed = num_missed.get(sequence_id, 0)
-                candidates.append(Candidate(sequence_id, chain, worth(at_hand, row_price), missed, known.more))
+                gain = expected_gain(at_hand, row_price)
+                candidates.append(Candidate(sequence_id, chain, gain, missed, known.tree_bonus))
         asked = choose_asked(candidates, known.cost, token_rate=self._token_rate, row_price=row_price)
         known.add_trial(
             asked, {each.sequence_id: each.num_missed for each in candidates}, before=self._step - PROBE_STEPS
         )
         return asked
 
-    def _ranked(self, sequence_id: int, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
-        """As `AcceptanceRecord.ranked`, of as many tokens as may be verified.
+    def _max_explored_rows(self, room: StepRoom) -> int:
+        """Returns the number of rows for drafts with which a step does not outgrow what is known of step durations."""
+        max_rows = None if room.prompts or self.verifies_all else self.cost.max_explored_rows()
+        return room.max_draft_rows if max_rows is None else max(0, max_rows - room.num_rows)
 
-        Of a drawn draft, whatever its length: the probabilities of as many as it might have had.
+    def _with_other_rows(self, offer: StepOffer, choice: RowChoice, num_rows: int) -> RowChoice:
+        """Returns the choice, or, if credit allows, a choice of another number of rows whose duration is hardly known.
+
+        That is no row for drafts, so that their gain can be measured, or a few rows more or less. `num_rows`: rows of
+        the step without drafts.
         """
-        record = self._record(sequence_id, draft.source).of(draft.grade)
-        if draft.was_drawn:
-            return draft, record.chain
-        tree, found = record.ranked(draft)
-        return tree, found[: self.num_speculative_tokens]
-
-    def _with_other_rows(self, offer: StepOffer, choice: RowChoice) -> RowChoice:
-        """The choice, or one of another number of rows whose time is not known well, when there is credit for it.
-
-        Of no rows for drafts, so that it is known what drafts win, or of a few more or less.
-        """
-        num_rows = offer.num_rows
         num_best = sum(choice.num_rows)
         plain = None if self.cost.is_known_at(num_rows) else num_rows
         for total in (plain, *self.cost.unknown_near(num_rows + num_best)):
@@ -332,12 +346,14 @@ class DraftController:
                 return other
         return choice
 
-    def _with_probes(self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord]) -> Sequence[int]:
-        """The choice, and single tokens of sequences that had none for long: the longest first, as credit allows."""
+    def _with_probes(
+        self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord], *, max_credit: float
+    ) -> Sequence[int]:
+        """Adds single tokens of sequences without rows, as credit allows; those without any for longest come first."""
         due = [
             (record.last_step, place)
             for place, (count, record) in enumerate(zip(choice.num_rows, records, strict=True))
-            if not count and self._step - record.last_step >= PROBE_STEPS and offer.probabilities[place]
+            if not count and self._step - record.last_step >= PROBE_STEPS and offer.drafts[place]
         ]
         if not due:
             return choice.num_rows
@@ -347,15 +363,18 @@ class DraftController:
             if total == offer.max_rows:
                 break
             price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
-            if price >= self._probe_credit < MAX_PROBE_CREDIT * offer.plain_seconds:
-                break  # full, it pays for any: the debt is paid before the next one
+            if price >= self._probe_credit < max_credit:
+                break  # full credit pays for any trial; the debt is paid off before the next one
             self._probe_credit -= price
             num_rows[place] = 1
             total += 1
         return num_rows
 
+    def _record_of(self, sequence_id: int, draft: DraftTree) -> AcceptanceRecord:
+        return self._record(sequence_id, draft.source).of(draft.grade)
+
     def _record(self, sequence_id: int, source: str) -> SourceRecord:
-        """A new sequence is due for a trial at once, should its proposer be thought little of."""
+        """Returns the record of a sequence, a new one if there is none, which is then due for a trial at once."""
         known = self._sources[source]
         record = known.records.get(sequence_id)
         if record is None:

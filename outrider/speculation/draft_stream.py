@@ -40,7 +40,7 @@ MAX_FEATURE_BYTES_PER_MESSAGE = 1 << 20
 """In all updates of a message: a millisecond of a fast network, for which other sequences' news wait."""
 
 
-def most_tokens_offered(num_wanted: int, *, takes_trees: bool = False) -> int:
+def max_offered_tokens(num_wanted: int, *, takes_trees: bool = False) -> int:
     """The longest branch that may answer `num_wanted`: some more, for re-basing."""
     on_path = max(num_wanted, min(num_wanted + NUM_EXTRA_TOKENS, MAX_PROPOSAL_TOKENS))
     return on_path + MAX_SIBLINGS if takes_trees else on_path

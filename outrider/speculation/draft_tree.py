@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
+from typing import NamedTuple
 
 from outrider.speculation.token_distribution import TokenDistribution
 
 DRAFT_NODE = "draft_node"
-"""Source of drafts that came from a draft node; a local proposer's is its name."""
+"""The source of drafts of a draft node; the source of a local proposer's drafts is its name."""
 
 ROOT = -1
 """The parent of a token that follows the prefix itself."""
@@ -20,30 +21,30 @@ ROOT = -1
 class DraftTree:
     """Tokens proposed after the first `length` tokens of a text.
 
-    Most are chains: each token follows the one before it. Otherwise `parents` says what each token follows. Tokens are
-    in the order of their worth, parents before their children, so the first n of them are a tree as well, and of two
-    siblings the first is the likelier one.
+    Most drafts are chains: each token follows the one before it. Otherwise `parents` says what each token follows. The
+    likeliest tokens come first, and parents before their children, so the first n tokens are a tree as well, and the
+    first of two siblings is the likelier one.
 
     A value: never changed once its source is known. Not declared frozen, as one is made for every sequence and step and
     that would make its construction take three times as long.
     """
 
     length: int
-    prefix_hash: int | None = None  # of those first tokens; None: the draft has not left its proposer's process
+    prefix_hash: int | None = None  # of the first `length` tokens; None: the draft was made in this process
     token_ids: tuple[int, ...] = ()
-    source: str = DRAFT_NODE  # whose acceptance the verdict counts for
-    probability: float = 1.0  # the proposer's estimate that the text begins with those first tokens
-    distributions: tuple[TokenDistribution, ...] = ()  # what each token was drawn from; empty: each was certain
-    parents: tuple[int, ...] = ()  # of each token the index of its parent, or ROOT; empty: a chain
-    grade: int = 0  # the proposer's own measure of the draft, one of few: acceptance counts for each grade by itself
+    source: str = DRAFT_NODE  # counts the verdict for its acceptance
+    probability: float = 1.0  # the proposer's estimate that the text begins with the first `length` tokens
+    distributions: tuple[TokenDistribution, ...] = ()  # that each token was drawn from; empty: each was certain
+    parents: tuple[int, ...] = ()  # index of each token's parent, or ROOT; empty: a chain
+    grade: int = 0  # the proposer's confidence in the draft, in few classes: each has an acceptance of its own
 
     def __len__(self) -> int:
-        """Tokens proposed."""
+        """The number of tokens proposed."""
         return len(self.token_ids)
 
     @property
     def was_drawn(self) -> bool:
-        """Whether it comes with what it was drawn from, for rejection sampling: then it is a chain."""
+        """Whether it has the distributions that it was drawn from, for rejection sampling; then it is a chain."""
         return bool(self.distributions)
 
     @property
@@ -58,7 +59,7 @@ class DraftTree:
         )
 
     def depths(self) -> tuple[int, ...]:
-        """Of each token, how many tokens of the draft its path has, itself included."""
+        """Returns the length of each token's path from the root, the token included."""
         if not self.parents:
             return tuple(range(1, len(self.token_ids) + 1))
         depths: list[int] = []
@@ -68,11 +69,11 @@ class DraftTree:
 
     @property
     def depth(self) -> int:
-        """The most tokens that follow each other."""
+        """The length of the longest path."""
         return max(self.depths(), default=0)
 
     def path_of(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The indices of the tokens with which a text that goes on like this follows the draft, from the root on."""
+        """Returns the indices of the tokens that a text with this continuation shares with the draft, in order."""
         if not self.parents:
             return range(num_common(self.token_ids, token_ids))
         path: list[int] = []
@@ -85,7 +86,7 @@ class DraftTree:
         return path
 
     def cut(self, num_tokens: int) -> DraftTree:
-        """At most the first `num_tokens` of them."""
+        """Returns the draft's first `num_tokens` tokens; all if it has fewer."""
         if len(self.token_ids) <= num_tokens:
             return self
         if self.parents:
@@ -101,7 +102,7 @@ class DraftTree:
         )
 
     def depth_first(self) -> DraftTree:
-        """The same tree, the likeliest path first, then what branches off, the deepest branch first.
+        """Returns the same tree with the likeliest path first, then what branches off, the deepest branch first.
 
         So tokens that follow each other are neighbours as far as possible.
         """
@@ -119,7 +120,7 @@ class DraftTree:
         return self.only(order)
 
     def only(self, indices: Sequence[int]) -> DraftTree:
-        """These tokens of a tree, in this order; those whose parents are not among them follow the root."""
+        """Returns these tokens of a tree, in this order; tokens whose parents are not among them follow the root."""
         places = {index: place for place, index in enumerate(indices)}
         parents = tuple(places.get(self.parents[index], ROOT) for index in indices)
         is_chain = all(parent == place - 1 for place, parent in enumerate(parents))
@@ -131,9 +132,9 @@ class DraftTree:
         )
 
     def after(self, token_ids: Sequence[int]) -> DraftTree | None:
-        """What is proposed after `token_ids`, of which the first `length` are known to be the draft's prefix.
+        """Returns what is proposed after `token_ids`, whose first `length` tokens must be the draft's prefix.
 
-        None: the text went on otherwise, or past the draft.
+        None: the text went on differently, or past the draft.
         """
         num_since = len(token_ids) - self.length
         if num_since == 0:
@@ -153,24 +154,28 @@ class DraftTree:
             grade=self.grade,
         )
 
-    def _below(self, path: Sequence[int]) -> DraftTree | None:
-        """What follows these tokens of a tree."""
-        root = ROOT
-        for token_id in path:
-            children = (index for index in range(root + 1, len(self)) if self.parents[index] == root)
-            root = next((index for index in children if self.token_ids[index] == token_id), ROOT)
-            if root == ROOT:
-                return None
-        below = {root}
-        for index in range(root + 1, len(self.token_ids)):
+    def _below(self, token_ids: Sequence[int]) -> DraftTree | None:
+        """Returns what follows these tokens of a tree, at least one; None: nothing does."""
+        path = self.path_of(token_ids)
+        if len(path) < len(token_ids):
+            return None
+        below = {path[-1]}
+        for index in range(path[-1] + 1, len(self.token_ids)):
             if self.parents[index] in below:
                 below.add(index)
-        below.remove(root)
+        below.remove(path[-1])
         if not below:
             return None
         return replace(self.only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
 
 
+class RankedDraft(NamedTuple):
+    """A draft, and what is expected of it in the step for which it was ranked (see `DraftController.rank`)."""
+
+    tree: DraftTree  # its tokens by falling probability, parents before their children
+    probabilities: Sequence[float]  # that the text goes through each token; of a drawn draft also through absent ones
+
+
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix of two texts."""
+    """Returns the length of the longest common prefix of two texts."""
     return sum(takewhile(bool, map(eq, one, other)))

@@ -1,4 +1,4 @@
-"""Chooses the rows of a look-ahead's next forward: the likeliest, shared equally among decode nodes."""
+"""Chooses the rows of a look-ahead's next forward: the likeliest ones, shared equally among decode nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AheadRow:
 
 
 def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
-    """The next token of each path of one sequence that may be asked for by its next update.
+    """Returns the next token of each path of one sequence that its next update may ask for.
 
     While the target verifies `num_wanted` tokens, the main path grows to them, the token that follows and a whole
     next draft; an alternative replaces one of those verified, or the one that follows, and grows to a whole draft.
@@ -32,10 +32,10 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
     rows: list[AheadRow] = []
     for path in tree.paths:
         num_tokens = len(path)
-        if tree.num_missing(path) > tree.most_draft_rows:
+        if tree.num_missing(path) > tree.max_path_rows:
             continue  # its KV was evicted
         max_tokens = 2 * num_wanted + 1 if path is tree.main else path.num_assumed + num_wanted
-        if num_tokens >= max_tokens or tree.is_over(path):
+        if num_tokens >= max_tokens or tree.is_complete(path):
             continue
         is_wanted = path is tree.main and num_tokens < num_wanted
         rows.append(AheadRow(owner, tree.probability(path, num_tokens) * acceptance, tree, path, is_wanted))
@@ -48,7 +48,7 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
 
 
 def by_worth(rows: Iterable[AheadRow]) -> Iterator[AheadRow]:
-    """The likeliest row of each owner, then the second of each, and so on."""
+    """Yields the likeliest row of each owner, then the second of each, and so on."""
     by_owner: dict[int, list[AheadRow]] = {}
     for row in sorted(rows, key=lambda row: -row.probability):
         by_owner.setdefault(row.owner, []).append(row)

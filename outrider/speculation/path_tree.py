@@ -1,12 +1,12 @@
-"""What a draft model has drafted for one sequence: a main path after the committed tokens, and alternatives to it.
+"""What a draft model or head has drafted for one sequence: a main path after the committed tokens, and alternatives.
 
 Torch-free: a path knows its tokens and its block table, not how tokens are decided.
 
-The text follows the main path as long as the target decides like the draft model. At the first token where it does
-not, the runners-up of the draft model's race are its likeliest choices: an alternative assumes one of them.
+The text follows the main path as long as the target decides like the draft model. Where it does not, its likeliest
+choices are the runners-up of the draft model's race: an alternative assumes one of them.
 
-A head's rows are one less than its tokens. What it drafted is drafted anew once its tokens are committed, from the
-features that came with them: until then the rest of the old path is the `spare`.
+A head has one row less than tokens. Its draft is made anew once tokens are committed, from the features that came with
+them. Until then the rest of the old path is the `stale_path`.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.speculation.acceptance_record import PRIOR_RUNNERS_UP, PathAcceptance
+from outrider.speculation.acceptance_record import PRIOR_RUNNERS_UP, path_acceptance
 from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import ROOT, DraftTree, num_common
 from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.token_distribution import TokenDistribution, certain
 
 NUM_GRADES = 4
-"""Of drafts, by how sure a head was of their first token; 0: surest."""
+"""Grades of a head's drafts, by its confidence in their first token; 0 is the most confident."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
     """What a forward has decided at the position after one path."""
 
-    token_ids: tuple[int, ...]  # the winner of the race, then the winners without those before; none: not decided
+    token_ids: tuple[int, ...]  # the winner of the race, then its runners-up; empty: nothing was decided
     distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
-    state: object = None  # a head's own hidden state after the path, with which that token is fed
-    following: tuple[Decided, ...] = ()  # of a parallel head: at the positions after it
-    confidence: float = 1.0  # of a head: probability of the likeliest token
+    state: object = None  # a head's hidden state after the path, with which that token is fed
+    following: tuple[Decided, ...] = ()  # decisions at later positions, by a parallel head or a rollout
+    confidence: float = 1.0  # a head's probability of the likeliest token
 
 
 @dataclass(slots=True, eq=False)
 class DraftPath:
-    """Tokens after the committed ones: assumed ones first, then those that the draft model decided after them."""
+    """Tokens after the committed ones: assumed tokens first, then those that the draft model has decided."""
 
     kv: SequenceKV  # of committed and path tokens, as far as computed
-    decided: list[Decided] = field(default_factory=list)  # each token; its state is what it is fed with
+    decided: list[Decided] = field(default_factory=list)  # each token; it is fed with its state
     num_assumed: int = 0  # 0: the main path
-    rank: int = 0  # an alternative's: which runner-up it assumes
-    num_sent: int = 0  # of its tokens, to the decode node
+    rank: int = 0  # which runner-up an alternative assumes
+    num_sent: int = 0  # tokens sent to the decode node
 
     def __len__(self) -> int:
-        """Tokens after the committed ones."""
+        """The number of tokens after the committed ones."""
         return len(self.decided)
 
     @property
@@ -61,11 +61,11 @@ class DraftPath:
 
     @property
     def reach(self) -> float:
-        """Probability, by the drafter's own confidence, that the text goes through all of the path."""
+        """The probability, by the drafter's confidence, that the text goes through the whole path."""
         return math.prod(each.confidence for each in self.decided)
 
     def cut_front(self, num_tokens: int) -> None:
-        """Drops committed tokens, and counts nothing of the rest as sent."""
+        """Drops committed tokens, and counts the rest as not sent."""
         del self.decided[:num_tokens]
         self.num_assumed = max(0, self.num_assumed - num_tokens)
         self.num_sent = 0
@@ -73,18 +73,18 @@ class DraftPath:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """An alternative that could be opened: this runner-up in place of the main path's token."""
+    """An alternative that could be opened: a runner-up in place of a token of the main path."""
 
-    index: int  # of the token in the main path
+    index: int  # of the replaced token
     rank: int
-    probability: float  # that the text goes there
+    probability: float  # that the text goes through the runner-up
 
 
 class PathTree:
     """The paths of one sequence, rooted at its committed tokens. Belongs to one thread.
 
-    `kv` of the main path is complete up to the newest token that was fed; alternatives are forks of it
-    (copy-on-write), so equal beginnings are computed and stored once.
+    The KV of the main path is complete up to the newest token that was fed. Alternatives are copy-on-write forks of it,
+    so equal beginnings are computed and stored once.
     """
 
     def __init__(
@@ -97,32 +97,32 @@ class PathTree:
         sampling: object = None,
         head: HeadRules | None = None,
     ) -> None:
-        """`kv` may hold a cached prefix of `token_ids`, but not the last of them: its logits begin the draft.
+        """`kv` may hold a cached prefix of `token_ids`, but not the last token, whose logits begin the draft.
 
         `sampling`: the forward's state of the sequence, which counts the committed tokens.
         """
         self.start = start
         self.sampling = sampling
-        self.features: Features | None = None  # of a head: of all committed tokens but the newest
-        self.acceptance = PathAcceptance()  # each position that a path had guessed counts once
-        self.runner_up_chances = [PathAcceptance(prior) for prior in PRIOR_RUNNERS_UP]
+        self.features: Features | None = None  # for a head: of all committed tokens but the newest
+        self.acceptance = path_acceptance()  # each position that a path had guessed counts once
+        self.runner_up_chances = [path_acceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
-        self.spare: DraftPath | None = None  # a head's guess until its main path has one; its KV is not its own
+        self.stale_path: DraftPath | None = None  # a head's draft from before the commit; it owns no KV
         self.num_wasted_tokens = 0  # decided, and dropped without having been committed
         self._head = head
         self._num_without_row = 0 if head is None else 1  # leading tokens
-        # Of rejection sampling, a draft whose length tells of its tokens would be biased: it goes on past a stop token.
+        # In rejection sampling a draft whose length depends on its tokens is biased, so it goes on past a stop token.
         self._stop_token_ids = frozenset(() if start.wants_distributions else start.options.stop_token_ids)
         self._max_length = min(max_model_len, start.prompt_length + start.options.sampling.max_tokens)
         self.token_ids = list(token_ids)
-        """The committed tokens; not to be changed by the reader."""
+        """The committed tokens; only this tree changes them."""
         self._source = token_ids
         self._openings: list[Opening] = []  # likeliest first
-        self._num_listed = 0  # of the main path's first tokens, by which `_openings` was made
+        self._num_listed = 0  # tokens of the main path for which `_openings` was made
 
     def __len__(self) -> int:
-        """Committed tokens."""
+        """The number of committed tokens."""
         return len(self.token_ids)
 
     @property
@@ -133,17 +133,17 @@ class PathTree:
     # --- the root -------------------------------------------------------------------------
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Whether `token_ids` begin with the committed tokens. The last call's list only grows: it is not compared."""
+        """Returns whether `token_ids` begin with the committed tokens. The last call's list, which only grows, does."""
         size = len(self)
         if len(token_ids) < size:
             return False
         return token_ids is self._source or list(token_ids[:size]) == self.token_ids
 
     def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Moves the root to the end of `token_ids`, which continue the committed tokens; returns those that are new.
+        """Moves the root to the end of `token_ids`, which continue the committed tokens, and returns the new tokens.
 
-        The path that begins with them becomes the main one, and alternatives that do are kept, without these tokens.
-        Others are freed. If no path does, the KV of the longest common prefix is kept.
+        The path that begins with the new tokens becomes the main one, and alternatives that begin with them are kept,
+        without these tokens. Others are freed. If there is none, the KV of the longest common prefix is kept.
         """
         new = tuple(token_ids[len(self) :])
         self._source = token_ids
@@ -187,74 +187,74 @@ class PathTree:
         self.num_wasted_tokens += path.num_decided
         path.kv.free()
 
-    def answer(self, *, may_be_spare: bool) -> DraftPath:
-        """The path to send: the main one. As long as a head's guess from before the commit agrees, its rest follows.
+    def answer(self, *, may_be_stale: bool) -> DraftPath:
+        """Returns the path to send: the main one, and after it the rest of the stale path as long as both agree.
 
-        Of drawn drafts only until the main path begins: a guess that stays because the new path has drawn the same
-        token would be judged by another distribution than that draw's.
+        For drawn drafts the stale path counts only until the main path has begun: a token kept because the new path has
+        drawn the same would be judged by another distribution than the one that it was drawn from.
         """
-        main, spare = self.main, self.spare
-        if not may_be_spare or spare is None or len(spare) <= len(main) or not self._is_spare_right(spare):
+        main, stale = self.main, self.stale_path
+        if not may_be_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
             return main
-        return replace(main, decided=[*main.decided, *spare.decided[len(main) :]])
+        return replace(main, decided=[*main.decided, *stale.decided[len(main) :]])
 
-    def drop_wrong_spare(self) -> None:
-        """Once it no longer follows the main path, what was sent of it is to be sent anew."""
-        main, spare = self.main, self.spare
-        if spare is not None and not self._is_spare_right(spare):
-            num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, spare.token_ids)
+    def drop_wrong_stale_path(self) -> None:
+        """Drops the stale path once it differs from the main path; what was sent of it must be sent again."""
+        main, stale = self.main, self.stale_path
+        if stale is not None and not self._is_stale_path_right(stale):
+            num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, stale.token_ids)
             main.num_sent = min(main.num_sent, num_right)
-            self.num_wasted_tokens += spare.num_decided
-            self.spare = None
+            self.num_wasted_tokens += stale.num_decided
+            self.stale_path = None
 
     # --- growth ---------------------------------------------------------------------------
 
     def first_missing(self, path: DraftPath) -> int:
-        """The position of the first of `missing`."""
+        """Returns the position of the first of the `missing` tokens."""
         if self._num_fed(path) == len(self) + len(path):  # fed without asking for logits
             path.kv.truncate(path.kv.num_tokens - 1)
         return self._num_fed(path)
 
     def missing(self, path: DraftPath) -> Sequence[int]:
-        """The tokens to feed so that the path's next token can be decided: at least one."""
+        """Returns the tokens that must be fed before the path's next token can be decided; at least one."""
         start = self.first_missing(path)
         if start >= len(self):
             return path.token_ids[start - len(self) :]
         return [*self.token_ids[start:], *path.token_ids]
 
     def num_missing(self, path: DraftPath) -> int:
-        """How many `missing` would return."""
+        """Returns the number of `missing` tokens."""
         return max(1, len(self) + len(path) - self._num_fed(path))
 
     @property
     def num_behind(self) -> int:
-        """Committed tokens that the main path has not been fed with."""
+        """The number of committed tokens that the main path was not fed with."""
         return max(0, len(self) - self._num_fed(self.main))
 
     @property
-    def most_draft_rows(self) -> int:
-        """Rows of one path that are drafting, not catching up: its newest token, and of a head those just committed."""
+    def max_path_rows(self) -> int:
+        """Rows up to which a path is drafting, not catching up: its newest token, and for a head the committed ones."""
         return 1 if self._head is None else 1 + MAX_PROPOSAL_TOKENS
 
     def rows_before(self, position: int) -> int:
-        """Of the KV cache, for the tokens before this position."""
+        """Returns the number of rows in the KV cache for the tokens before this position."""
         return position - self._num_without_row
 
-    def is_over(self, path: DraftPath) -> bool:
-        """Whether it ends with a stop token, at the maximum length, or where a head can draft no further."""
+    def is_complete(self, path: DraftPath) -> bool:
+        """Returns whether a path ends with a stop token, at the maximum length, or where a head can go no further."""
         return self.num_left_of(path) <= 0 or (bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids)
 
     def num_left_of(self, path: DraftPath) -> int:
-        """Tokens that it can grow by: until the maximum length, and as far as a head can draft."""
+        """Returns by how many tokens a path can grow: up to the maximum length, and as far as a head can draft."""
         return min(self.num_left, self._max_own_rows + 1) - len(path)
 
     @property
     def num_left(self) -> int:
-        """Tokens until the maximum length."""
+        """The number of tokens until the maximum length."""
         return self._max_length - len(self)
 
     def probability(self, path: DraftPath, num_tokens: int) -> float:
-        """That the text begins with the path's first `num_tokens` tokens; an alternative's assumed ones among them."""
+        """Returns the probability of the path's first `num_tokens` tokens, which include all that are assumed."""
         acceptance = self.acceptance.mean
         if path.num_assumed == 0:
             return float(acceptance**num_tokens)
@@ -262,7 +262,7 @@ class PathTree:
         return self._probability_of(path.num_assumed - 1, path.rank) * float(acceptance**num_after)
 
     def openings(self, num_positions: int) -> Sequence[Opening]:
-        """Alternatives to the main path's first tokens that are not open yet, the likeliest first."""
+        """Returns alternatives to the main path's first tokens that are not open yet, the likeliest first."""
         main = self.main
         num_forkable = self._num_fed(main) - len(self) + 1  # the KV before a replaced token must be there
         num_positions = min(num_positions, num_forkable, len(main), self._max_own_rows)
@@ -288,7 +288,7 @@ class PathTree:
         return path
 
     def proposed(self, path: DraftPath, start: int, end: int) -> DraftTree:
-        """The path's tokens from `start` to `end`, after the committed ones and those before `start`."""
+        """Returns a draft of the path's tokens from `start` to `end`, after the committed ones and those before."""
         length, probability = len(self) + start, self.probability(path, start)
         grade = min(int((1.0 - path.decided[start].confidence) * NUM_GRADES), NUM_GRADES - 1) if start < end else 0
         if self.start.takes_siblings:  # runners-up go along
@@ -305,7 +305,7 @@ class PathTree:
         )
 
     def with_siblings(self, path: DraftPath, start: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The path's tokens from `start` to `end`, and runners-up of the race as their siblings.
+        """Joins the path's tokens from `start` to `end` with runners-up of the race as their siblings.
 
         Returns:
             Ids and parents as in DraftTree, in the order of their probability.
@@ -332,10 +332,10 @@ class PathTree:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _is_spare_right(self, spare: DraftPath) -> bool:
+    def _is_stale_path_right(self, stale: DraftPath) -> bool:
         if self.start.wants_distributions:
             return not self.main
-        return num_common(self.main.token_ids, spare.token_ids) == min(len(self.main), len(spare))
+        return num_common(self.main.token_ids, stale.token_ids) == min(len(self.main), len(stale))
 
     @property
     def _max_own_rows(self) -> int:
@@ -343,28 +343,28 @@ class PathTree:
         return self._max_length if limit is None else limit
 
     def _num_fed(self, path: DraftPath) -> int:
-        """Tokens, from the first on."""
+        """Returns the number of tokens that were fed, from the first on."""
         num_fed = path.kv.num_tokens + self._num_without_row
         if self._head is not None and not self._head.keeps_kv:  # nothing would remember those before
             num_fed = max(num_fed, len(self) - 1)
         return num_fed
 
     def _draft_anew(self, new: Sequence[int]) -> None:
-        """Of a head, after a commit: keeps the rows that were fed with features, and what is still right as spare."""
-        size, spare = len(new), None
-        for path in (*self.paths, *((self.spare,) if self.spare else ())):
+        """Keeps a head's rows that were fed with features after a commit, and as the stale path what is still right."""
+        size, stale = len(new), None
+        for path in (*self.paths, *((self.stale_path,) if self.stale_path else ())):
             num_agreeing = num_common(path.token_ids, new)
             self.num_wasted_tokens += path.num_decided - max(0, num_agreeing - path.num_assumed)
-            if spare is None and num_agreeing == size < len(path) and path.num_assumed <= size:
+            if stale is None and num_agreeing == size < len(path) and path.num_assumed <= size:
                 self.num_wasted_tokens -= len(path) - size
-                spare = path
+                stale = path
         for path in self.alternatives:
             path.kv.free()
         kv = self.main.kv
         kv.truncate(min(kv.num_tokens, self.rows_before(len(self) - size)))
-        if spare is not None:
-            spare.cut_front(size)
-        self.main, self.alternatives, self.spare = DraftPath(kv), [], spare
+        if stale is not None:
+            stale.cut_front(size)
+        self.main, self.alternatives, self.stale_path = DraftPath(kv), [], stale
 
     def _list_openings(self, num_positions: int) -> list[Opening]:
         taken = {(path.num_assumed - 1, path.rank) for path in self.alternatives}
@@ -382,7 +382,7 @@ class PathTree:
 
     def _learn(self, new: Sequence[int]) -> None:
         """Updates the estimates by the committed tokens, up to the first that no path had guessed."""
-        path = self.answer(may_be_spare=True)
+        path = self.answer(may_be_stale=True)
         for index, token_id in enumerate(new):
             if index >= len(path):
                 return

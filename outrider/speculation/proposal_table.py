@@ -1,4 +1,4 @@
-"""The proposals at hand for one sequence, found by what has been committed since they were made."""
+"""The drafts that were received for one sequence, found by the tokens committed since they were made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.speculation.prefix_hash import HashedTokens
 
 
 class KeptDraft(NamedTuple):
-    """A draft and when it came: clock seconds of the table's owner."""
+    """A draft, and when it was received, in clock seconds of the table's owner."""
 
     tree: DraftTree
     arrived_at: float
@@ -19,10 +19,10 @@ class KeptDraft(NamedTuple):
 class ProposalTable:
     """Drafts of one sequence, keyed by content: (length, prefix hash).
 
-    Late, early, re-based and merged proposals are one case: a draft of an older prefix still serves if its first
-    tokens equal what was committed since, one of a prefix that is not committed yet may serve later. Bounded: stale
-    drafts give way first, then the least likely one. A look-up goes through `max_trees` drafts at most. Not
-    thread-safe: confined to its owner's thread or lock.
+    Late, early, re-based and merged proposals are one case: a draft of an older prefix is still used if its first
+    tokens equal what was committed since; a draft of a prefix that is not committed yet may be used later. The table is
+    bounded: stale drafts are evicted first, then the least likely one. A look-up goes through `max_trees` drafts at
+    most. Not thread-safe: confined to its owner's thread or lock.
     """
 
     __slots__ = ("_kept", "_max_trees")
@@ -35,7 +35,7 @@ class ProposalTable:
         return len(self._kept)
 
     def add(self, tree: DraftTree, committed: HashedTokens, *, now: float) -> None:
-        """Keeps a draft that came with its prefix hash; a newer one of the same prefix replaces it."""
+        """Keeps a draft that has its prefix hash; it replaces an older one of the same prefix."""
         if not tree.token_ids:
             return
         kept, key = self._kept, (tree.length, tree.prefix_hash)
@@ -48,10 +48,10 @@ class ProposalTable:
                 del kept[min(kept, key=lambda key: kept[key].tree.probability)]
 
     def take(self, committed: HashedTokens) -> KeptDraft | None:
-        """What is proposed after `committed`, uncut; None: nothing is.
+        """Returns what is proposed after `committed`; None: nothing is.
 
-        Of several drafts that fit, the one made from the longest prefix wins, since it
-        saw most. It stays, because what is left of it may fit the next commit as well.
+        If several drafts fit, the one made from the longest prefix is taken, as it was made with most knowledge. It
+        stays in the table, because its rest may fit the next commit as well.
         """
         num_committed = len(committed.token_ids)
         newest = self._kept.get((num_committed, committed.hash))
@@ -69,7 +69,7 @@ class ProposalTable:
         self._kept.clear()
 
     def _drop_stale(self, committed: HashedTokens) -> None:
-        """Drafts that the text has left or outgrown."""
+        """Evicts drafts that the text has left or outgrown."""
         for key, kept in list(self._kept.items()):
             tree = kept.tree
             if tree.length <= len(committed) and (

@@ -1,43 +1,64 @@
-"""Limits the rows of a draft model's forward: of prefixes by their time, of paths to what adds little."""
+"""Limits the rows of a draft model's forward: those of prefixes by time, those of a look-ahead to what adds little."""
 
 from __future__ import annotations
 
 SMOOTHING = 0.2
 OUTLIER_FACTOR = 3.0
-"""A forward's time counts as at most this many times the mean."""
+"""A forward's duration counts as at most this many times the mean."""
 
 RETRY = 0.995
-"""Means of larger sizes shrink by this factor at each forward, so that a size that was slow once is tried again."""
+"""Factor by which the means of larger sizes shrink at each forward, so that a size that was slow is tried again."""
 
 MAX_ROWS = 64
 
-LEAST_ROWS = 16
-"""Of prefixes: fewer cost about as much."""
+MIN_PREFIX_ROWS = 16
+"""Prefix rows of a forward, at least: fewer cost about as much."""
 
 FIRST_ROWS = 64
-"""Of prefixes, until a row's cost is measured."""
+"""Prefix rows of a forward until the cost of a row is measured."""
 
 
 class RowBudget:
-    """Running means of the time of forwards, by size: 1 row, 2 to 3, 4 to 7 and so on. Not thread-safe.
+    """Limits the rows of a drafter's forwards, by their measured duration. Not thread-safe.
 
-    Sizes are compared with each other and not fitted to a line: on a device most sizes cost the same and then one costs
-    twice, and on a busy machine times scatter more than rows explain.
+    Drafts of other sequences wait for prefix rows: these are limited to a duration, by the mean cost of a row.
+
+    Rows of a look-ahead are limited to what lengthens a forward little, by the mean duration of each size: 1 row, 2 to
+    3, 4 to 7 and so on. Sizes are compared and not fitted to a line: on a device most sizes cost the same and then one
+    costs twice, and on a busy machine durations scatter more than the number of rows explains.
     """
 
-    def __init__(self) -> None:
-        self._means: dict[int, float] = {}  # seconds, by bit length of the number of rows
+    def __init__(self, *, max_prefix_rows: int, prefix_seconds: float) -> None:
+        """Allows as many prefix rows as take about `prefix_seconds`, at most `max_prefix_rows`."""
+        self._max_prefix_rows = max_prefix_rows
+        self._prefix_seconds = prefix_seconds
+        self._row_seconds = 0.0  # running mean of forwards with prefix rows; 0: none was seen
+        self._means: dict[int, float] = {}  # seconds of forwards of one row a path, by bit length of the number of rows
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Records one forward."""
-        size = num_rows.bit_length()
-        mean = self._means.get(size, seconds)
-        self._means[size] = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)
-        for larger in [each for each in self._means if each > size]:
-            self._means[larger] *= RETRY
+    def observe(self, num_rows: int, num_paths: int, seconds: float, *, has_rollout: bool = False) -> None:
+        """Records one forward. `has_rollout`: the duration includes a rollout."""
+        if num_rows > num_paths:
+            if num_rows >= MIN_PREFIX_ROWS:  # a forward of fewer rows says little about a row's cost
+                # With a rollout this is too much, which is safe.
+                weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
+                self._row_seconds += weight * (seconds / num_rows - self._row_seconds)
+        elif not has_rollout:
+            size = num_rows.bit_length()
+            mean = self._means.get(size, seconds)
+            self._means[size] = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)
+            for larger in [each for each in self._means if each > size]:
+                self._means[larger] *= RETRY
+
+    @property
+    def num_prefix_rows(self) -> int:
+        """The number of prefix rows allowed in the next forward."""
+        affordable = self._prefix_seconds / self._row_seconds if self._row_seconds > 0.0 else FIRST_ROWS
+        return int(min(self._max_prefix_rows, max(affordable, MIN_PREFIX_ROWS)))
 
     def num_more(self, num_rows: int, *, share: float) -> int:
-        """Rows that may join so many others and lengthen the forward by at most this share; sizes are tried in turn.
+        """Returns how many rows may join others without lengthening the forward by more than this share.
+
+        Sizes whose duration is unknown are tried one after the other.
 
         `num_rows` 0: beside the smallest forward there is, at least one row.
         """
@@ -49,26 +70,3 @@ class RowBudget:
             if size not in self._means:
                 break  # learn this one first
         return max(int(not num_rows), min((1 << size) - 1, MAX_ROWS) - num_rows)
-
-
-class CatchUpBudget:
-    """Of prefix rows, as drafts of other sequences wait for them: a time limit, converted by their measured cost."""
-
-    def __init__(self, *, max_rows: int, seconds: float) -> None:
-        """At most `max_rows`, and as many as take about `seconds`."""
-        self._max_rows = max_rows
-        self._seconds = seconds
-        self._row_seconds = 0.0  # running mean; 0: none was seen
-
-    @property
-    def num_rows(self) -> int:
-        """For the next forward."""
-        affordable = self._seconds / self._row_seconds if self._row_seconds > 0.0 else FIRST_ROWS
-        return int(min(self._max_rows, max(affordable, LEAST_ROWS)))
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Records a forward with prefix rows. One of few rows says little about the cost of a row, and is ignored."""
-        if num_rows < LEAST_ROWS:
-            return
-        weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
-        self._row_seconds += weight * (seconds / num_rows - self._row_seconds)

@@ -1,4 +1,4 @@
-"""How long a step takes as a function of its sequences and rows, learnt while serving."""
+"""Learns while serving how long a step takes, as a function of its sequences and rows."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ import numpy as np
 import numpy.typing as npt
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-"""Numbers of rows between which the time is taken to be linear."""
+"""Numbers of rows between which the duration is assumed to be linear."""
 
 PRIOR_BASE_ROWS = 15.0
-"""Until row counts have varied, a step's fixed cost is taken for that of so many rows."""
+"""The assumed fixed cost of a step, in rows, until numbers of rows have varied."""
 
 SLOPE_WEIGHT = 0.05
 BEND_WEIGHT = 0.5
 SEQUENCE_WEIGHT = 1.0
-"""How firmly, against observed steps: the slope keeps to the prior, a line goes on straight, sequences cost nothing
-beside their rows."""
+"""Weights of assumptions beside observed steps: that the slope is the prior's, that a line goes on straight, and that
+sequences cost nothing beside their rows."""
 
 OUTLIER_FACTOR = 2.0
-"""A step that takes longer than this many times the expected counts as this many times."""
+"""A step counts as at most this many times its expected duration."""
 
 MAX_OUTLIERS = 3
-"""In a row. Where more steps take so long, the machine has become slower, and they count as they are."""
+"""Outliers in a row. After more of them the machine has become slower, and steps count in full."""
 
 FORGETTING = 0.99
+"""The share of their weight that older steps keep at each new one."""
 
 MIN_SHARE = 1e-3
-"""Of the mean step: no step is expected to take less."""
+"""Share of the mean step's duration that every step is expected to take, at least."""
 
 FIT_STEPS = 8
-"""The fit, a small system of equations, is made anew after so many steps, and after a surprise."""
+"""Steps after which the fit, a small system of equations, is made again; so it is after a surprise."""
 
 SURPRISE = 0.25
-"""A step is one that differs from the expected time by more than this share."""
+"""A step is a surprise if its duration differs from the expected one by more than this share."""
 
 MIN_EVIDENCE = 1.5
-"""Steps of about one number of rows, older ones discounted, that are enough to know it."""
+"""Steps of about one number of rows, older ones discounted, that are enough to know its duration."""
 
 SEEN_EVIDENCE = 0.2
-"""The same, to know that there is no cliff before."""
+"""The same, to know that no cliff comes before it."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -49,30 +50,28 @@ Seconds = npt.NDArray[np.float64]
 class StepCostModel:
     """T(sequences, rows) = a line with bends through `KNOTS`, plus a constant for each sequence.
 
-    Least squares with exponential forgetting. What steps say nothing about is decided by weak assumptions: where no
-    step was seen, a line goes on as it did before. So a cliff is found by the first steps beyond it, and forgotten
-    after some hundred without any. T never falls with rows. Not thread-safe.
+    It is fitted by least squares with exponential forgetting. Weak assumptions decide what steps say nothing about:
+    where no step was seen, a line goes on as before. So a cliff is found by the first steps beyond it, and forgotten
+    after some hundred steps without any. T never falls with rows. Not thread-safe.
     """
 
-    def __init__(self, *, max_rows: int = KNOTS[-1], buckets: Sequence[int] = ()) -> None:
-        """For steps of at most `max_rows` rows.
+    def __init__(self, *, buckets: Sequence[int] = ()) -> None:
+        """`buckets`: rising numbers of rows to which a device's graphs pad smaller steps; empty: it has no graphs.
 
-        `buckets`: rising numbers of rows to which a device's graphs pad smaller steps, where it has graphs. Steps of
-        more rows than the last are not padded.
+        Steps of more rows than the last bucket are not padded.
         """
         self._buckets = tuple(buckets)
-        knots = KNOTS[: 2 + sum(knot < max_rows for knot in KNOTS[1:-1])]
-        self._knots = (*self._buckets, *(knot for knot in knots if knot > self._buckets[-1])) if buckets else knots
-        size = len(self._knots) + 1  # the last one: of a sequence
+        self._knots = (*self._buckets, *(knot for knot in KNOTS if not buckets or knot > buckets[-1]))
+        size = len(self._knots) + 1  # the last one is that of a sequence
         self._weight = 0.0
         self._mean_rows = 0.0
         self._mean_seconds = 0.0
         self._squares = np.zeros((size, size))
         self._products = np.zeros(size)
         self._assumptions = _assumptions(self._knots)
-        self._found: Seconds | None = None  # what followed from these
-        self._num_unfitted = 0  # steps since then
-        self._num_outliers = 0  # in a row, until now
+        self._found: Seconds | None = None  # the last fit
+        self._num_unfitted = 0  # steps since the last fit
+        self._num_outliers = 0  # in a row
 
     @property
     def is_known(self) -> bool:
@@ -80,7 +79,7 @@ class StepCostModel:
         return self._weight > 0.0
 
     def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float) -> None:
-        """Learns from one step. One that takes far longer than expected is clipped, one without duration left out."""
+        """Learns from one step. A far longer duration than expected is clipped; a step without duration is left out."""
         if step_seconds <= 0.0:  # a clock that stood still
             return
         place, share = self._place(num_rows)
@@ -107,9 +106,9 @@ class StepCostModel:
             self._found = None
 
     def seconds(self, num_sequences: int, num_rows: int, *, num_more: int = 0) -> list[float]:
-        """Expected times of steps with `num_rows`, `num_rows` + 1 … `num_rows` + `num_more` rows.
+        """Returns the expected durations of steps with `num_rows`, `num_rows` + 1 … `num_rows` + `num_more` rows.
 
-        num_more + 1 values, positive and never falling. Before the first step in units of anything.
+        There are num_more + 1 values, positive and never falling. Before the first step their unit is arbitrary.
         """
         rows = np.arange(num_rows, num_rows + num_more + 1, dtype=np.float64)
         if self._buckets:
@@ -122,14 +121,14 @@ class StepCostModel:
         return rising
 
     def is_known_at(self, num_rows: int) -> bool:
-        """Whether steps of about so many rows were seen lately."""
+        """Returns whether steps of about so many rows were seen lately."""
         place, share = self._place(num_rows)
         return bool(self._squares[place + round(share), place + round(share)] >= MIN_EVIDENCE)
 
-    def reach(self) -> int | None:
-        """The number of rows to which a step may grow: a knot more than was seen lately. None: nothing was seen.
+    def max_explored_rows(self) -> int | None:
+        """Returns the number of rows to which a step may grow: a knot more than was seen lately; None: nothing was.
 
-        What lies further off may cost anything: a line that goes on straight says nothing about a cliff.
+        Larger steps may cost anything: a line that goes on straight does not show a cliff.
         """
         seen = np.flatnonzero(self._squares.diagonal()[:-1] >= SEEN_EVIDENCE)
         if not len(seen):
@@ -137,7 +136,7 @@ class StepCostModel:
         return int(self._knots[min(int(seen[-1]) + 1, len(self._knots) - 1)])
 
     def unknown_near(self, num_rows: int) -> tuple[int | None, int | None]:
-        """The next smaller and the next larger number of rows of which steps say too little; None: they say enough."""
+        """Returns the next smaller and the next larger number of rows whose duration is unknown; None: it is known."""
         place, share = self._place(num_rows)
         weights = self._squares.diagonal()
         above = place + 1 + (share >= 1.0)
@@ -150,7 +149,7 @@ class StepCostModel:
         )
 
     def _expected(self, num_sequences: int, place: int, share: float) -> float:
-        """Of one step, whose rows are so far beyond that knot."""
+        """Returns the expected duration of a step whose rows lie between a knot and the next one."""
         found = self._fitted()
         seconds = found[place] + share * (found[place + 1] - found[place]) + found[-1] * num_sequences
         return max(float(seconds), MIN_SHARE * self._mean_seconds)
@@ -162,7 +161,7 @@ class StepCostModel:
         return self._found
 
     def _solve(self) -> Seconds:
-        """[num_knots + 1] seconds of steps at the knots, and of a sequence."""
+        """Returns [num_knots + 1] the seconds of steps at the knots, and of a sequence."""
         scale = self._mean_seconds  # all of it in units of the mean step
         squares = self._squares + self._assumptions
         products = self._products / scale
@@ -184,7 +183,7 @@ class StepCostModel:
         return self._buckets[place] if place < len(self._buckets) else num_rows
 
     def _place(self, num_rows: float) -> tuple[int, float]:
-        """The knot at or before so many rows, and how far they are on the way to the next one."""
+        """Returns the knot at or before so many rows, and their share of the way to the next one."""
         num_rows = self._padded(num_rows)
         knots = self._knots
         place = min(max(bisect_right(knots, num_rows) - 1, 0), len(knots) - 2)
@@ -193,10 +192,10 @@ class StepCostModel:
 
 
 def _assumptions(knots: Sequence[int]) -> Seconds:
-    """[num_knots + 1, num_knots + 1] what they add to the squares: no bends, nothing for a sequence.
+    """Returns [num_knots + 1, num_knots + 1] what assumptions add to the squares: no bends, nothing for a sequence.
 
-    A bend is measured by what it makes over as many rows as there are at its knot: relative to the step's time, the
-    same shape weighs the same at any size.
+    A bend is measured by its effect over as many rows as there are at its knot, so that the same shape has the same
+    weight at any size, relative to the step's duration.
     """
     size = len(knots) + 1
     squares = np.zeros((size, size))

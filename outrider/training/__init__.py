@@ -1,1 +1,1 @@
-"""Trains drafter heads on what their target says: `outrider train-head`."""
+"""Trains drafter heads on the answers of their target (`outrider train-head`)."""

@@ -1,6 +1,6 @@
-"""Answers kept in files: what training takes from a cluster, and what a decode node keeps of its traffic. Torch-free.
+"""Files of kept answers, which training reads: of a cluster that it ran, or of a decode node's traffic. Torch-free.
 
-A line is one answer as JSON, with token ids in place of text.
+Each line holds one answer as JSON, with token ids in place of text.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ SUFFIX = ".answers.jsonl"
 class KeptAnswer:
     """One answer of the target."""
 
-    prompt: Sequence[int]  # token ids, with the chat template's
-    response: Sequence[int]  # with the token that ended it, if one did
+    prompt: Sequence[int]  # token ids, including those of the chat template
+    response: Sequence[int]  # token ids, including the one that ended it, if one did
     temperature: float = 0.0
-    kind: str = "other"  # of text: "chat", "code"; for held-out figures
+    kind: str = "other"  # of text, such as "chat" or "code"; the report groups its figures by it
 
     @property
     def token_ids(self) -> list[int]:
-        """The whole text."""
+        """The prompt and the response."""
         return [*self.prompt, *self.response]
 
     @classmethod
     def from_line(cls, line: str) -> KeptAnswer:
-        """Raises: ValueError for what is no answer."""
+        """Reads what `to_line` wrote. Raises: ValueError for anything else."""
         try:
             fields = json.loads(line)
             prompt, response = ([int(token_id) for token_id in fields[name]] for name in ("prompt", "response"))
@@ -47,10 +47,10 @@ class KeptAnswer:
 
 
 class AnswerWriter:
-    """Appends answers to files of one folder, of at most `max_bytes` in all. One owner thread."""
+    """Appends answers to the files of one folder, which take at most `max_bytes` together. One thread owns it."""
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
-        """Raises: OSError where the folder cannot be made."""
+        """Raises: OSError if the folder cannot be made."""
         self._segments = SegmentWriter(
             folder,
             pattern=f"*{SUFFIX}",
@@ -59,7 +59,7 @@ class AnswerWriter:
         )
 
     def append(self, answer: KeptAnswer) -> None:
-        """The line is the system's when this returns: it outlives the process. Raises: OSError."""
+        """Writes one line, which outlives the process from here on: the operating system has it. Raises: OSError."""
         self._segments.append(answer.to_line().encode("ascii"))
 
     def close(self) -> None:
@@ -67,18 +67,18 @@ class AnswerWriter:
 
 
 def read_answers(folder: Path) -> Iterator[KeptAnswer]:
-    """Every whole answer, the oldest first. Raises: ConfigError for a line that is none, or a file that is not ours."""
+    """Yields every complete answer, the oldest first. Raises: ConfigError for a bad line or an unreadable file."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             file = path.open(encoding="ascii", errors="replace")
         except FileNotFoundError:
-            continue  # a node that is running has removed its oldest
+            continue  # a running node has removed its oldest file
         except OSError as error:
             raise ConfigError(f"kept answers cannot be read: {error}") from error
         with file:
             for number, line in enumerate(file, 1):
                 if not line.endswith("\n"):
-                    continue  # its writer was killed, or is writing
+                    continue  # its writer was killed, or is still writing it
                 try:
                     yield KeptAnswer.from_line(line)
                 except ValueError as error:

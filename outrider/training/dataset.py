@@ -1,7 +1,7 @@
-"""What a head learns from, in files: the chosen answers, and the target's hidden states at each of their tokens.
+"""The data set of a run: the chosen answers, and the target's hidden states at each of their tokens.
 
-Two files in the run's working folder: texts.json says which answers were chosen, and is written once. hidden.bin grows
-text by text. Its size says how many texts are there, so a killed run goes on.
+It is kept in two files of the run's working folder. texts.json holds the chosen answers and is written once. hidden.bin
+grows text by text; its size tells how many texts it has, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from outrider.node import DTYPE_BYTES
 from outrider.training.answer_files import KeptAnswer
 from outrider.training.plan import TrainingPlan, write_atomically
 
-MIN_PROMPT_TOKENS = 2  # the first chain begins before the answer's first token
+MIN_PROMPT_TOKENS = 2  # a chain that drafts the answer's first token begins one token before
 
 
 def choose_texts(
     plan: TrainingPlan, answers: Iterable[KeptAnswer], *, vocab_size: int, hidden_size: int, num_taps: int, dtype: str
 ) -> Dataset:
-    """Writes texts.json. Texts that are too long, and the oldest over the bound of bytes, stay out.
+    """Writes texts.json, without texts that are too long and without the oldest beyond `plan.max_feature_bytes`.
 
-    `num_taps`: of the residual stream, besides the final hidden state. Raises: ConfigError when too little is left to
-    learn from, or for answers of another model.
+    `num_taps`: the number of taps of the residual stream, besides the final hidden state. Raises: ConfigError if too
+    few texts remain, or for answers of another model.
     """
     width = (num_taps + 1) * hidden_size
     room = plan.max_feature_bytes // (width * DTYPE_BYTES[dtype])  # tokens
@@ -71,9 +71,9 @@ def choose_texts(
 
 
 def held_out_prompts(answers: Iterable[KeptAnswer], share: float) -> set[tuple[int, ...]]:
-    """Whose answers are kept from training: of each kind this share, at least one where there are two or more.
+    """Returns the prompts whose answers are held out: this share of each kind, at least one of two or more.
 
-    All answers to a prompt: one in training would tell the others.
+    All answers to such a prompt are held out, since one of them in training would give the others away.
     """
     by_kind: dict[str, set[tuple[int, ...]]] = {}
     for answer in answers:
@@ -91,17 +91,17 @@ def features_folder(plan: TrainingPlan) -> Path:
 
 
 class Dataset:
-    """The chosen answers, each with its prompt one text, and their hidden states, mapped from their file.
+    """The chosen texts, each a prompt and its answer, and their hidden states, which are mapped from their file.
 
-    Held-out texts come first, the others are shuffled.
+    Held-out texts come first; the others follow in random order.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises: FileNotFoundError where no texts have been chosen."""
+        """Raises: FileNotFoundError if no texts have been chosen."""
         facts = json.loads((folder / "texts.json").read_text(encoding="utf-8"))
         self.texts = [KeptAnswer(**fields) for fields in facts["texts"]]
         self.hidden_size: int = facts["hidden_size"]
-        self.width: int = facts["width"]  # of hidden states: of all taps, the final ones last
+        self.width: int = facts["width"]  # of a token's hidden states: those of all taps, then the final one
         self.dtype: str = facts["dtype"]
         self.num_held_out: int = facts["num_held_out"]
         self.starts = [0, *accumulate(len(text.token_ids) for text in self.texts)]
@@ -113,25 +113,25 @@ class Dataset:
         return self.width * DTYPE_BYTES[self.dtype]
 
     def __len__(self) -> int:
-        """The number of texts whose hidden states are there, from the first on."""
+        """Returns the number of texts whose hidden states are in the file; they are the first ones."""
         size = self.hidden_path.stat().st_size if self.hidden_path.is_file() else 0
         return bisect.bisect_right(self.starts, size // self.row_bytes) - 1
 
     @cached_property
     def hidden(self) -> Tensor:
-        """[num_tokens, width] of the texts that are there now; what is read of it takes memory."""
+        """[num_tokens, width] of the texts that the file had at the first access. It takes memory as it is read."""
         num_rows = self.starts[len(self)]
         flat = torch.from_file(str(self.hidden_path), size=num_rows * self.width, dtype=TORCH_DTYPES[self.dtype])
         return flat.view(num_rows, self.width)
 
     @property
     def features(self) -> Tensor:
-        """[num_tokens, num_taps * hidden_size], what a head is fed with: the final states where there are no taps."""
+        """[num_tokens, num_taps * hidden_size]: the inputs of a head. Without taps they are the final hidden states."""
         return self.hidden[:, : max(self.width - self.hidden_size, self.hidden_size)]
 
     @property
     def final(self) -> Tensor:
-        """[num_tokens, hidden_size]: the target's, behind its final norm."""
+        """[num_tokens, hidden_size]: the target's final hidden states, after its final norm."""
         return self.hidden[:, -self.hidden_size :]
 
     @property
@@ -143,30 +143,30 @@ class Dataset:
         return range(self.num_held_out, len(self))
 
     def rows(self, text: int) -> slice:
-        """Of `tokens` and `hidden`."""
+        """Returns the text's rows in `tokens` and `hidden`."""
         return slice(self.starts[text], self.starts[text + 1])
 
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """[vocab_size]: how often each token was answered, in texts to learn from."""
+        """Returns [vocab_size]: how often each token occurs in the answers of the training texts."""
         answered = [token_id for text in self.training for token_id in self.texts[text].response]
         return torch.bincount(torch.tensor(answered, dtype=torch.long), minlength=vocab_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Some texts, padded at their ends; and the rows in which the target decides a token of an answer.
+    """Several texts, padded at their ends, and the rows in which the target decides a token of an answer.
 
-    A row is a token of a text: its final hidden state decides the next token. A chain's step j can be compared with
-    rows that are at least j tokens behind their answer's first row.
+    A row is a token of a text, whose final hidden state decides the next token. Step j of a chain can be compared with
+    rows that come at least j tokens after the first row of their answer.
     """
 
     token_ids: Tensor  # [num_texts, num_tokens] int64
-    features: Tensor  # [num_texts, num_tokens, num_taps * hidden_size]: what the head is fed with
+    features: Tensor  # [num_texts, num_tokens, num_taps * hidden_size]: the inputs of the head
     texts: Tensor  # [num_rows] int64
-    places: Tensor  # [num_rows] int64: of the rows in their texts
-    depths: Tensor  # [num_rows] int64: tokens of the answer before the row's
-    final: Tensor  # [num_rows, hidden_size]: the target's, behind its final norm
-    first_chain: int  # chains before it meet no row
+    places: Tensor  # [num_rows] int64: the positions of the rows in their texts
+    depths: Tensor  # [num_rows] int64: how many tokens of the answer precede the one that the row decides
+    final: Tensor  # [num_rows, hidden_size]: the target's final hidden states, after its final norm
+    first_chain: int  # the first chain that reaches a row
 
     @classmethod
     def of(cls, dataset: Dataset, texts: Sequence[int], device: torch.device) -> Batch:

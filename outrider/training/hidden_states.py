@@ -1,4 +1,4 @@
-"""Phase 2: the target's hidden states at every token of the chosen texts, by the runner that serves it."""
+"""Phase 2: computes the target's hidden states at every token of the chosen texts, with the runner that serves it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 CLIENTS = (1, 4, 16)
 MAX_DRAFT_TOKENS = 5
-PRICED_CONTEXT = 256  # tokens before the priced rows: a prompt and half an answer
+PRICED_CONTEXT = 256  # tokens before the timed rows: those of a prompt and half an answer
 FLUSHED_BYTES = 128 << 20
 MIN_TIMED_CALLS = 5
 
 
 def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, max_length: int) -> Compute:
-    """The target, whose cache keeps those taps as they are. Raises: what `open_compute` does."""
+    """Opens the target with a cache that keeps these taps as they are. Raises: as `open_compute`."""
 
     def on_rank_lost(error: RankLostError) -> None:
         raise InternalError(f"a rank of the target was lost: {error}; run the same command again") from error
@@ -46,11 +46,11 @@ def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, m
 def write_hidden_states(
     target: Compute, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
 ) -> None:
-    """Appends to hidden.bin until it has all texts, or some of them and the phase has taken `seconds`."""
+    """Appends to hidden.bin until it has all texts, or until the phase has taken `seconds` and it has enough."""
     cache, count = target.kv_cache, len(dataset.texts)
     plane = target.model.spec.features
     assert plane is not None
-    most_rows = min(PROMPT_ROWS[device_type(target.model.device)], target.max_rows_per_step)
+    max_rows = min(PROMPT_ROWS[device_type(target.model.device)], target.max_rows_per_step)
     start = len(dataset)
     with dataset.hidden_path.open("ab") as file:
         os.ftruncate(file.fileno(), dataset.starts[start] * dataset.row_bytes)
@@ -58,7 +58,7 @@ def write_hidden_states(
             if clock.seconds > seconds and start > 2 * dataset.num_held_out:
                 return
             end = start + 1
-            while end < count and dataset.starts[end + 1] - dataset.starts[start] <= most_rows:
+            while end < count and dataset.starts[end + 1] - dataset.starts[start] <= max_rows:
                 end += 1
             rows, slots, num_blocks = [], [], 0
             for text in range(start, end):
@@ -75,9 +75,10 @@ def write_hidden_states(
 
 
 def measure_rows(target: Compute, *, limit_seconds: float) -> list[list[float]]:
-    """Seconds of a step's forward, for each of CLIENTS, with one row of each (plain decoding), two (a draft), ….
+    """Measures the seconds of a step's forward, for each number of CLIENTS and for 1, 2, … rows of each client.
 
-    With caches flushed before each. Writes to the KV cache's first blocks. `limit_seconds`: for each of the figures.
+    One row is plain decoding; each further row is a draft token. The processor's caches are flushed before each
+    forward. The first blocks of the KV cache are overwritten. `limit_seconds`: the time for each figure.
     """
     size, flush = target.kv_cache.block_size, cache_flush(target.model.device)
     per_text = -(-(PRICED_CONTEXT + MAX_DRAFT_TOKENS + 1) // size)
@@ -90,19 +91,22 @@ def measure_rows(target: Compute, *, limit_seconds: float) -> list[list[float]]:
         batch = build_input_batch(rows, size)
         return median_seconds(
             lambda: torch.as_tensor(target.runner.forward(batch)).cpu(), flush, limit_seconds
-        )  # waits for a device
+        )  # `cpu` waits for the device
 
     return [[seconds_of(clients, num_rows) for num_rows in range(1, MAX_DRAFT_TOKENS + 2)] for clients in CLIENTS]
 
 
 def cache_flush(device: torch.device | str) -> Callable[[], object]:
-    """Reads more than a processor's last level of cache keeps, and waits for it."""
+    """Returns a function that reads more than a processor's last-level cache holds, and waits for the end."""
     unrelated = torch.ones(FLUSHED_BYTES, dtype=torch.uint8, device=device)
     return lambda: unrelated.max().item()
 
 
 def median_seconds(call: Callable[[], object], flush: Callable[[], object], limit_seconds: float) -> float:
-    """Of `call` alone, each after a `flush`: of those that fit into the time, after one that warms up."""
+    """Returns the median seconds of `call`. Each call follows a `flush`, which is not timed.
+
+    One call warms up; then as many are timed as fit into `limit_seconds`, but at least `MIN_TIMED_CALLS`.
+    """
     call()
     times: list[float] = []
     until = time.monotonic() + limit_seconds

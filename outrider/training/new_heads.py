@@ -1,4 +1,4 @@
-"""New heads: what their folders have, in a published layout, before they are trained."""
+"""New heads: the contents of their folders, in a published layout, before training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.training.plan import TrainingPlan
 
 Parts = tuple[dict[str, Any], dict[str, Tensor]]
-"""config.json and tensors in float32, by name."""
+"""The content of config.json, and float32 tensors by name."""
 
 
 def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, device: torch.device) -> Checkpoint:
-    """With weights on the device. `name`: of the target. It drafts the most frequent tokens by counts [vocab_size].
+    """Makes an untrained head that drafts the most frequent tokens by `counts` [vocab_size].
 
-    Raises: ModelError.
+    Its weights are on the device. `name`: the target's name. Raises: ModelError.
     """
     ids = counts.argsort(descending=True, stable=True)[: plan.draft_vocab_size].sort().values
     if plan.form == "eagle3":
@@ -29,12 +29,12 @@ def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, devi
 
 
 def eagle3_taps(num_layers: int) -> tuple[int, ...]:
-    """Speculators' choice: early, middle, late."""
+    """Returns the taps that the `speculators` library chooses: an early, a middle and a late layer."""
     return tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 1)}))
 
 
 def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
-    """In the layout of the `speculators` library; one decoder layer in the shape of the target's."""
+    """Makes a head in the layout of the `speculators` library, with one decoder layer in the shape of the target's."""
     layer, taps = _layer_config(target), eagle3_taps(target.num_layers)
     hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     heads, kv_heads = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
@@ -52,7 +52,7 @@ def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
     norms = ("layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm")
     parts = linears | {norm: torch.ones(hidden) for norm in norms}
     tensors = {f"{part}.weight": tensor for part, tensor in parts.items()}
-    # Offsets: the target's id of a draft id is their sum. The mask implies that ids rise.
+    # d2t holds offsets: a draft id plus its offset is the target's id. The mask t2d requires ascending ids.
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}
@@ -79,7 +79,7 @@ def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
 
 def _layer_config(target: Target) -> dict[str, Any]:
     config, num_heads = target.config, int(target.config["num_attention_heads"])
-    # Older configurations have the base beside other fields.
+    # Older configurations have the base at the top level.
     theta = float((config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10_000.0)
     return {
         "model_type": "llama",
@@ -101,7 +101,7 @@ def _layer_config(target: Target) -> dict[str, Any]:
 
 
 def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
-    """In vLLM's layout, with an output layer that all heads share. Begins as a target that repeats its next token."""
+    """Makes Medusa heads in vLLM's layout, which share an output layer. Untrained, each repeats the next token."""
     width = target.hidden_size
     tensors = {"lm_head.weight": _output_layer(target, ids)}
     for head in range(num_heads):
@@ -124,7 +124,7 @@ def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
 
 
 def _mlp(target: Target, ids: Tensor, num_stages: int) -> Parts:
-    """In the layout of fms-extras. Stages share their weights; rows of tokens that are not drafted are zero."""
+    """Makes an MLPSpeculator in the layout of fms-extras. Stages share weights; rows of undrafted tokens are zero."""
     width, embedding = target.hidden_size, target.embedding().float()
     tensors = {
         "emb.0.weight": embedding * torch.rsqrt(embedding.square().mean()),
@@ -150,10 +150,10 @@ def _mlp(target: Target, ids: Tensor, num_stages: int) -> Parts:
 
 
 def _linear(width: int, out: int, gain: float = 1.0) -> Tensor:
-    """[out, width]: outputs are `gain` times as large as inputs."""
+    """Returns a random matrix [out, width] whose outputs are `gain` times as large as its inputs."""
     return torch.randn(out, width) * (gain * width**-0.5)
 
 
 def _output_layer(target: Target, ids: Tensor) -> Tensor:
-    """[len(ids), hidden_size]: begins as the target's."""
+    """Returns the target's rows of these ids [len(ids), hidden_size], from which training starts."""
     return target.output_layer()[ids].float()

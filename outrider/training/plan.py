@@ -1,4 +1,4 @@
-"""What is to be trained, what time it has, and how far it has come."""
+"""The plan of a training run, and the state that it keeps on disk."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ FORMS = ("eagle3", "medusa", "mlp")
 ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
 
 ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
-"""Of the whole time, at most. Training takes what is left: two cores write as much in a quarter of an hour as they
-learn from in half an hour."""
+"""Largest shares of the whole time. Training takes the rest: two cores write as many answers in a quarter of an hour as
+they can learn from in half an hour."""
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
-"""(stage, done, total)."""
+"""progress(stage, done, total)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """One `outrider train-head`."""
+    """The options of one `outrider train-head`."""
 
-    out: Path  # the head's folder; what the run keeps for itself is in `work`
+    out: Path  # the head's folder; the run's own files are in `work`
     model: ModelConfig
     form: str = "eagle3"
     minutes: float = 60.0
     prompts: Path | None = None  # JSONL; None: the target writes them
     traffic: Path | None = None  # a folder of kept answers, in place of new ones
-    init_from: Path | None = None  # a head whose reduction is kept, and whose weights are the start
+    init_from: Path | None = None  # a head to continue from; its reduction is kept
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # of its own outputs that a head is trained on: draft tokens
+    num_steps: int = 4  # draft tokens, each trained on the head's own outputs of the step before
     batch_size: int = 6  # sequences
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once
@@ -76,12 +76,12 @@ class TrainingPlan:
 
     @property
     def price_seconds(self) -> float:
-        """For each figure of what a step costs."""
+        """Seconds for each figure of a step's cost."""
         return min(0.25, self.seconds / 1000)
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What must be the same when a run goes on: its files depend on it."""
+        """The options that a continued run must repeat, because its files depend on them."""
         return {
             "model": self.model.id,
             "dtype": self.model.dtype,
@@ -96,17 +96,17 @@ class TrainingPlan:
 
 @dataclass(slots=True)
 class RunState:
-    """How far a run has come, kept in state.json of its working folder. A killed run loses a few seconds of it."""
+    """The progress of a run, kept in state.json of its working folder. A killed run loses a few seconds of it."""
 
     path: Path
     fixed: Mapping[str, Any]
-    seconds: dict[str, float]  # spent, by phase
+    seconds: dict[str, float]  # seconds spent, by phase
     done: list[str]  # phases
-    row_seconds: list[list[float]]  # see hidden_states.measure_rows
+    row_seconds: list[list[float]]  # what `hidden_states.measure_rows` returned
 
     @classmethod
     def open(cls, plan: TrainingPlan) -> RunState:
-        """That of the run which is in the folder, or of a new one. Raises: ConfigError for another run's folder."""
+        """Reads the state of the run in the folder, or makes a new one. Raises: ConfigError if its options differ."""
         path = plan.work / "state.json"
         kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         for name, value in plan.fixed.items():
@@ -124,7 +124,7 @@ class RunState:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseClock]:
-        """Counts the time that is spent inside, also when it ends by an error; else the phase is done."""
+        """Counts the time spent in the block, also if it raises. If it does not, the phase is done."""
         clock = PhaseClock(self, name, time.monotonic() - self.seconds.get(name, 0.0))
         try:
             yield clock
@@ -135,25 +135,25 @@ class RunState:
 
 @dataclass(slots=True)
 class PhaseClock:
-    """The time of one phase, over all runs that worked at it."""
+    """The time that one phase has taken, over all processes that worked on it."""
 
     state: RunState
     name: str
-    began: float  # by the monotonic clock, had all of them been this one
+    began: float  # monotonic time at which the phase would have begun without interruptions
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
     def keep(self) -> None:
-        """Writes it down."""
+        """Saves the time in state.json."""
         self.state.seconds[self.name] = self.seconds
         self.state.write()
 
 
 @contextmanager
 def only_run(plan: TrainingPlan) -> Iterator[None]:
-    """Makes the folder; nobody else works there meanwhile. Raises: ConfigError."""
+    """Makes the folder and locks it against other runs. Raises: ConfigError."""
     with ExitStack() as held:
         try:
             held.enter_context(locked(plan.work / "lock", while_waiting=lambda: None, seconds=0.0))
@@ -167,7 +167,7 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """A reader, or the next run after a kill, sees the old file or the new one. Raises: OSError, as of a full disk."""
+    """Replaces a file, of which readers and a run after a kill see the old content or the new. Raises: OSError."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(content.encode() if isinstance(content, str) else content)
     fresh.replace(path)

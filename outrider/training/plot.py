@@ -1,4 +1,4 @@
-"""Draws how a head learnt: out/training.svg, loss and held-out acceptance over time."""
+"""Draws the learning curve out/training.svg: loss and held-out acceptance over time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from html import escape
 
 from outrider.training.trainer import HistoryPoint
 
-WIDTH, HEIGHT, MARGIN, GAP = 380, 240, 52, 24  # pixels, of a panel and around it
+WIDTH, HEIGHT, MARGIN, GAP = 380, 240, 52, 24  # pixels, of and around a panel
 COLORS = ("#0b62c4", "#d1730a", "#2a8f4f", "#8a4bb0", "#5b6673", "#b4bcc6")
 INK, QUIET = "#1c2733", "#5b6673"
 
 
 def draw(history: Sequence[HistoryPoint], title: str) -> str:
-    """As SVG: two panels. Axes begin at zero."""
+    """Returns an SVG of two panels, whose axes begin at zero."""
     losses = {
         "training": [point.loss[0] for point in history],
         "held out": [point.held_out_loss[0] for point in history],
@@ -30,30 +30,30 @@ def draw(history: Sequence[HistoryPoint], title: str) -> str:
             '<rect width="100%" height="100%" fill="#fff"/>',
             _text(MARGIN, 20, title),
             *_panel("loss of the first draft token", times, losses, MARGIN),
-            *_panel("held-out acceptance", times, shares, 2 * MARGIN + WIDTH + GAP, most=1.0),
+            *_panel("held-out acceptance", times, shares, 2 * MARGIN + WIDTH + GAP, highest=1.0),
             "</svg>\n",
         ]
     )
 
 
 def _panel(
-    title: str, times: Sequence[float], lines: dict[str, list[float]], left: int, most: float = 0.0
+    title: str, times: Sequence[float], lines: dict[str, list[float]], left: int, highest: float = 0.0
 ) -> list[str]:
     top, bottom, right, last = MARGIN, MARGIN + HEIGHT, left + WIDTH - MARGIN, max(times[-1], 1e-9)
     finite = [value for values in lines.values() for value in values if math.isfinite(value)]
-    most = most or max([*finite, 1e-9])
+    highest = highest or max([*finite, 1e-9])
     parts = [_text(left, top - 8, title), _text(left, bottom + 34, "minutes of training", color=QUIET)]
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = left + part * (right - left), bottom - part * HEIGHT
         parts += [
             f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" stroke="#e4e8ec"/>',
-            _text(left - 6, y + 4, f"{part * most:.2g}", "end", QUIET),
+            _text(left - 6, y + 4, f"{part * highest:.2g}", "end", QUIET),
             _text(x, bottom + 18, f"{part * last:.3g}", "middle", QUIET),
         ]
     for place, (name, values) in enumerate(lines.items()):
         color = COLORS[place % len(COLORS)]
         points = " ".join(
-            f"{left + time / last * (right - left):.1f},{bottom - min(value / most, 1) * HEIGHT:.1f}"
+            f"{left + time / last * (right - left):.1f},{bottom - min(value / highest, 1) * HEIGHT:.1f}"
             for time, value in zip(times, values, strict=True)
             if math.isfinite(value)
         )

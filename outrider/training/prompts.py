@@ -1,7 +1,7 @@
-"""Prompts to answer: from a file, or written by the target itself.
+"""Prompts to answer, which are read from a file or written by the target itself.
 
-Source of the latter: Xu et al. 2024, "Magpie" (arXiv 2406.08464): a chat model that is given the opening of a user's
-turn, and nothing else, writes that turn. System lines and opening words keep it from always writing the same.
+A chat model that is given only the opening of a user's turn writes that turn (Xu et al. 2024, "Magpie",
+arXiv 2406.08464). Varied system messages and opening words keep it from always writing the same.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ DEFAULT_SYSTEM_SHARE, NO_OPENING_SHARE = 0.25, 0.3
 
 _HELP = "You are a helpful assistant. The user asks for help with {}."
 _TURNS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("turns.json").read_text(encoding="utf-8"))
-"""By kind of text: its share of turns, their length and temperature (a small model's longer texts fall apart at 1), the
-topics that a system line may have, and the words that a turn may begin with."""
+"""By kind of text: its share of turns, their length and temperature (long texts of a small model fall apart at 1), the
+topics of system messages, and the words that turns begin with."""
 
 
 TrainingPrompt = tuple[str, list[int]]
-"""Kind of text, and token ids with the chat template's: something to answer."""
+"""A prompt to answer: its kind of text, and its token ids including those of the chat template."""
 
 
 async def write_prompt(client: AsyncClient, rng: random.Random, pasted: Sequence[str]) -> TrainingPrompt:
-    """A turn that the target writes as its user, in some kind of text. Raises: OutriderError.
+    """Makes a prompt of a random kind, whose user turn the target writes. Raises: OutriderError.
 
-    Many a text that a user pastes is one of `pasted`: answers that the target has given before.
+    In `PASTED_SHARE` of the turns about a text, the text is one of `pasted`: earlier answers of the target.
     """
     while True:
         (kind,) = rng.choices(tuple(_TURNS), [turn["weight"] for turn in _TURNS.values()])
         turn = _TURNS[kind]
-        system: tuple[ChatMessage, ...] = ()  # the template's own, where it has one
+        system: tuple[ChatMessage, ...] = ()  # empty: the template's default, if it has one
         if rng.random() >= DEFAULT_SYSTEM_SHARE:
             system = (ChatMessage("system", _HELP.format(rng.choice(turn["topics"]))),)
-        least = MIN_TURN_CHARACTERS
+        min_length = MIN_TURN_CHARACTERS
         text = "" if rng.random() < NO_OPENING_SHARE and kind == "chat" else rng.choice(turn["openings"])
         if kind == "text" and pasted and rng.random() < PASTED_SHARE:
             text += rng.choice(pasted)
-            least = MIN_PASTED_CHARACTERS
+            min_length = MIN_PASTED_CHARACTERS
         else:
             prompt, closing = await _open_turn(client, system, text)
             result = await client.complete(
@@ -59,16 +59,16 @@ async def write_prompt(client: AsyncClient, rng: random.Random, pasted: Sequence
                 skip_special_tokens=True,
             )
             text += result.text
-        if len(text.strip()) >= least:
+        if len(text.strip()) >= min_length:
             return kind, await tokenize(client, (ChatMessage("user", text.strip()),))
 
 
 async def _open_turn(
     client: AsyncClient, system: Sequence[ChatMessage], opening: str
 ) -> tuple[list[int], Sequence[int]]:
-    """A prompt that ends inside a user's turn, and the tokens that would close the turn.
+    """Returns a prompt that ends inside a user's turn, and the tokens that would close the turn.
 
-    Two chats that differ in the user's last digit alone differ in no token of what closes the turn, in any template.
+    It compares two chats whose user turns differ only in their last digit: in any template the rest is the same.
     """
     words = opening.rstrip(" ")
     try:
@@ -77,23 +77,24 @@ async def _open_turn(
             for end in ("4", "7")
         ]
     except InvalidRequestError:
-        if not system:  # a base model, which has no template: it writes a text from its first words on
+        if not system:  # a base model has no template: it continues the text from its first words
             return await client.tokenize(opening or "The"), ()
-        return await _open_turn(client, (), opening)  # a template without a system's turn
+        return await _open_turn(client, (), opening)  # the template has no system turn
     if one == other:
         raise InvalidRequestError("the model's chat template leaves out what the user says", field="chat")
     return one[: _num_same(one, other)], one[len(one) - _num_same(one[::-1], other[::-1]) :]
 
 
 def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Leading tokens in which two texts agree."""
+    """Returns how many leading tokens two texts have in common."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 async def tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list[int]:
-    """As the chat that the target answers. What its template refuses is left out: system turns, then earlier turns.
+    """Tokenizes a chat that the target is to answer.
 
-    Of a model without a template it is the last text as it is.
+    What its template refuses is left out: first the system turns, then all turns but the last. Without a template the
+    last turn is tokenized as plain text.
     """
     without_system = [message for message in messages if message.role != "system"]
     for chat in (messages, without_system, messages[-1:]):
@@ -103,10 +104,10 @@ async def tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list
 
 
 def read_prompts(path: Path) -> list[tuple[str, Sequence[ChatMessage]]]:
-    """(kind, chat) of each line. Raises: ConfigError."""
+    """Returns (kind, chat) of each line. Raises: ConfigError."""
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a text may have other ends of lines within
+        lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` would also split at U+2028 within a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -125,7 +126,7 @@ def read_prompts(path: Path) -> list[tuple[str, Sequence[ChatMessage]]]:
 
 
 def _read_prompt(line: str) -> tuple[str, Sequence[ChatMessage]]:
-    """Raises: ValueError and others."""
+    """Reads one line. Raises: ValueError, TypeError, KeyError, AttributeError."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise TypeError("no JSON object")

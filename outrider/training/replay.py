@@ -1,12 +1,12 @@
-"""How many tokens a step a head would have given on answers that are known: drafting on them is replayed.
+"""Replays drafting on known answers, to tell how many tokens a step the head would have given.
 
-Exact for greedy decoding and for coupled sampling. Both accept a draft token if and only if it is the target's own
-choice, so the text is the target's whatever was drafted, and every draft is a function of the text before it. All
-chains of an answer are drafted in one pass; then steps are walked through: draft k, accept what agrees, go on.
+The replay is exact for greedy decoding and for coupled sampling. Both accept a draft token if and only if it is what
+the target chooses, so the text does not depend on drafts, and every draft is a function of the text before it. All
+chains of an answer are drafted in one pass. Then its steps are counted: draft k tokens, accept what agrees, repeat.
 
-A sampled answer was drawn by one arrival for each token of the vocabulary, which the head's race uses too (see
-docs/adr/0002-coupled-sampling.md). Those arrivals are drawn again, given the answer: as Gumbel noise whose sum with the
-target's logits is largest at the token that was chosen.
+Coupled sampling draws one arrival time (Gumbel-max noise) for each token of the vocabulary, which target and head share
+(see docs/adr/0002-coupled-sampling.md). The noise of a sampled answer is not known; it is drawn again under the
+condition that its sum with the target's logits is largest at the token that was chosen.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from outrider.speculation.proposers.ngram import NgramIndex, NgramSegment
 from outrider.training.dataset import Dataset
 from outrider.training.student import Student
 
-FIRST_GRADE = 4  # tokens that have stood there before: with fewer the head is right more often
+FIRST_GRADE = 4  # tokens of a repeated ending; after shorter ones the head is right more often than lookup
 SOURCES = ("head", "lookup", "lookup, then head")
 HEAD, LOOKUP, BOTH = range(len(SOURCES))
 
 
 Results = dict[tuple[str, float], np.ndarray]
-"""By kind of text and temperature: the number of steps, [num_sources, most, most + 1] int64, by source, k - 1 and
-their right draft tokens."""
+"""By kind of text and temperature: numbers of steps [num_sources, max_k, max_k + 1] int64, by source, k - 1 and number
+of right draft tokens."""
 
 
 def walk(num_right: Sequence[int], prompt_length: int, k: int) -> list[int]:
-    """The right draft tokens of each step of one text.
+    """Returns the number of right draft tokens of each step of one text.
 
-    From the second token of the answer on, as the prefill node gives the first, while k + 1 more are there.
-    `num_right`: of the drafts behind each number of known tokens, which is its place.
+    Steps begin at the second token of the answer, because the prefill node gives the first, and end where fewer than
+    k + 1 tokens remain. `num_right[n]`: the number of right tokens of the draft after n known tokens.
     """
     steps, known = [], prompt_length + 1
     while known + k < len(num_right):
@@ -48,8 +48,8 @@ def walk(num_right: Sequence[int], prompt_length: int, k: int) -> list[int]:
 
 
 @torch.no_grad()
-def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[int], *, most: int) -> Results:
-    """Walks through these texts with k = 1 … `most`."""
+def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[int], *, max_k: int) -> Results:
+    """Counts the steps of these texts for k = 1 … `max_k`."""
     device = student.device
     output = target.output_layer().to(device, student.target_output.dtype)
     generator = torch.Generator(device).manual_seed(1)
@@ -62,29 +62,29 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
         if temperature > 0:
             final = dataset.final[rows][prompt_length - 1 : -1].to(device)
             logits = functional.linear(final, output).float() / temperature
-            noise = torch.zeros(len(tokens) + most, len(student.target_ids), device=device)
+            noise = torch.zeros(len(tokens) + max_k, len(student.target_ids), device=device)
             drawn = noise_given(logits, token_ids[prompt_length:], generator)
             noise[prompt_length : len(tokens)] = drawn[:, student.target_ids]
-        drafts = _draft(student, dataset.features[rows].to(device), token_ids, most, temperature, noise).tolist()
-        # Feature t and token t + 1 draft behind t + 2 known tokens.
+        drafts = _draft(student, dataset.features[rows].to(device), token_ids, max_k, temperature, noise).tolist()
+        # The row of feature t and token t + 1 drafts after t + 2 known tokens.
         by_head = [_num_right(tokens, known, draft) for known, draft in enumerate(((), (), *drafts[:-2]))]
-        by_lookup, is_long = _look_up(tokens, most)
+        by_lookup, is_long = _look_up(tokens, max_k)
         both = [one if first else other for one, other, first in zip(by_lookup, by_head, is_long, strict=True)]
         counts = results.setdefault(
-            (answer.kind, temperature), np.zeros((len(SOURCES), most, most + 1), dtype=np.int64)
+            (answer.kind, temperature), np.zeros((len(SOURCES), max_k, max_k + 1), dtype=np.int64)
         )
         for source, num_right in enumerate((by_head, by_lookup, both)):
-            for k in range(1, most + 1):
+            for k in range(1, max_k + 1):
                 steps = np.array(walk(num_right, prompt_length, k), dtype=np.int64)
-                counts[source, k - 1] += np.bincount(steps, minlength=most + 1)
+                counts[source, k - 1] += np.bincount(steps, minlength=max_k + 1)
     return results
 
 
 def noise_given(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """Gumbel noise [n, v] given that logits [n, v] + noise is largest at `chosen` [n].
+    """Draws Gumbel noise [n, v] under the condition that logits [n, v] + noise is largest at `chosen` [n].
 
-    The largest sum's value is drawn first; it does not depend on which token has it. The others' are cut off below it
-    (Maddison et al. 2014, arXiv 1411.0030).
+    The largest sum is drawn first, since its value does not depend on the token that has it. The other sums are drawn
+    from distributions that are truncated at it (Maddison et al. 2014, arXiv 1411.0030).
     """
 
     def gumbel(*shape: int) -> Tensor:
@@ -99,13 +99,13 @@ def noise_given(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> T
 
 
 def _draft(
-    student: Student, features: Tensor, token_ids: Tensor, most: int, temperature: float, noise: Tensor | None
+    student: Student, features: Tensor, token_ids: Tensor, max_k: int, temperature: float, noise: Tensor | None
 ) -> Tensor:
-    """[num_tokens, most]: what the chain of each feature drafts, as ids of the target."""
+    """Returns [num_tokens, max_k]: the drafts of each feature's chain, as ids of the target."""
     chains = student.start(features[None].float())
     tokens = functional.pad(token_ids[1:], (0, 1))
     drafts: list[Tensor] = []
-    for depth in range(most):
+    for depth in range(max_k):
         hidden = student.step(chains, tokens[None])[0]
         logits = student.logits(hidden, depth)
         if noise is not None:
@@ -117,22 +117,20 @@ def _draft(
     return torch.stack(drafts, 1)
 
 
-def _look_up(tokens: Sequence[int], most: int) -> tuple[list[int], list[bool]]:
-    """By number of known tokens: how much is right of what followed their longest known ending, and whether that goes
-    before the head.
-    """
+def _look_up(tokens: Sequence[int], max_k: int) -> tuple[list[int], list[bool]]:
+    """Returns, by number of known tokens, how much of a lookup's draft is right, and whether lookup goes first."""
     index = NgramIndex(NgramSegment(0, len(tokens)))
     num_right, is_long = [0], [False]
     for known in range(1, len(tokens)):
         text = tokens[:known]
         index.extend(text, known)
-        draft, grade = index.continuation(text, most)
+        draft, grade = index.continuation(text, max_k)
         num_right.append(_num_right(tokens, known, draft))
         is_long.append(grade >= FIRST_GRADE)
     return num_right, is_long
 
 
 def _num_right(tokens: Sequence[int], known: int, draft: Sequence[int]) -> int:
-    """Leading tokens of a draft that are those of the text."""
+    """Returns how many leading tokens of a draft are those of the text."""
     same = (one == other for one, other in zip(draft, tokens[known : known + len(draft)], strict=False))
     return sum(itertools.takewhile(bool, same))

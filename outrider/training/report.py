@@ -1,4 +1,4 @@
-"""Phase 5: what the head is worth on held-out answers, and what that means on this machine. Writes out/report.md."""
+"""Phase 4: the report on a head, out/report.md: its figures on held-out answers, and the speedup on this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, cache_flush
 from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results
 
 ALL = "all kinds"
-MOST_TEMPERATURES = 3
+MAX_TEMPERATURES = 3
 
 
 def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> list[float]:
-    """Seconds of one draft step, for each of CLIENTS: each decides a token after PRICED_CONTEXT others, as in a node.
+    """Measures the seconds of one draft step for each number of CLIENTS: one token each, after PRICED_CONTEXT others.
 
-    With caches flushed before each: in a node the target has read its own weights before a head's step.
+    The processor's caches are flushed before each step, as the target's weights flush them in a node.
     """
     target, num_cached_tokens = HeadTarget.locate(config), 2 * max(CLIENTS) * PRICED_CONTEXT
     forward = open_head_forward(load_head(folder, target), target, num_cached_tokens=num_cached_tokens)
@@ -37,9 +37,10 @@ def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> 
 
 
 def speedup(tokens_per_step: float, k: int, row_seconds: Sequence[float], head_seconds: float) -> float:
-    """Over plain decoding, when all clients' steps draft k tokens and verify them together.
+    """Returns the speedup over plain decoding if every step drafts k tokens for each client and verifies them together.
 
-    `row_seconds`: of a step, by rows of each client. `head_seconds`: of one draft step for all; 0 for lookup.
+    `row_seconds`: seconds of a step, by rows of each client. `head_seconds`: seconds of one draft step for all clients;
+    0 for lookup.
     """
     return tokens_per_step * row_seconds[0] / (row_seconds[k] + k * head_seconds)
 
@@ -51,27 +52,27 @@ def write_report(
     row_seconds: Sequence[Sequence[float]],
     head_seconds: Sequence[float],
 ) -> str:
-    """As Markdown. `lines`: of the run: data, time, size. `row_seconds`, `head_seconds`: see `speedup`, of CLIENTS."""
-    most = next(iter(results.values())).shape[1]
+    """Returns the report as Markdown. `lines`: facts about the run. Seconds: as in `speedup`, by CLIENTS."""
+    max_k = next(iter(results.values())).shape[1]
     by_temperature: dict[float, dict[str, np.ndarray]] = {}
     for (kind, temperature), counts in sorted(results.items()):
         by_temperature.setdefault(temperature, {})[kind] = counts
     sizes = {temperature: sum(each.sum() for each in kinds.values()) for temperature, kinds in by_temperature.items()}
     parts = [f"# {title}", "", *(f"- {line}" for line in lines), ""]
-    for temperature in sorted(sorted(sizes, key=sizes.__getitem__)[-MOST_TEMPERATURES:]):
+    for temperature in sorted(sorted(sizes, key=sizes.__getitem__)[-MAX_TEMPERATURES:]):
         name = "greedy" if temperature == 0 else f"temperature {temperature:g}, coupled"
         kinds = by_temperature[temperature]
         if len(kinds) > 1:
             kinds = kinds | {ALL: np.sum(list(kinds.values()), axis=0)}
-        by_source = np.stack(list(kinds.values())).transpose(1, 2, 0, 3)  # and by k and kind
+        by_source = np.stack(list(kinds.values())).transpose(1, 2, 0, 3)  # [num_sources, max_k, num_kinds, max_k + 1]
         parts += [f"## Tokens a step, {name}", "", f"Of held-out answers: {' / '.join(kinds)}.", ""]
         parts += _table(
-            ["", *(f"k = {k}" for k in range(1, most + 1))],
+            ["", *(f"k = {k}" for k in range(1, max_k + 1))],
             [[source, *map(_figures, each)] for source, each in zip(SOURCES, by_source, strict=True)],
         )
         parts += ["", "Acceptance by position, the ones before being right (head alone):", ""]
         parts += _table(
-            ["", *map(str, range(1, most + 1))],
+            ["", *map(str, range(1, max_k + 1))],
             [[kind, *map(_figure, acceptance(counts[HEAD, -1]))] for kind, counts in kinds.items()],
         )
         parts += ["", f"Speedup to expect, {name}, by clients at once:", ""]
@@ -101,12 +102,12 @@ def write_report(
 
 
 def tokens_per_step(counts: np.ndarray) -> float:
-    """Of steps by right draft tokens: each step has one token more. Not a number without steps."""
+    """Returns the mean of right draft tokens + 1, by numbers of steps with 0, 1, … of them; NaN without steps."""
     return float(counts @ np.arange(1, len(counts) + 1) / counts.sum()) if counts.any() else math.nan
 
 
 def acceptance(counts: np.ndarray) -> list[float]:
-    """By position, of the steps whose drafts were right before it."""
+    """Returns the acceptance rate by position, of the steps whose earlier draft tokens were right."""
     tried = counts[::-1].cumsum()[::-1]
     return [right / before if before else math.nan for before, right in itertools.pairwise(tried)]
 

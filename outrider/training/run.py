@@ -1,9 +1,9 @@
-"""READ FIRST: one run of `outrider train-head`, phase by phase. Each goes on where the last run stopped.
+"""READ FIRST: one run of `outrider train-head`, phase by phase. Each phase continues where the last run stopped.
 
-1. answers: the target writes prompts and answers them, in a cluster of its own (`generate`), or they are given;
-2. features: its hidden states at every token (`hidden_states`), and what a step costs here;
-3. training (`trainer`) of a `student`;
-4. export, a replay on held-out answers, and the report.
+1. answers: the target writes prompts and answers them in a cluster of its own (`generate`), unless answers are given;
+2. features: the target's hidden states at every token, and the cost of a step on this machine (`hidden_states`);
+3. training of a `student` by a `trainer`;
+4. export, a replay on held-out answers (`replay`), and the `report`.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from outrider.training.student import make_student, needed_taps
 from outrider.training.trainer import Trainer
 
 MIN_HELD_OUT = 20
-"""Texts, below which the report's figures differ from run to run by more than heads do."""
+"""Held-out texts. With fewer, the report's figures differ more between runs than between heads."""
 
 Serve = Callable[[], AbstractContextManager[str]]
-"""A running cluster of the target: its router's address."""
+"""Runs a cluster of the target in a `with` block, which is given the router's address."""
 
 
 def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress) -> str:
-    """Makes the head in `plan.out`; returns the report. What is said is kept in training.txt there.
+    """Makes the head in `plan.out` and returns the report. The lines given to `say` are also written to training.txt.
 
-    Raises: OutriderError; KeyboardInterrupt, to go on later.
+    Raises: OutriderError; KeyboardInterrupt, after which a later run continues.
     """
     location = locate_model(plan.model, progress=progress)
     target = Target.open(location.directory)
     taps = needed_taps(plan, target)
     if plan.prompts is not None:
-        read_prompts(plan.prompts)  # a bad line is said now
+        read_prompts(plan.prompts)  # reports a bad line now
     if plan.traffic is not None and next(read_answers(plan.traffic), None) is None:
         raise ConfigError(
             f"--from-traffic {plan.traffic} has no kept answers: let a decode node run with "
@@ -83,7 +83,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
             seconds = ANSWERS_SHARE * plan.seconds
             own = "writes prompts and " if plan.prompts is None else ""
             say_and_keep(f"answers: the target {own}answers for {seconds:.0f} s")
-            # What trains runs alone: torch beside a serving cluster is three to four times as slow.
+            # The later phases run without the cluster: beside it torch is three to four times as slow.
             with serve() as address, state.phase(ANSWERS) as clock:
                 write_answers(plan, address, clock, seconds=seconds, progress=progress)
         if FEATURES not in state.done:
@@ -96,7 +96,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
 def _write_hidden_states(
     plan: TrainingPlan, target: Target, taps: tuple[int, ...], clock: PhaseClock, say: Say, progress: Progress
 ) -> list[list[float]]:
-    """Returns what a step costs here: see `measure_rows`."""
+    """Returns the cost of a step on this machine, as `measure_rows`."""
     every = (*taps, target.num_layers)
     compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
     try:
@@ -119,9 +119,9 @@ def _write_hidden_states(
 
 
 def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: Say, progress: Progress) -> str:
-    """Returns the report."""
+    """Trains and exports the head; returns the report."""
     device = resolve_device(plan.model.device)
-    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have left one
+    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have left one thread
     dataset = Dataset(features_folder(plan))
     student = make_student(plan, target, dataset, torch.device(device), name=name)
     counts = dataset.answer_counts(target.vocab_size)
@@ -149,8 +149,8 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     student.export(plan.out)
     write_atomically(plan.out / "training.svg", draw(trainer.history, plan.out.resolve().name))
     say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
-    most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else min(plan.num_steps, MAX_DRAFT_TOKENS)
-    results = replay(student, target, dataset, dataset.held_out, most=most)
+    max_k = MAX_DRAFT_TOKENS if plan.form == "eagle3" else min(plan.num_steps, MAX_DRAFT_TOKENS)
+    results = replay(student, target, dataset, dataset.held_out, max_k=max_k)
     lines.append("seconds: " + ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state.seconds.items()))
     lines.append(f"{trainer.step} training steps; the curve is in training.svg")
     report = write_report(

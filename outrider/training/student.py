@@ -1,7 +1,7 @@
-"""A head in training: its own mathematics (`outrider.heads.forms`) over all chains of a batch of texts at once.
+"""A head in training: the `HeadModel` of its form, over all chains of a batch of texts at once.
 
-A chain is a draft. Its first step sees the true rows up to its own, later ones its own steps too, which is what a
-drafter with a cache sees: the training-time test of EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+A chain is one draft. Its first step attends to the true rows up to its own, each later one also to the chain's earlier
+steps, as a drafter with a cache does: the training-time test of EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from outrider.training.dataset import Dataset
 from outrider.training.new_heads import eagle3_taps, new_head
 from outrider.training.plan import TrainingPlan, write_atomically
 
-SCALE_SAMPLE = 10_000  # tokens
+SCALE_SAMPLE = 10_000  # tokens from which the scale of features is taken, about
 _NOT_TRAINED = "embed_tokens.weight"
-"""A head's own copy of the target's embedding."""
+"""The name of a head's own copy of the target's embedding."""
 
 
 def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
-    """Of the target's residual stream, besides its final hidden state.
+    """Returns the taps of the target's residual stream that the head needs, besides the final hidden state.
 
-    Raises: ConfigError, ModelError for a head that cannot be taken up.
+    Raises: ConfigError, ModelError if training cannot continue from the head of `--init-from`.
     """
     if plan.form != "eagle3":
         return ()
@@ -41,15 +41,15 @@ def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
     head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
     if head.form != "eagle3":
         raise ConfigError(f"--init-from {plan.init_from} is no eagle3 head: its form is {head.form}")
-    if target.num_layers in head.reduction.taps:  # whose states are kept behind the final norm alone
+    if target.num_layers in head.reduction.taps:  # its states are kept only after the final norm
         raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
     return head.reduction.taps
 
 
 def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: torch.device, *, name: str) -> Student:
-    """A new head, or the one of `--init-from`, whose reduction is not trained. `name`: of the target.
+    """Makes a new head, or opens the one of `--init-from`, whose reduction is not trained.
 
-    Raises: as `needed_taps`.
+    `name`: the target's name. Raises: as `needed_taps`.
     """
     torch.manual_seed(plan.seed)
     dtype = dataset.hidden.dtype
@@ -64,21 +64,21 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
 
 @dataclass(slots=True, eq=False)
 class Chains:
-    """All drafts of a batch of texts, as far as they are: chain t of a text begins with its token t + 1 and feature t.
+    """All drafts of a batch of texts after some steps. Chain t of a text begins with its token t + 1 and feature t.
 
-    That is row t of outrider.heads.base.HeadRows at depth 0, and depth j after j steps of its own outputs.
+    That is row t of outrider.heads.base.HeadRows: at depth 0 first, and at depth j after j steps.
     """
 
-    hidden: Tensor  # [num_chains * num_texts, width], texts side by side: what the next step is fed beside tokens
+    hidden: Tensor  # [num_chains * num_texts, width], by chain, then by text: inputs of the next step
     num_texts: int
-    first: int  # chains before it make one step only, for others to see
+    first: int  # earlier chains make only their first step, to which later ones attend
     depth: int = 0
     keys_values: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    """By layer: of each step, [num_texts, num_heads, num_chains, head_dim] for all query heads."""
+    """By layer: keys and values of each step [num_texts, num_heads, num_chains, head_dim], repeated for query heads."""
 
 
 class Student:
-    """A head whose weights learn, in float32."""
+    """A head whose weights are trained in float32."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Student:
         *,
         trains_reduction: bool = True,
     ) -> None:
-        """`dtype`: of the target's own tensors. Raises: as `open_head`."""
+        """`dtype`: the dtype of the target's own tensors. Raises: as `open_head`."""
         with opened(checkpoint, target, device, torch.float32) as (head, files):
             fixed = set() if trains_reduction else set(files.places)
             files.target_dtype = dtype
@@ -104,26 +104,26 @@ class Student:
         for name, place in self._places.items():
             names.setdefault(place.weight, name)
         self.weights = {name: weight.requires_grad_() for weight, name in names.items()}
-        """By the name that they, or their first rows, are stored under."""
+        """Trained weights, by the name under which they or their first rows are stored."""
         ids = torch.arange(target.vocab_size) if head.target_ids is None else head.target_ids
-        self.target_ids = ids.to(device)  # [draft_vocab_size] int64: the tokens that it drafts
+        self.target_ids = ids.to(device)  # [draft_vocab_size] int64: the tokens that the head drafts
         self.is_drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=device)
         self.is_drafted[self.target_ids] = True
         self.target_output = target.output_layer()[ids.cpu()].to(device, dtype)  # [draft_vocab_size, hidden_size]
-        self._scale: Tensor | None = None  # [num_taps * hidden_size], of features; folded into fc by `export`
+        self._scale: Tensor | None = None  # [num_taps * hidden_size]: factors of features; `export` folds them into fc
 
     def scale_features(self, sample: Tensor) -> None:
-        """Brings channels to one size, by features [n, num_taps * hidden_size] of some tokens.
+        """Scales the channels of features to one size, which is estimated from some tokens [n, num_taps * hidden_size].
 
-        By medians: the first token's are a hundred times as large as all others'.
+        The estimate is a median, because the first token's features are a hundred times as large as all others.
         """
         median = sample.float().square().median(0).values
         self._scale = torch.rsqrt((2 * median).clamp_min(1e-6)).to(self.device)
 
     def start(self, features: Tensor, *, first: int = 0) -> Chains:
-        """Features [num_texts, num_tokens, num_taps * hidden_size] of the target's hidden states."""
+        """Begins chains at the target's hidden states [num_texts, num_tokens, num_taps * hidden_size]."""
         if not self._head.spec.num_layers:
-            features = features[:, first:]  # no chain sees another
+            features = features[:, first:]  # chains do not attend to each other
         elif self._head.spec.num_layers > 1:
             first = 0
         if self._scale is not None:
@@ -133,12 +133,13 @@ class Student:
         return Chains(hidden.transpose(0, 1).flatten(0, 1), num_texts, first)
 
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
-        """One draft token further: [num_texts, num_chains] int64 → own hidden states [num_texts, num_chains, width].
+        """Advances all chains by one draft token.
 
-        `token_ids`: of all chains. The states are of those from `first` on.
+        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns own hidden states [num_texts, n, width], of
+        the n chains from `first` on.
         """
         num_texts, num_chains = token_ids.shape
-        begin = num_chains - len(chains.hidden) // num_texts  # chains before it have no row
+        begin = num_chains - len(chains.hidden) // num_texts  # the first chain that has a row
         skipped = chains.first - begin
         positions = torch.arange(begin, num_chains, device=self.device) + chains.depth
         rows = HeadRows(
@@ -153,13 +154,13 @@ class Student:
         return chains.hidden.unflatten(0, (-1, num_texts)).transpose(0, 1)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
-        """[n, width] of that step → [n, draft_vocab_size] float32."""
+        """Returns [n, draft_vocab_size] float32 for own hidden states [n, width] of that step."""
         return self._head.logits(hidden, torch.full((len(hidden),), depth))
 
     def export(self, folder: Path) -> None:
-        """Writes model.safetensors, then config.json, whose change says that the folder is whole. Raises: OSError.
+        """Writes model.safetensors, then config.json, whose change tells that the folder is complete. Raises: OSError.
 
-        Weights that were trained are written in bfloat16, the others as they were.
+        Trained weights are written in bfloat16, the others as they were.
         """
         tensors = dict(self._kept)
         for name, (weight, rows, kept) in self._places.items():
@@ -177,7 +178,7 @@ class Student:
 def _attend(
     chains: Chains, skipped: int, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """`Attend` of a step, whose first `skipped` chains need no result."""
+    """Attends as `Attend` for one step, whose first `skipped` chains need no result."""
     query, key, value = (
         rows.unflatten(0, (-1, chains.num_texts)).permute(1, 2, 0, 3) for rows in (query, key, value)
     )  # [num_texts, heads, num_chains, head_dim]
@@ -189,9 +190,9 @@ def _attend(
 
 
 def _over_steps(query: Tensor, steps: list[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
-    """Query [num_texts, num_heads, num_chains, head_dim] of the last chains → the same shape.
+    """Attends over the true rows, then over each chain's own steps, whose keys and values `steps` has in this order.
 
-    Keys and values: of the true rows, then of each own step.
+    `query`: [num_texts, num_heads, num_chains, head_dim], of the last chains. Returns the same shape.
     """
     (keys, values), *own = steps
     num_rows = keys.shape[2]

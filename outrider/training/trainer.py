@@ -1,7 +1,7 @@
-"""Phase 3: a head learns the target's distributions, several steps of its own outputs at once.
+"""Phase 3: trains a head on the target's distributions, over several draft steps at once.
 
-Source: the training-time test of EAGLE-3 (arXiv 2503.01840): step j is fed with the head's own hidden states j times,
-and with the text's tokens, which are the drafts of a chain that was right so far.
+Step j is fed with the hidden states that the head computed in step j - 1, and with the text's tokens, which are the
+drafts of a chain that has been right so far (the training-time test of EAGLE-3, arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from outrider.training.dataset import Batch, Dataset
 from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan, write_atomically
 from outrider.training.student import Student
 
-STEP_WEIGHT = 0.8  # of each step, of the one before
-OUTPUT_LAYER_RATE = 0.3  # of the others': it begins as the target's
+STEP_WEIGHT = 0.8  # weight of a step's loss, relative to the step before
+OUTPUT_LAYER_RATE = 0.3  # learning rate relative to other layers: this one starts as the target's
 WARM_UP_STEPS = 40
-LEAST_RATE = 0.02
-NEIGHBOURS = 64  # texts of about one length, from which a batch is drawn
-WATCHED_TEXTS = 24  # held-out ones, while it learns
+MIN_RATE = 0.02
+NEIGHBOURS = 64  # texts of similar length, from which a batch is drawn
+WATCHED_TEXTS = 24  # held-out texts that are evaluated during training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPoint:
-    """How far a head was at some time. Lists are by draft position."""
+    """The figures of a head at some time of its training. Lists are by draft position."""
 
     seconds: float
     step: int
-    loss: list[float]  # of training, a running mean
+    loss: list[float]  # running means of training losses
     held_out_loss: list[float]
-    acceptance: list[float]  # share of held-out tokens whose draft is the target's likeliest, those before being right
+    acceptance: list[float]  # share of held-out tokens whose draft, after right ones, is the target's likeliest
 
 
 class Trainer:
-    """One head, its optimiser, and what it has learnt so far. Goes on from `checkpoint`, if there is one."""
+    """A head, its optimiser and its history. It continues from `checkpoint` if that file exists."""
 
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
@@ -60,13 +60,13 @@ class Trainer:
         )
         self.step = 0
         self.history: list[HistoryPoint] = []
-        self._running: Tensor | None = None  # [num_steps]: mean losses
+        self._running: Tensor | None = None  # [num_steps]: running means of losses
         self.checkpoint = plan.work / "checkpoint.pt"
         if self.checkpoint.is_file():
             self._load()
 
     def run(self, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress) -> None:
-        """Until the phase has taken `seconds`. An interrupted run keeps what it has learnt."""
+        """Trains until the phase has taken `seconds`, and saves at the end, also if it is interrupted."""
         kept_at = clock.seconds
         if not self.history:
             self._watch(clock, say)
@@ -86,8 +86,8 @@ class Trainer:
             self.save(clock)
 
     def save(self, clock: PhaseClock) -> None:
-        """Atomically: the next run finds the old one or the new one."""
-        content = io.BytesIO()  # torch's own errors do not tell of a full disk
+        """Writes the checkpoint atomically: the next run finds the old one or the new one."""
+        content = io.BytesIO()  # torch's own errors do not mention a full disk
         torch.save(
             {
                 "weights": self.student.weights,
@@ -114,7 +114,7 @@ class Trainer:
         self.history = [HistoryPoint(**point) for point in saved["history"]]
 
     def _batches(self) -> Iterator[Sequence[int]]:
-        """Texts of about one length, other neighbours in each round. Never ends."""
+        """Yields batches of texts of similar length without end, mixed differently in each round."""
         rng = random.Random(f"{self._plan.seed} {self.step}")  # noqa: S311 no secret
         texts, size = self._dataset.texts, self._plan.batch_size
         by_length = sorted(self._dataset.training, key=lambda text: len(texts[text].token_ids))
@@ -126,9 +126,9 @@ class Trainer:
             yield from groups
 
     def _learn(self, batch: Batch, part: float) -> None:
-        """`part` of the time has passed. Raises: ModelError for a loss that is no number; the weights stay."""
+        """Makes one step after `part` of the time. Raises: ModelError if the loss is not finite; the weights stay."""
         rate = min(1.0, (self.step + 1) / WARM_UP_STEPS)
-        rate *= LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * part))
+        rate *= MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * rate
         losses, *_ = self.losses(batch)
@@ -144,9 +144,9 @@ class Trainer:
         self._running = now if self._running is None else torch.lerp(self._running, now, 0.05)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """By step: losses [num_steps]; whether the choice is the target's, and whether there is such a chain.
+        """Returns, by step: losses [num_steps], hits and reached rows [num_steps, num_rows] bool.
 
-        The latter two are [num_steps, num_rows] bool.
+        A row is reached if a chain of that many steps leads to it; it is a hit if the head's choice is the target's.
         """
         student, rows = self.student, (batch.texts, batch.places)
         with torch.no_grad():
@@ -157,9 +157,9 @@ class Trainer:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
             chains = student.start(batch.features, first=batch.first_chain)
             for step in range(self._plan.num_steps):
-                # The chain of a row is fed with the text's tokens up to the row's own.
+                # The chain of a row is fed with the text's tokens up to the row's own token.
                 hidden = student.step(chains, functional.pad(batch.token_ids[:, 1 + step :], (0, 1 + step)))
-                # Rows without such a chain count nothing: with all of them the shapes are those of every step.
+                # Rows that are not reached count nothing. They are computed, so that all steps have the same shapes.
                 is_reached = batch.depths >= step
                 counts = is_known * is_reached
                 own = rows[0], (rows[1] - 1 - step - chains.first).clamp_min(0)
@@ -172,7 +172,7 @@ class Trainer:
 
     @torch.no_grad()
     def _watch(self, clock: PhaseClock, say: Say) -> None:
-        """Adds to the history, by held-out texts."""
+        """Evaluates held-out texts and adds the figures to the history."""
         held_out, size, num_steps = self._dataset.held_out[:WATCHED_TEXTS], self._plan.batch_size, self._plan.num_steps
         sums = torch.zeros(3, num_steps)  # loss, hits, rows
         for start in range(0, len(held_out), size):
@@ -196,9 +196,10 @@ class Trainer:
 
 
 def _trim_heap() -> None:
-    """Gives free memory back. Each batch has other shapes, and oneDNN keeps a compiled kernel for each of a thousand.
+    """Returns free memory to the system.
 
-    Those small blocks lie between freed large ones, which glibc would hold: some gigabytes after an hour.
+    Batches differ in shape, and oneDNN keeps a compiled kernel for each of the last thousand shapes. These small blocks
+    lie between large freed ones, which glibc would keep: some gigabytes after an hour.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -6,9 +6,9 @@ Such a machine can be had for minutes. What its Python lacks is hidden here, wha
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,8 +61,7 @@ GPU_TESTS = ("tests/gpu", "tests/engine/gpu_kernels", "tests/contract/test_atten
 def collect(folder, *more):
     program = PROGRAM.format(packages=THERE + BROUGHT, tests=GPU_TESTS, more=more)
     environ = {**os.environ, "PATH": str(folder), "OUTRIDER_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    return run_python("-c", program, cwd=ROOT, env=environ)
 
 
 def test_gpu_tests_are_found_without_servers_traces_or_a_compiler(tmp_path):

@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_python
+
 HEAVY = {"torch", "transformers"}
 OF_A_SERVER = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"}
 """What a client does without."""
+SUPERVISOR = ("outrider.cli.main", "outrider.cli.up", "outrider.cli.demo", "outrider.cli.config", "outrider.cluster")
+CONFIGURATION_AND_IDENTITY = (
+    *(f"outrider.model_hub.{name}" for name in ("config", "checkpoint_text", "fingerprint", "default_model")),
+    *("outrider.model_hub.locate", "outrider.progress"),
+    *("outrider.engine.kv_cache.config", "outrider.engine.model_spec"),
+)
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
 OF_GRPC = {"grpcio-health-checking", "grpcio-reflection", "grpcio-tools", "typing-extensions"}
 """What grpcio imports where it is there."""
@@ -30,32 +36,28 @@ print(*sys.modules)
 @functools.cache
 def imported_with(*packages: str) -> set[str]:
     """What is in sys.modules after every module of these was imported in a fresh process: what they reach."""
-    program = EVERY_MODULE.format(packages=packages)
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    shown = run_python("-c", EVERY_MODULE.format(packages=packages))
     assert shown.returncode == 0, shown.stderr
     return set(shown.stdout.split())
 
 
-def test_what_is_no_node_imports_without_torch():
-    """A client has none, and `outrider --help` must answer at once."""
-    packages = (
-        "router",
-        "router.__main__",
-        "outrider.service",
-        "outrider.client",
-        "outrider.wire",
-        "outrider.cli.main",
-    )
+@pytest.mark.parametrize(
+    ("packages", "heavy"),
+    [
+        (("router", "router.__main__", "outrider.service", "outrider.client", "outrider.wire"), HEAVY),
+        (SUPERVISOR, HEAVY),
+        (CONFIGURATION_AND_IDENTITY, HEAVY),
+        (("outrider.engine.scheduler", "outrider.engine.kv_cache.sequence_kv"), HEAVY | {"grpc"}),
+        (("outrider.client",), HEAVY | OF_A_SERVER),
+        (("outrider.rpc",), HEAVY | OF_A_SERVER),
+    ],
+    ids=["router", "supervisor", "configuration", "scheduler", "client", "rpc"],
+)
+def test_what_computes_nothing_imports_without_torch_and_a_client_without_a_server(packages, heavy):
+    """A client has none of them, and `outrider --help` must answer at once."""
     reached = imported_with(*packages)
     assert set(packages) <= reached
-    assert HEAVY & reached == set()
-
-
-@pytest.mark.parametrize("package", ["outrider.client", "outrider.rpc"])
-def test_a_client_imports_nothing_of_a_server(package):
-    reached = imported_with(package)
-    assert package in reached
-    assert (HEAVY | OF_A_SERVER) & reached == set()
+    assert heavy & reached == set()
 
 
 def installed_with(*extras: str) -> set[str]:

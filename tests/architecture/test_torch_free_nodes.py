@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE, librar
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
+from tests.support.processes import run_python
 from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.tiny_model import make_tiny_model
 
@@ -37,8 +37,7 @@ assert prefill.engine.kv_cache.read(plane.name, range(1), np.arange(48, 48 + len
 node = TinyNode(model, head=head, draft_rows="all", draft_trees="auto")
 groups = [node.open(sampling=sampling) for sampling in ({"n": 2, "temperature": 1.0}, {})]
 node.run()
-drafted = sum(sum(stats.num_draft_tokens_by_source.values()) for stats in node.stats)
-print(json.dumps([node.parts.model.proposer, drafted, node.tokens(groups[1]), "torch" in sys.modules]))
+print(json.dumps([node.parts.model.proposer, node.num_drafted, node.tokens(groups[1]), "torch" in sys.modules]))
 """
 
 
@@ -54,10 +53,7 @@ def run_nodes(tmp_path_factory):
     kept = {"OUTRIDER_CACHE_DIR": str(folder / "cache"), LIBRARIES_VARIABLE: str(libraries_directory())}
 
     def run():
-        command = [sys.executable, "-c", PROGRAM, str(model), str(head)]
-        done = subprocess.run(
-            command, env={**os.environ, **kept}, capture_output=True, text=True, timeout=240, check=False
-        )
+        done = run_python("-c", PROGRAM, model, head, env={**os.environ, **kept})
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -88,8 +84,7 @@ try:
 except ModelError as error:
     print("refused:", error)
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = run_python("-c", program)
     assert done.stdout.startswith("refused: "), done.stderr
     assert str(model) in done.stdout
 
@@ -117,9 +112,8 @@ def open_alone(tmp_path):
     head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
 
     def run(before="", *, has_head=True):
-        arguments = [str(model), str(head) if has_head else "", str(tmp_path / "cache")]
-        command = [sys.executable, "-c", OPEN.replace("{before}", before), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        program = OPEN.replace("{before}", before)
+        done = run_python("-c", program, model, head if has_head else "", tmp_path / "cache")
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from outrider.engine.cpu_kernels.paths import choose_kernels
+from tests.support.processes import run_python
 
 PROGRAM = """
 import sys
@@ -52,7 +50,6 @@ def test_a_step_of_native_kernels_imports_no_torch(more, expected):
     choice = choose_kernels()
     if choice.library is None:
         pytest.skip(str(choice))
-    command = [sys.executable, "-c", PROGRAM.replace("{more}", more), str(choice.library)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    shown = run_python("-c", PROGRAM.replace("{more}", more), choice.library)
     assert shown.returncode == 0, shown.stderr
     assert {"torch", "array_api_compat"} & set(shown.stdout.split()) == expected

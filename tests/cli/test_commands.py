@@ -20,6 +20,7 @@ from outrider.cli.main import main
 from outrider.extras import EXTRAS
 from outrider.own_modules import module_command, without_working_folder
 from tests.cli.up_process import WAIT_SECONDS, Up
+from tests.support.processes import run_python
 from tests.support.waiting import wait_for
 
 
@@ -119,8 +120,7 @@ sys.exit(main(sys.argv[2:]))
 
 def without_extras(installed, *command):
     """A command in a process that can import what this install has, and no more."""
-    process = [sys.executable, "-c", WITHOUT, installed, *command]
-    return subprocess.run(process, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    return run_python("-c", WITHOUT, installed, *command)
 
 
 @pytest.mark.parametrize("installed", ["client", "router"])
@@ -160,8 +160,7 @@ def test_a_role_whose_extra_is_not_installed_is_one_line_too(role):
     script = WITHOUT.replace("from outrider.cli.main import main, parse\n", "").replace(
         "sys.exit(main(sys.argv[2:]))", start
     )
-    process = [sys.executable, "-c", script, "client", role]
-    done = subprocess.run(process, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    done = run_python("-c", script, "client", role)
     extra = "router" if role == "router" else "node"
     assert done.returncode == 1
     assert done.stderr.startswith(f"{role}: ")
@@ -182,10 +181,7 @@ def test_each_extra_brings_the_modules_that_are_said_to_come_with_it():
 
 
 def test_a_model_that_starts_processes_names_the_extra_too():
-    code = "import sys; sys.modules['numpy'] = None; from outrider import LLM"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
-    )
+    done = run_python("-c", "import sys; sys.modules['numpy'] = None; from outrider import LLM")
     assert "ImportError: outrider.LLM starts nodes, and" in done.stderr
     assert "pip install 'outrider[node]'" in done.stderr
 

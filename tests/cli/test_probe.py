@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from concurrent import futures
 
 import grpc
@@ -14,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from outrider.cli.main import main
 from outrider.v1 import router_pb2_grpc
 from tests.client.answering_router import Serving
+from tests.support.processes import run_python
 
 ROUTER_SERVICE = "outrider.v1.RouterService"
 
@@ -83,6 +82,7 @@ from outrider.cli.main import main
 main(["probe", "--target", "127.0.0.1:1"])
 print(*{name.partition(".")[0] for name in sys.modules})
 """
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    shown = run_python("-c", script)
+    assert shown.returncode == 0, shown.stderr
     heavy = {"torch", "transformers", "numpy", "structlog", "prometheus_client", "yaml", "jinja2", "tokenizers"}
     assert heavy & set(shown.stdout.split()) == set()

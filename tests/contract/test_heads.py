@@ -7,6 +7,7 @@ decides more than the logits do.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from outrider.request import VerificationMethod
 from outrider.speculation.step_cost import StepCostModel
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.decode_node.tiny_node import TinyNode, generate
+from tests.decode_node.tiny_node import generate, tiny_nodes
 from tests.support.head_files import HEADS, make_head
 from tests.support.tiny_model import make_tiny_model
 
@@ -33,22 +34,26 @@ def target_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(scope="module")
+def head_of(target_path, tmp_path_factory):
+    """head_of(form) → its folder, written once: each folder is packed anew, and leaves what was packed in the cache."""
+    return functools.cache(lambda form: make_head(form, tmp_path_factory.mktemp("heads") / form, target_path))
+
+
 @pytest.fixture
-def make_node(target_path, tmp_path, monkeypatch):
+def make_node(target_path, head_of, monkeypatch):
     """Decode loops in which rows and drafts are free, so that every draft is verified."""
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
-    nodes = []
+    with tiny_nodes() as make_tiny:
 
-    def make(form="", *, target=target_path, head="", **config):
-        if form:
-            head = str(make_head(form, tmp_path / f"{form}-{len(nodes)}", target))
-        nodes.append(TinyNode(target, head=head, **config))
-        nodes[-1].loop._drafts._clock = lambda: 0.0
-        return nodes[-1]
+        def make(form="", *, target=target_path, head="", **config):
+            if form:
+                head = str(head_of(form))
+            node = make_tiny(target, head=head, **config)
+            node.loop._drafts._clock = lambda: 0.0
+            return node
 
-    yield make
-    for node in nodes:
-        node.parts.ingest.receiver.stop()
+        yield make
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +75,12 @@ def without_drafts(make_node, undisturbed):
     return tokens
 
 
-def num_drafted(node):
-    return sum(sum(stats.num_draft_tokens_by_source.values()) for stats in node.stats)
-
-
-def num_accepted(node):
-    return sum(sum(stats.num_accepted_by_source.values()) for stats in node.stats)
-
-
 @pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("sampling", [HOT, FILTERED], ids=["hot", "filtered"])
 def test_tokens_are_those_without_drafts_and_some_drafts_are_accepted(form, sampling, make_node, without_drafts):
     node = make_node(form)
     assert generate(node, sampling=sampling) == without_drafts(sampling)
-    assert num_accepted(node) > 5
+    assert node.num_accepted > 5
     assert node.parts.model.proposer.startswith(f"{form}:")
     node.assert_nothing_is_held()
 
@@ -93,7 +90,7 @@ def test_tokens_are_those_without_drafts_and_some_drafts_are_accepted(form, samp
 def test_at_temperature_0_every_method_commits_the_best_tokens(form, method, make_node, without_drafts):
     node = make_node(form)
     assert generate(node, sampling=GREEDY, verification_method=method) == without_drafts(GREEDY)
-    assert num_drafted(node) > 20
+    assert node.num_drafted > 20
 
 
 @pytest.mark.parametrize("form", HEADS)
@@ -104,7 +101,7 @@ def test_other_methods_take_its_drafts_and_give_the_same_again(form, method, mak
     first, second = (generate(node, sampling=HOT, verification_method=method) for node in nodes)
     assert first == second
     assert len(first) == HOT["max_tokens"]
-    assert num_accepted(nodes[0]) > 5
+    assert nodes[0].num_accepted > 5
 
 
 @pytest.mark.parametrize("form", HEADS)
@@ -136,7 +133,7 @@ def test_a_batch_of_different_requests_gives_each_its_own_tokens(form, make_node
         undisturbed["batch"] = tokens_of_a_batch(make_node())
     node = make_node(form)
     assert tokens_of_a_batch(node) == undisturbed["batch"]
-    assert num_accepted(node) > 10
+    assert node.num_accepted > 10
     node.assert_nothing_is_held()
 
 
@@ -156,7 +153,7 @@ def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, mak
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
     node = make_node(target=folder, head=str(folder))
     assert generate(node, sampling=HOT) == without_drafts(HOT)
-    assert num_accepted(node) > 5
+    assert node.num_accepted > 5
     assert node.parts.model.proposer == "mtp:whole"
 
 

@@ -22,7 +22,7 @@ from outrider.session import Granted
 from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.decode_node.driven_node import DrivenNode
-from tests.decode_node.tiny_node import TinyNode
+from tests.decode_node.tiny_node import tiny_nodes
 from tests.support.fake_clock import FakeClock
 from tests.support.fake_device import ScriptedDevice
 from tests.support.fake_engine import ScriptedEngine, ScriptedModel
@@ -140,14 +140,6 @@ class Node(DrivenNode):
             self.loop.submit(SessionEnded(0))  # so that an idle turn need not wait for one
         self.loop.iterate()
 
-    def run(self):
-        self.iterate()
-        for _ in range(1000):
-            if not self.engine.scheduler.has_work:
-                return
-            self.iterate()
-        raise AssertionError("the loop does not end")
-
     def push(self, group_id, prompt, *, transfer_id=None, until=None):
         """What a prefill node does; one that is lost sends the tokens before `until` and no commit."""
         spec = self.ingest.specs[transfer_id or group_id[::-1]]
@@ -197,12 +189,5 @@ def model_path(tmp_path_factory):
 @pytest.fixture
 def make_node(model_path):
     """A factory of decode loops on a tiny model."""
-    nodes = []
-
-    def make(**config):
-        nodes.append(TinyNode(model_path, **config))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.parts.ingest.receiver.stop()
+    with tiny_nodes() as make:
+        yield partial(make, model_path)

@@ -19,7 +19,7 @@ SESSION = 1
 
 
 class DrivenNode:
-    """Subclasses set `loop`, `groups` and `engine`, and emit to `_emit`."""
+    """Subclasses set `loop`, `groups` and `engine`, have `iterate`, and emit to `_emit`."""
 
     prompt: tuple[int, ...]  # of groups for which a test names none
     max_tokens: int
@@ -42,6 +42,23 @@ class DrivenNode:
     @property
     def num_rows(self):
         return sum(stats.num_rows for stats in self.stats)
+
+    @property
+    def num_drafted(self):
+        return sum(sum(stats.num_draft_tokens_by_source.values()) for stats in self.stats)
+
+    @property
+    def num_accepted(self):
+        return sum(sum(stats.num_accepted_by_source.values()) for stats in self.stats)
+
+    def run(self, *, max_turns=2000):
+        """Until nothing is left to do."""
+        self.iterate()
+        for _ in range(max_turns):
+            if not self.engine.scheduler.has_work:
+                return self
+            self.iterate()
+        raise AssertionError("the loop does not end")
 
     def submit(self, command):
         self.loop.submit(command)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.drafting.client import StepDrafts
+from decode_node.drafting.book import StepDrafts
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
@@ -12,7 +12,7 @@ from outrider.session import Granted, SampleTokens
 from tests.decode_node.conftest import SHORT_PROMPT, Node
 from tests.support.fake_clock import FakeClock
 from tests.support.fake_drafts import NoDrafts
-from tests.support.scripted_turns import ScriptedTurns
+from tests.support.scripted_turns import ScriptedTurns, hang_in
 
 LONG_PROMPT = tuple(range(10, 40))
 
@@ -173,18 +173,7 @@ def test_a_node_that_fails_keeps_nobody_waiting(node, turns):
 def test_a_thread_that_hangs_anywhere_in_a_step_shows_a_step_that_grows_old(node, place):
     clock = FakeClock()
     node.loop.progress = progress = StepProgress(clock)
-    engine, ages = node.engine, []
-
-    def hanging(function):
-        def hang(*args, **options):
-            before = progress.age_seconds()
-            clock.advance(3.0)
-            ages.append(progress.age_seconds() - before)
-            assert progress.at_hand.expected_seconds > 0.0
-            return function(*args, **options)
-
-        return hang
-
+    engine = node.engine
     owner, name = {
         "open": (node.groups, "open"),
         "gather": (node.loop._drafts, "gather"),
@@ -194,7 +183,7 @@ def test_a_thread_that_hangs_anywhere_in_a_step_shows_a_step_that_grows_old(node
         "commit": (engine.sampler, "commit"),
         "emit": (node.loop, "_emit"),
     }[place]
-    setattr(owner, name, hanging(getattr(owner, name)))
+    ages = hang_in(owner, name, progress, clock)
     node.open(prompt=SHORT_PROMPT)
     node.iterate()
     assert ages

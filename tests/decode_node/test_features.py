@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.attention import make_attention_backend
-from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.base import slots_of
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.model_runner import make_runner
 from outrider.heads.of_target import HeadOfTarget
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.speculation.draft_tree import DraftTree
 from tests.decode_node.tiny_node import PROMPT, TinyNode, generate
+from tests.support.cached_runner import CachedRunner
 from tests.support.fake_drafts import TextDrafts
 from tests.support.tiny_head import make_tiny_head
 from tests.support.tiny_model import make_tiny_model
@@ -36,17 +33,16 @@ def features_of_one_pass(config, token_ids):
     if not model.info.numerics.startswith("exact ("):
         pytest.skip("rows have other bits in other batches")
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
-    cache = PagedKVCache(model.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
-    runner = make_runner(model, cache, make_attention_backend("auto", model.device), features=reduction)
-    runner.forward(build_input_batch([SequenceRows(token_ids, 0, blocks, 0)], BLOCK_SIZE))
-    return bytes(cache.read(reduction.plane_name, range(1), slots_of(blocks, len(token_ids), BLOCK_SIZE)))
+    node = CachedRunner(model, num_blocks=len(blocks), block_size=BLOCK_SIZE, features=reduction)
+    node.prefill(token_ids, blocks, num_logits=0)
+    return bytes(node.cache.read(reduction.plane_name, range(1), slots_of(blocks, len(token_ids), BLOCK_SIZE)))
 
 
 def test_features_of_drafted_and_shared_rows_are_those_of_one_pass(config):
     """Prompts in a prefix cache, samples that part from one another, drafts of which a later branch is right."""
     plain = TinyNode(config.id)
     greedy = [*PROMPT, *generate(plain)]
-    plain.parts.ingest.receiver.stop()
+    plain.close()
 
     def bush(token_ids, num_wanted):
         right = greedy[len(token_ids) :][:2] if token_ids == greedy[: len(token_ids)] else []
@@ -71,7 +67,7 @@ def test_features_of_drafted_and_shared_rows_are_those_of_one_pass(config):
     node.run()
     texts[node.open(prompt=tuple(greedy[:29]))] = greedy[:29]
     node.run()
-    assert sum(sum(stats.num_accepted_by_source.values()) for stats in node.stats) > 0
+    assert node.num_accepted > 0
     for group, prompt in texts.items():
         text = [*prompt, *node.tokens(group)]
         kv = SequenceKV.create(node.engine.pool, text, max_cached_tokens=len(text))
@@ -80,4 +76,4 @@ def test_features_of_drafted_and_shared_rows_are_those_of_one_pass(config):
         found = bytes(node.engine.kv_cache.read(features.name, range(1), slots))
         assert found == features_of_one_pass(config, text[: kv.num_tokens])
         kv.free()
-    node.parts.ingest.receiver.stop()
+    node.close()

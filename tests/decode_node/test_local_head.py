@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 from outrider.heads.of_target import open_packed_head
 from outrider.speculation.proposers.head_proposer import load_head
 from outrider.speculation.step_cost import StepCostModel
-from tests.decode_node.tiny_node import PROMPT, TinyNode, generate
+from tests.decode_node.tiny_node import PROMPT, TinyNode, generate, tiny_nodes
 from tests.heads.golden_heads import rewrite_config
 from tests.support.echo_head import EchoHead, make_echo_folder, make_echo_model
 from tests.support.random_eagle3 import make_random_eagle3
@@ -28,8 +28,14 @@ def echo_path(tmp_path_factory):
     return make_echo_model(tmp_path_factory.mktemp("echo"))
 
 
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory):
+    """The head's folder. A second one would be looked at anew, and leave its mark in the cache."""
+    return str(make_echo_folder(tmp_path_factory.mktemp("heads") / "parrot"))
+
+
 @pytest.fixture
-def make_head_node(echo_path, tmp_path, monkeypatch):
+def make_head_node(echo_path, parrot, monkeypatch):
     """Decode loops on a target whose head is always right. Rows are free, so that all drafts are verified.
 
     Of two siblings one would be wrong: drafts are chains.
@@ -37,24 +43,14 @@ def make_head_node(echo_path, tmp_path, monkeypatch):
     monkeypatch.setattr(outrider.heads.open, "FORMS", (EchoHead,))
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
     monkeypatch.setattr(EchoHead, "opened", [])
-    folder, nodes = make_echo_folder(tmp_path / "parrot"), []
+    with tiny_nodes() as make_tiny:
 
-    def make(*, head=str(folder), **config):
-        nodes.append(TinyNode(echo_path, head=head, **{"draft_trees": "off", **config}))
-        nodes[-1].loop._drafts._clock = lambda: 0.0  # nor does a head take time
-        return nodes[-1]
+        def make(*, head=parrot, **config):
+            node = make_tiny(echo_path, head=head, **{"draft_trees": "off", **config})
+            node.loop._drafts._clock = lambda: 0.0  # nor does a head take time
+            return node
 
-    yield make
-    for node in nodes:
-        node.parts.ingest.receiver.stop()
-
-
-def counts(node) -> tuple[int, int]:
-    """Drafted, accepted."""
-    return (
-        sum(sum(stats.num_draft_tokens_by_source.values()) for stats in node.stats),
-        sum(sum(stats.num_accepted_by_source.values()) for stats in node.stats),
-    )
+        yield make
 
 
 def assert_fed_rightly(*texts) -> None:
@@ -71,8 +67,7 @@ def test_drafts_of_a_head_are_verified_and_tokens_are_those_without(make_head_no
     expected = generate(plain, sampling=sampling)
     node = make_head_node()
     assert generate(node, sampling=sampling) == expected
-    drafted, accepted = counts(node)
-    assert accepted == drafted > 25
+    assert node.num_accepted == node.num_drafted > 25
     assert len(node.stats) < len(plain.stats) / 3
     assert_fed_rightly([*PROMPT, *expected])
     node.assert_nothing_is_held()
@@ -85,8 +80,7 @@ def test_samples_of_a_prompt_draft_alike_each_for_itself(make_head_node):
     node.run()
     texts = [plain.tokens(expected, sample) for sample in range(3)]
     assert [node.tokens(group, sample) for sample in range(3)] == texts
-    drafted, accepted = counts(node)
-    assert accepted == drafted > 75
+    assert node.num_accepted == node.num_drafted > 75
     assert_fed_rightly(*([*PROMPT, *text] for text in texts))
 
 
@@ -104,8 +98,7 @@ def test_prefix_hits_and_preemption_leave_features_as_they_were(make_head_node):
     tight.run()
     assert tight.num_preempted > 0
     assert [tight.tokens(group) for group in groups] == expected
-    drafted, accepted = counts(tight)
-    assert accepted == drafted > 200
+    assert tight.num_accepted == tight.num_drafted > 200
     assert_fed_rightly(*([*prompt, *text] for prompt, text in zip(prompts, expected, strict=True)))
     pool.release(held)
     tight.assert_nothing_is_held()
@@ -116,8 +109,7 @@ def test_a_long_prompt_is_caught_up_with_while_its_sequence_decodes(make_head_no
     prompt = (LONG * 9)[:700]
     expected = generate(plain, prompt=prompt, sampling={"max_tokens": 60})
     assert generate(node, prompt=prompt, sampling={"max_tokens": 60}) == expected
-    drafted, accepted = counts(node)
-    assert accepted == drafted > 10
+    assert node.num_accepted == node.num_drafted > 10
     assert_fed_rightly([*prompt, *expected])
 
 
@@ -126,7 +118,7 @@ def test_siblings_are_verified_where_trees_are_on(make_head_node, monkeypatch):
     expected = generate(make_head_node(head=""))
     node = make_head_node(draft_trees="auto")
     assert generate(node) == expected
-    assert counts(node)[1] > 5, "the head's second choice, which is right"
+    assert node.num_accepted > 5, "the head's second choice, which is right"
     assert_fed_rightly([*PROMPT, *expected])
 
 
@@ -134,7 +126,7 @@ def test_look_up_and_head_draft_side_by_side(make_head_node):
     expected = generate(make_head_node(head=""), sampling=HOT)
     node = make_head_node(local_fallback="ngram", kv_cache=KVCacheConfig(num_blocks=256, prefix_cache=False))
     assert generate(node, sampling=HOT) == expected
-    assert counts(node)[1] > 20
+    assert node.num_accepted > 20
 
 
 def test_the_node_names_its_head_unless_draft_nodes_propose_with_it(make_head_node):
@@ -168,9 +160,9 @@ def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeyp
     for each in (plain, node):
         group = each.open(sampling=sampling)
         each.run()
-        each.parts.ingest.receiver.stop()
+        each.close()
     assert node.parts.model.proposer == "eagle3:head"
-    assert counts(node)[0] > 0
+    assert node.num_drafted > 0
     for sample in range(sampling.get("n", 1)):
         assert node.tokens(group, sample) == plain.tokens(group, sample)
     node.assert_nothing_is_held()
@@ -203,7 +195,7 @@ def test_a_packed_head_is_opened_once(tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.heads.of_target.open_packed_head", noting)
     node = TinyNode(model, head=str(head))
     assert node.parts.model.proposer == "eagle3:head"
-    node.parts.ingest.receiver.stop()
+    node.close()
     if opened[0] is None:
         pytest.skip("torch computes the head here")
     assert len(opened) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from decode_node.__main__ import make_build
 from decode_node.config import DecodeNodeConfig
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -32,14 +34,21 @@ class TinyNode(DrivenNode):
     def iterate(self):
         self.loop.iterate()
 
-    def run(self, *, max_turns=2000):
-        """Until nothing is left to do."""
-        self.iterate()
-        for _ in range(max_turns):
-            if not self.engine.scheduler.has_work:
-                return self
-            self.iterate()
-        raise AssertionError("the loop does not end")
+    def close(self):
+        self.parts.ingest.receiver.stop()
+
+
+@contextlib.contextmanager
+def tiny_nodes():
+    """A factory of `TinyNode`s, which are closed at the end."""
+    with contextlib.ExitStack() as opened:
+
+        def make(model_path, **config):
+            node = TinyNode(model_path, **config)
+            opened.callback(node.close)
+            return node
+
+        yield make
 
 
 def generate(node, **fields):

@@ -31,8 +31,8 @@ def test_every_reason_that_an_error_can_have_is_in_troubleshooting():
     reasons = set(_reasons())
     assert {"QUEUE_FULL", "REQUEST_LOSES_NODES", "NODE_LOST"} <= reasons
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([A-Z][A-Z_]+)`", text.partition("## Reasons of errors")[2]))
-    assert reasons <= named, f"docs/troubleshooting.md, Reasons of errors, lacks {', '.join(sorted(reasons - named))}"
+    named = set(re.findall(r"`([A-Z][A-Z_]+)`", text.partition("## Error reasons")[2]))
+    assert reasons <= named, f"docs/troubleshooting.md, Error reasons, lacks {', '.join(sorted(reasons - named))}"
 
 
 def _reasons():

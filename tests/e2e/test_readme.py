@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.processes import run_python
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -15,8 +15,6 @@ def python_examples():
 def test_the_readme_client_runs(cluster, tmp_path):
     script = tmp_path / "client.py"
     script.write_text(python_examples()[0], encoding="utf-8")
-    result = subprocess.run(
-        [sys.executable, script, cluster.router_address], capture_output=True, text=True, timeout=240, check=False
-    )
+    result = run_python(script, cluster.router_address)
     assert result.returncode == 0, result.stderr
     assert "mean acceptance length" in result.stdout

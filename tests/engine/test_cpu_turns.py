@@ -37,8 +37,8 @@ def join(library_file, turns_file):
     """join() → Party, whose leases last unless it is told otherwise; all are ended after the test."""
     parties = []
 
-    def start(least_lease_seconds=LONG):
-        parties.append(Party(library_file, turns_file, least_lease_seconds))
+    def start(min_lease_seconds=LONG):
+        parties.append(Party(library_file, turns_file, min_lease_seconds))
         return parties[-1]
 
     yield start

@@ -12,20 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.features import FeatureReduction
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
-from outrider.engine.model_runner import make_runner
+from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.engine.open_runner import open_runner
 from outrider.engine.step_graphs import StepGraphs
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
+from tests.support.cached_runner import CachedRunner
 from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
 
 HIDDEN, NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS = 64, 3, 4, 96
@@ -71,41 +69,21 @@ def bfloat16(tmp_path_factory):
     return model
 
 
-class Node:
-    """A runner, and tables of blocks in no order."""
-
+class Node(CachedRunner):
     def __init__(self, model, reduction):
-        self.model = model.with_features(reduction)
-        self.reduction = reduction
-        self.cache = PagedKVCache(
-            self.model.spec.planes,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            num_scratch_blocks=1,
-            kernels=self.model.cpu_kernels,
+        super().__init__(
+            model.with_features(reduction), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, features=reduction
         )
-        self.runner = make_runner(self.model, self.cache, make_attention_backend(), features=reduction)
-        self._free = list(range(NUM_BLOCKS))
-        random.Random(0).shuffle(self._free)
+        self.reduction = reduction
 
-    def blocks(self, num_tokens):
-        return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
+    def features(self, table, positions):
+        return super().features(self.reduction.plane_name, table, positions)
 
-    def forward(self, *rows, **options):
-        return torch.as_tensor(self.runner.forward(build_input_batch(rows, BLOCK_SIZE), **options))
-
-    def prefill(self, token_ids, chunk, *, num_logits=0, **options):
-        """Features [num_tokens, width] and the logits of the last chunk."""
-        table = self.blocks(len(token_ids))
-        for start in range(0, len(token_ids), chunk):
-            part = token_ids[start : start + chunk]
-            logits = self.forward(SequenceRows(part, start, table, min(num_logits, len(part))), **options)
-        return self.features(table, range(len(token_ids))), logits
-
-    def features(self, table, places):
-        slots = np.array([table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in places])
-        taken = self.cache.read(self.reduction.plane_name, range(1), slots)
-        return torch.from_numpy(taken).view(TORCH_DTYPES[self.model.spec.dtype]).view(len(places), -1)
+    def features_of(self, token_ids, chunk, *, num_logits=0, **options):
+        """[num_tokens, width], computed in chunks of a fresh sequence."""
+        table = self.table(len(token_ids))
+        self.prefill(token_ids, table, chunk=chunk, num_logits=num_logits, **options)
+        return self.features(table, range(len(token_ids)))
 
 
 @functools.cache
@@ -140,14 +118,14 @@ def test_every_row_of_a_prompt_has_the_feature_of_transformers_hidden_states(loa
     expected = expected_features(loaded, reduction, PROMPT)
     node = Node(loaded, reduction)
     for num_logits, chunk in ((0, len(PROMPT)), (1, 7), (64, 20)):
-        features, _ = node.prefill(PROMPT, chunk, num_logits=num_logits)
+        features = node.features_of(PROMPT, chunk, num_logits=num_logits)
         assert_close(features, expected)
 
 
 def test_decode_rows_beside_others_and_trees_have_features_at_their_slots(loaded):
     reduction = REDUCTIONS["projected"]
     node = Node(loaded, reduction)
-    table, other = node.blocks(len(PROMPT)), node.blocks(len(OTHER))
+    table, other = node.table(len(PROMPT)), node.table(len(OTHER))
     node.forward(SequenceRows(PROMPT[:40], 0, table, 0))
     node.forward(SequenceRows(PROMPT[40:41], 40, table, 1), SequenceRows(OTHER, 0, other, 1))
     assert_close(node.features(other, range(len(OTHER))), expected_features(loaded, reduction, OTHER))
@@ -157,7 +135,7 @@ def test_decode_rows_beside_others_and_trees_have_features_at_their_slots(loaded
     assert_close(node.features(table, [*range(42), 43, 45]), expected[:44])
     wrong = expected_features(loaded, reduction, [*PROMPT[:42], 7])
     assert_close(node.features(table, [42]), wrong[42:])
-    slot = [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(46)]
+    slot = node.slots(table, range(46)).tolist()
     node.cache.move_slots([(slot[43], slot[42]), (slot[45], slot[43])])
     assert_close(node.features(table, range(44)), expected[:44])
 
@@ -166,7 +144,7 @@ def test_a_model_without_a_head_computes_the_same_and_keeps_nothing(loaded):
     node = Node(loaded, REDUCTIONS["normalised"])
     plain = Node(loaded, None)
     assert [plane.name for plane in plain.cache.planes] == ["k", "v"]
-    table, own = node.blocks(len(PROMPT)), plain.blocks(len(PROMPT))
+    table, own = node.table(len(PROMPT)), plain.table(len(PROMPT))
     for start, end in ((0, 40), (40, 61)):
         rows = PROMPT[start:end], start
         logits = [each.forward(SequenceRows(*rows, blocks, 5)) for each, blocks in ((node, table), (plain, own))]
@@ -182,14 +160,14 @@ def test_a_model_without_a_head_computes_the_same_and_keeps_nothing(loaded):
 def test_a_feature_has_the_same_bits_in_any_batch(bfloat16, name):
     reduction = REDUCTIONS[name]
     node = Node(bfloat16, reduction)
-    alone, _ = node.prefill(PROMPT, 1, num_logits=1)
+    alone = node.features_of(PROMPT, 1, num_logits=1)
     assert_close(alone, expected_features(bfloat16, reduction, PROMPT), tolerance=0.05)
     layers = []
     for chunk, options in ((len(PROMPT), {}), (17, {}), (61, {"on_layer_done": layers.append})):
-        features, _ = node.prefill(PROMPT, chunk, num_logits=0, **options)
+        features = node.features_of(PROMPT, chunk, num_logits=0, **options)
         assert torch.equal(features, alone)
     assert layers == [0, 1, 2]
-    table, other = node.blocks(len(PROMPT)), node.blocks(len(OTHER))
+    table, other = node.table(len(PROMPT)), node.table(len(OTHER))
     node.forward(SequenceRows(OTHER[:-1], 0, other, 1), SequenceRows(PROMPT[:-1], 0, table, 1))
     node.forward(SequenceRows(OTHER[-1:], len(OTHER) - 1, other, 1), SequenceRows(PROMPT[-1:], 60, table, 1))
     assert torch.equal(node.features(table, range(len(PROMPT))), alone)
@@ -202,8 +180,8 @@ def test_layers_replaced_by_native_ones_reduce_natively(tmp_path):
         pytest.skip("no native kernels were built")
     for reduction in REDUCTIONS.values():
         node = Node(model, reduction)
-        alone, _ = node.prefill(PROMPT, 1)
-        assert torch.equal(node.prefill(PROMPT, 30)[0], alone)
+        alone = node.features_of(PROMPT, 1)
+        assert torch.equal(node.features_of(PROMPT, 30), alone)
 
 
 def test_a_forward_that_fails_writes_no_features_and_leaves_no_hooks(loaded):
@@ -216,10 +194,10 @@ def test_a_forward_that_fails_writes_no_features_and_leaves_no_hooks(loaded):
             raise OSError
 
     with pytest.raises(OSError):
-        node.prefill(PROMPT[:4], 4, on_layer_done=fail)
+        node.features_of(PROMPT[:4], 4, on_layer_done=fail)
     assert not any(bool(layer.any()) for layer in node.cache.layers(node.reduction.plane_name))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in loaded.model.model.modules())
-    assert node.prefill(PROMPT, 20)[0].any()
+    assert node.features_of(PROMPT, 20).any()
 
 
 def test_captured_steps_write_features_too(loaded):
@@ -244,7 +222,7 @@ def test_captured_steps_write_features_too(loaded):
     node.runner.capture_graphs()
     slots = tensor_of(node.cache.layers(reduction.plane_name)[0]).flatten(0, 2)
     assert not slots[: NUM_BLOCKS * BLOCK_SIZE].any()
-    features, _ = node.prefill(PROMPT, 5, num_logits=5)
+    features = node.features_of(PROMPT, 5, num_logits=5)
     assert len(replayed) == 13
     assert_close(features, expected_features(loaded, reduction, PROMPT))
 

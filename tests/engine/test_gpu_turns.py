@@ -12,7 +12,7 @@ import torch
 
 from outrider.engine import gpu_turns
 from outrider.engine.gpu_turns import loading_turn
-from outrider.model_hub.progress import no_progress
+from outrider.progress import no_progress
 
 HOLDER = """
 import time

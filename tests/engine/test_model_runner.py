@@ -6,19 +6,17 @@ import functools
 import itertools
 import random
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.library import STEP_PHASES
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import make_runner, warm_up
+from outrider.engine.input_batch import SequenceRows
+from outrider.engine.model_runner import warm_up
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
+from tests.support.cached_runner import CachedRunner
 from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
 
 BLOCK_SIZE = 4
@@ -36,36 +34,7 @@ def loaded(request, tmp_path_factory):
 
 @pytest.fixture
 def node(loaded):
-    """forward(rows…) → logits, over a cache whose blocks are handed out in no order."""
-    cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
-    return Node(make_runner(loaded, cache, make_attention_backend()), cache)
-
-
-class Node:
-    def __init__(self, runner, cache):
-        self.runner = runner
-        self.cache = cache
-        self._free = list(range(cache.num_blocks))
-        random.Random(0).shuffle(self._free)
-
-    def blocks(self, num_tokens):
-        return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
-
-    def slots(self, block_ids, tokens):
-        return np.array([block_ids[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in tokens])
-
-    def forward(self, *rows):
-        return torch.as_tensor(self.runner.forward(build_input_batch(rows, BLOCK_SIZE)))
-
-    def prefill(self, token_ids, blocks, *, chunk=1000):
-        """Logits of every token of a sequence."""
-        parts = [
-            self.forward(
-                SequenceRows(token_ids[start : start + chunk], start, blocks, len(token_ids[start : start + chunk]))
-            )
-            for start in range(0, len(token_ids), chunk)
-        ]
-        return torch.cat(parts)
+    return CachedRunner(loaded, block_size=BLOCK_SIZE)
 
 
 @functools.cache
@@ -89,11 +58,11 @@ def assert_same(logits, expected):
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, len(PROMPT)])
 def test_a_prompt_in_chunks_of_any_size_gives_the_logits_of_transformers_own_forward(loaded, node, chunk):
-    assert_same(node.prefill(PROMPT, node.blocks(len(PROMPT)), chunk=chunk), own_logits(loaded, PROMPT))
+    assert_same(node.prefill(PROMPT, node.table(len(PROMPT)), chunk=chunk), own_logits(loaded, PROMPT))
 
 
 def test_sequences_in_one_batch_do_not_see_each_other(loaded, node):
-    first, second = node.blocks(len(PROMPT)), node.blocks(len(OTHER))
+    first, second = node.table(len(PROMPT)), node.table(len(OTHER))
     node.prefill(PROMPT[:56], first)
     logits = node.forward(
         SequenceRows(PROMPT[56:], 56, first, 5),  # a verification of four drafts
@@ -105,22 +74,22 @@ def test_sequences_in_one_batch_do_not_see_each_other(loaded, node):
 
 
 def test_blocks_of_a_prefix_serve_another_sequence(loaded, node):
-    shared = node.blocks(16)
+    shared = node.table(16)
     node.prefill(PROMPT[:16], shared)
     tail = PROMPT[:16] + OTHER
-    own = node.blocks(len(tail) - 16)
+    own = node.table(len(tail) - 16)
     logits = node.forward(SequenceRows(tail[16:], 16, shared + own, len(tail) - 16))
     assert_same(logits, own_logits(loaded, tail)[16:])
 
 
 def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
-    blocks = node.blocks(len(PROMPT))
+    blocks = node.table(len(PROMPT))
     node.prefill(PROMPT[:40], blocks)
     node.forward(SequenceRows([PROMPT[40], 7, 8, 9, 10], 40, blocks, 5))  # all four drafts are wrong
     rewritten = node.forward(SequenceRows(PROMPT[41:46], 41, blocks, 5))
     assert_same(rewritten, own_logits(loaded, PROMPT)[41:46])
 
-    fresh = node.blocks(46)
+    fresh = node.table(46)
     node.prefill(PROMPT[:46], fresh)
     for plane in ("k", "v"):
         rolled_back, prefilled = (
@@ -134,11 +103,11 @@ def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
 
 def test_a_tree_of_drafts_is_verified_in_one_pass(loaded, node):
     """The true tokens are among siblings; after the verdict their slots are moved, and decoding goes on."""
-    blocks = node.blocks(len(PROMPT))
+    blocks = node.table(len(PROMPT))
     node.prefill(PROMPT[:40], blocks)
     token_ids, parents = [PROMPT[40], 7, PROMPT[41], 8, PROMPT[42], 9, PROMPT[43]], (-1, -1, 0, 1, 1, 3)
     logits = node.forward(
-        SequenceRows(OTHER, 0, node.blocks(len(OTHER)), 1), SequenceRows(token_ids, 40, blocks, 7, parents)
+        SequenceRows(OTHER, 0, node.table(len(OTHER)), 1), SequenceRows(token_ids, 40, blocks, 7, parents)
     )
     assert_same(logits[[0]], own_logits(loaded, OTHER)[-1:])
     assert_same(logits[[1, 3, 5, 7]], own_logits(loaded, PROMPT)[40:44])
@@ -150,28 +119,26 @@ def test_a_tree_of_drafts_is_verified_in_one_pass(loaded, node):
 
 
 def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
-    blocks = node.blocks(len(PROMPT))
+    blocks = node.table(len(PROMPT))
     node.prefill(PROMPT[:-1], blocks)
-    other = PagedKVCache(loaded.spec.planes, num_blocks=30, block_size=3, kernels=loaded.cpu_kernels)
+    other = CachedRunner(loaded, num_blocks=30, block_size=3)
     table = list(range(29, 29 - 21, -1))
     for plane in ("k", "v"):
         for start in range(0, 60, 25):
             tokens = range(start, min(60, start + 25))
             taken = node.slots(blocks, tokens)
-            placed = np.array([table[t // 3] * 3 + t % 3 for t in tokens])
+            placed = other.slots(table, tokens)
             for layers in (range(2), range(2, 3)):
-                other.write(plane, layers, placed, node.cache.read(plane, layers, taken).data)
-    runner = make_runner(loaded, other, make_attention_backend())
-    logits = runner.forward(build_input_batch([SequenceRows(PROMPT[-1:], 60, table, 1)], 3))
-    assert_same(torch.as_tensor(logits), own_logits(loaded, PROMPT)[-1:])
+                other.cache.write(plane, layers, placed, node.cache.read(plane, layers, taken).data)
+    assert_same(other.forward(SequenceRows(PROMPT[-1:], 60, table, 1)), own_logits(loaded, PROMPT)[-1:])
 
 
 def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
-    blocks = node.blocks(10)
+    blocks = node.table(10)
     slots = node.slots(blocks, range(10))
     seen = {}
-    node.runner.forward(
-        build_input_batch([SequenceRows(PROMPT[:10], 0, blocks, 0)], BLOCK_SIZE),
+    node.forward(
+        SequenceRows(PROMPT[:10], 0, blocks, 0),
         on_layer_done=lambda layer: seen.__setitem__(layer, node.cache.read("k", range(layer, layer + 1), slots)),
     )
     assert list(seen) == list(range(loaded.spec.num_layers))
@@ -182,13 +149,12 @@ def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
 
 def test_warming_up_changes_no_answer(loaded, node):
     warm_up(node.runner, node.cache, loaded.spec.max_model_len)
-    assert_same(node.prefill(PROMPT, node.blocks(len(PROMPT))), own_logits(loaded, PROMPT))
+    assert_same(node.prefill(PROMPT, node.table(len(PROMPT))), own_logits(loaded, PROMPT))
 
 
 def test_two_runners_share_a_model(loaded, node):
-    other_cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
-    other = Node(make_runner(loaded, other_cache, make_attention_backend()), other_cache)
-    blocks, other_blocks = node.blocks(61), other.blocks(30)
+    other = CachedRunner(loaded, block_size=BLOCK_SIZE)
+    blocks, other_blocks = node.table(61), other.table(30)
     node.prefill(PROMPT[:-1], blocks)
     other.prefill(OTHER[:-1], other_blocks)
     assert_same(node.forward(SequenceRows(PROMPT[-1:], 60, blocks, 1)), own_logits(loaded, PROMPT)[-1:])
@@ -198,19 +164,15 @@ def test_two_runners_share_a_model(loaded, node):
 @pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 def test_a_native_forward_tells_its_phases_while_it_is_asked(tmp_path):
     model = load_model(ModelConfig(id=str(make_tiny_model(tmp_path / "model"))))
-    runner = make_runner(
-        model,
-        PagedKVCache(model.spec.planes, num_blocks=4, block_size=16, kernels=model.cpu_kernels),
-        make_attention_backend("torch_sdpa"),
-    )
-    batch = build_input_batch([SequenceRows([1, 2, 3], 0, [0], num_logits=1)], 16)
-    runner.forward(batch)
-    assert not any(runner.phases.take().values())
-    runner.phases.start()
-    runner.forward(batch)
-    spent = runner.phases.take()
+    node = CachedRunner(model)
+    phases, rows = node.runner.phases, SequenceRows([1, 2, 3], 0, [0], num_logits=1)
+    node.forward(rows)
+    assert not any(phases.take().values())
+    phases.start()
+    node.forward(rows)
+    spent = phases.take()
     assert set(spent) == set(STEP_PHASES)
     assert all(nanoseconds > 0 for nanoseconds in spent.values())
-    runner.phases.stop()
-    runner.forward(batch)
-    assert not any(runner.phases.take().values())
+    phases.stop()
+    node.forward(rows)
+    assert not any(phases.take().values())

@@ -21,7 +21,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.progress import no_progress
+from outrider.progress import no_progress
 from tests.support.fake_gpu_memory import FakeGpuMemory
 
 H100_BYTES = 85_017_755_648

@@ -14,7 +14,7 @@ import torch
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.features import FeatureReduction
-from outrider.engine.graph_shapes import MAX_MEAN_DEPTH, MAX_TABLE_BLOCKS, MOST_ROWS, Bucket, GraphShapes, pad
+from outrider.engine.graph_shapes import MAX_BUCKET_ROWS, MAX_MEAN_DEPTH, MAX_TABLE_BLOCKS, Bucket, GraphShapes, pad
 from outrider.engine.input_batch import FIELD_NAMES, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner
@@ -42,7 +42,15 @@ def batch_of(*sequences):
 
 @pytest.mark.parametrize(
     ("rows", "num_rows"),
-    [([1], 1), ([1] * 3, 4), ([1] * 8, 8), ([5], 8), ([5, 5, 1], 16), ([1] * MOST_ROWS, MOST_ROWS), ([200, 57], None)],
+    [
+        ([1], 1),
+        ([1] * 3, 4),
+        ([1] * 8, 8),
+        ([5], 8),
+        ([5, 5, 1], 16),
+        ([1] * MAX_BUCKET_ROWS, MAX_BUCKET_ROWS),
+        ([200, 57], None),
+    ],
 )
 @pytest.mark.parametrize("num_logits", [0, 1, None])
 def test_buckets_hold_their_batches(rows, num_rows, num_logits):

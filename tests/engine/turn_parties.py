@@ -18,11 +18,11 @@ LONG = 30.0  # of a wait, or a lease (of which ten seconds count), that must not
 class Party:
     """A process with a slot, told what to do from here. Answers come in the order of the calls."""
 
-    def __init__(self, library_file, turns_file, least_lease_seconds):
+    def __init__(self, library_file, turns_file, min_lease_seconds):
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(
-            target=run_party, args=(other, library_file, turns_file, least_lease_seconds), daemon=True
+            target=run_party, args=(other, library_file, turns_file, min_lease_seconds), daemon=True
         )
         self._process.start()
         other.close()
@@ -72,7 +72,7 @@ class Party:
         self._pipe.close()
 
 
-def run_party(pipe, library_file, turns_file, least_lease_seconds):
+def run_party(pipe, library_file, turns_file, min_lease_seconds):
     num_taken = 0
 
     def count():
@@ -82,7 +82,7 @@ def run_party(pipe, library_file, turns_file, least_lease_seconds):
     turns = SharedTurns(
         KernelLibrary(library_file),
         turns_file,
-        least_lease_seconds=least_lease_seconds,
+        min_lease_seconds=min_lease_seconds,
         on_taken_from_another=count,
     )
     pipe.send("joined")
@@ -94,7 +94,7 @@ def run_party(pipe, library_file, turns_file, least_lease_seconds):
 def look_twice(number, library_file, turns_file, shared, start, results):
     turns = CpuTurns()
     if library_file is not None:
-        turns = SharedTurns(KernelLibrary(library_file), turns_file, least_lease_seconds=LONG)
+        turns = SharedTurns(KernelLibrary(library_file), turns_file, min_lease_seconds=LONG)
     num_met = 0
     with shared.open("r+b") as file, mmap.mmap(file.fileno(), 4096) as memory:
         start.wait(PATIENCE_SECONDS)

@@ -24,8 +24,8 @@ from tests.conftest import START_SECONDS, RunningCluster, first_status, is_idle
 from tests.faults.network import Network, free_port
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.fault_points import FaultPoints
+from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.store_server import STORE_PATIENCE
-from tests.support.tiny_head import make_tiny_head
 
 HOST = "127.0.0.1"
 KV_HOST = "127.0.0.2"  # where prefill nodes find proxies at the ports of the decode nodes' ingest
@@ -63,7 +63,7 @@ class FaultyCluster(RunningCluster):
             **launch,
             overrides=(
                 f"model.id={model}",
-                f"model.head={make_tiny_head(directory / 'head')}",
+                f"model.head={_make_head(directory)}",
                 "model.num_threads=1",
                 f"kv_cache.memory={KV_MEMORY}",
                 *(f"router.{role}_targets={_targets(ports, role)}" for role in ("prefill", "decode")),
@@ -214,6 +214,12 @@ class FaultyCluster(RunningCluster):
 
 def _targets(ports: dict[str, int], role: str) -> str:
     return ",".join(f"{HOST}:{port}" for name, port in ports.items() if name.startswith(role))
+
+
+def _make_head(directory: Path) -> Path:
+    """Writes a head that kernels compute: a node that is started again need not import torch first."""
+    head, _ = make_random_eagle3(directory, max_model_len=2048, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    return head
 
 
 def _arenas() -> set[Path]:

@@ -1,4 +1,4 @@
-"""Runs the whole fault matrix and writes its table into docs/reliability.md: `make faults`."""
+"""Runs the whole fault matrix and writes its table into docs/faults.md: `make faults`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.store_server import StoreServer
 from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "reliability.md"
+DOCUMENT = ROOT / "docs" / "faults.md"
 DATA = ROOT / "docs" / "data" / "faults.json"
 BEGIN, END = "<!-- made by `make faults` -->\n", "<!-- end -->\n"
 

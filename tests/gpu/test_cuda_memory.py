@@ -15,7 +15,7 @@ from outrider.engine.memory import KVRoom
 from outrider.engine.open_runner import open_runner, rehearse
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.model_hub.progress import no_progress
+from outrider.progress import no_progress
 
 pytestmark = pytest.mark.gpu
 

@@ -18,6 +18,14 @@ from safetensors.torch import save_file
 from outrider.heads.base import HeadRows
 
 FOLDER = Path(__file__).parent / "golden"
+EAGLE3 = ["eagle3", "eagle3-residual", "eagle3.1", "eagle3-flat"]
+PARALLEL = ["peagle", "dflash", "dflash-anchor"]
+MLP = [
+    *("medusa-own-output", "medusa-targets-output", "medusa-truncated"),
+    *("mlp-speculator", "mlp-speculator-tied"),
+]
+MTP = ["mtp-glm", "mtp-speculators", "mtp-qwen"]
+NAMES = ["eagle", *EAGLE3, *PARALLEL, *MLP, *MTP]
 
 
 class Golden(NamedTuple):
@@ -28,10 +36,13 @@ class Golden(NamedTuple):
     logits: torch.Tensor
 
 
-def write(name, *, head, head_config, target, target_config, expected):
+def write(name, head, head_config, target, target_config, token_ids, taps, logits):
+    """`head`, `target`: tensors by name."""
     FOLDER.mkdir(exist_ok=True)
-    parts = {"head": head, "target": target, "expected": expected}
-    tensors = {f"{part}/{key}": value.contiguous() for part, many in parts.items() for key, value in many.items()}
+    parts = {"head": head, "target": target, "expected": {"token_ids": token_ids, "taps": taps, "logits": logits}}
+    tensors = {
+        f"{part}/{key}": value.detach().contiguous() for part, many in parts.items() for key, value in many.items()
+    }
     metadata = {"head": json.dumps(head_config), "target": json.dumps(target_config)}
     save_file(tensors, FOLDER / f"{name}.safetensors", metadata)
 
@@ -83,10 +94,9 @@ def true_rows(token_ids, features, start, end):
     )
 
 
-def logits_of(head, token_ids, taps):
+def logits_of(head, token_ids, features):
     """As `logits` of a golden file: true rows in one forward, then one for each drafted token."""
-    features, attend = head.reduction.to("cpu", torch.float32)(taps), DenseAttention()
-    num_true = len(features)
+    num_true, attend = len(features), DenseAttention()
     positions = torch.arange(len(token_ids))
     state = head.forward(true_rows(token_ids, features, 0, num_true), attend)[-1:]
     found = [head.logits(state, torch.zeros(1, dtype=torch.int64))]

@@ -1,4 +1,4 @@
-"""Heads of golden files whose `taps` are all hidden states of a target of `NUM_LAYERS` layers."""
+"""Heads of golden files: opened, fed as their owners feed them, and changed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,28 @@ from outrider.heads.open import open_head
 from tests.heads import golden_files
 
 CPU = torch.device("cpu")
-NUM_LAYERS = 8
+TOLERANCE = 1e-3
 
 
 def opened(golden):
     return open_head(golden.head, Target.open(golden.target), CPU, torch.float32)
 
 
-def logits_of(golden):
-    """The taps of these files are all layers' hidden states: the head's own are chosen here."""
+def taps_of(golden, head):
+    """[n, num_taps * hidden_size]: those that the head reads; a file has them alone, or all hidden states."""
+    layers = golden.taps.unflatten(1, (-1, head.reduction.hidden_size))
+    num_taps = len(head.reduction.taps)
+    return (layers if layers.shape[1] == num_taps else layers[:, head.reduction.taps]).flatten(1)
+
+
+@torch.inference_mode()
+def logits_of(golden, *, known_before=0):
+    """As `logits` of the file. `known_before`: true rows of a parallel head in a forward of their own."""
     head = opened(golden)
-    layers = golden.taps.view(len(golden.taps), NUM_LAYERS + 1, -1)
-    return golden_files.logits_of(head, golden.token_ids, layers[:, head.reduction.taps].flatten(1))
+    features = head.reduction.to(CPU, torch.float32)(taps_of(golden, head))
+    if head.spec.num_parallel == 1:
+        return golden_files.logits_of(head, golden.token_ids, features)
+    return block_logits(head, golden.token_ids[: len(features) + 1], features, known_before=known_before)
 
 
 def rewrite_config(folder, **changes):
@@ -32,21 +42,20 @@ def rewrite_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def rewrite_layer(folder, **changes):
+    """The fields that describe the decoder layer, wherever the layout has them."""
+    config = json.loads((folder / "config.json").read_text())
+    nested = next((name for name in ("transformer_layer_config", "text_config") if config.get(name)), None)
+    rewrite_config(folder, **(changes if nested is None else {nested: config[nested] | changes}))
+
+
 def rewrite_tensors(folder, change):
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path)
 
 
-def assert_logits(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-
-
-def block_logits_of(golden, *, known_before=0):
-    """Of a parallel head after the golden text."""
-    head = opened(golden)
-    layers = golden.taps.view(len(golden.taps), NUM_LAYERS + 1, -1)
-    features = head.reduction.to(CPU, torch.float32)(layers[:, head.reduction.taps].flatten(1))
-    return block_logits(head, golden.token_ids[: len(features) + 1], features, known_before=known_before)
+def assert_logits(found, expected, tolerance=TOLERANCE):
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 def block_logits(head, token_ids, features, *, known_before=0):

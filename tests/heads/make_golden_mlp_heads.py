@@ -95,17 +95,6 @@ def target_files():
     return {name: torch.randn(shape) for name, shape in names.items()}, config
 
 
-def write(name, head, head_config, target, target_config, token_ids, hidden, logits):
-    golden_files.write(
-        name,
-        head={key: value.detach() for key, value in head.items()},
-        head_config=head_config,
-        target=target,
-        target_config=target_config,
-        expected={"token_ids": token_ids, "taps": hidden, "logits": logits.detach()},
-    )
-
-
 def text(num_depths):
     return torch.randint(0, VOCAB, (COMMITTED + num_depths - 1,)), torch.randn(COMMITTED - 1, HIDDEN)
 
@@ -126,7 +115,7 @@ def medusa(name, *, own_output, layers=1, bias=True, num_heads=3):
     states = [head(hidden[-1]) for head in heads]
     logits = torch.stack(states if own_output else [state @ target["lm_head.weight"].T for state in states])
     config = {"base_model_name_or_path": "any", "medusa_num_heads": num_heads, "medusa_num_layers": layers}
-    write(name, heads.state_dict(), config, target, target_config, token_ids, hidden, logits)
+    golden_files.write(name, heads.state_dict(), config, target, target_config, token_ids, hidden, logits)
 
 
 def medusa_of_vllm(name, *, num_heads=2, truncated=12):
@@ -153,7 +142,7 @@ def medusa_of_vllm(name, *, num_heads=2, truncated=12):
         "truncated_vocab_size": truncated,
         "logit_scale": 0.25,
     }
-    write(name, tensors, config, target, target_config, token_ids, hidden, logits)
+    golden_files.write(name, tensors, config, target, target_config, token_ids, hidden, logits)
 
 
 def mlp_speculator(name, *, inner_dim, tie_weights, scale_input, prefix="", n_predict=3):
@@ -173,7 +162,7 @@ def mlp_speculator(name, *, inner_dim, tie_weights, scale_input, prefix="", n_pr
         "scale_input": scale_input,
     }
     named = {prefix + key: value for key, value in tensors.items()}
-    write(name, named, config, target, target_config, token_ids, hidden, logits)
+    golden_files.write(name, named, config, target, target_config, token_ids, hidden, logits)
 
 
 if __name__ == "__main__":

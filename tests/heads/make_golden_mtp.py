@@ -40,17 +40,6 @@ def text():
     return torch.randint(0, VOCAB, (COMMITTED + DRAFTED,)), torch.randn(COMMITTED - 1, HIDDEN)
 
 
-def write(name, head, head_config, target, target_config, token_ids, hidden, logits):
-    golden_files.write(
-        name,
-        head={key: value.detach().float() for key, value in head.items()},
-        head_config=head_config,
-        target=target,
-        target_config=target_config,
-        expected={"token_ids": token_ids, "taps": hidden, "logits": torch.stack(logits).detach()},
-    )
-
-
 def glm(name):
     """Experts, partial rotation, biases; the head in the target's own checkpoint, with copies of what they share."""
     from transformers import DynamicCache, Glm4MoeConfig, Glm4MoeForCausalLM
@@ -101,15 +90,15 @@ def glm(name):
         else:
             tensors[prefix + short] = value
     shared = {
-        "model.embed_tokens.weight": target.model.embed_tokens.weight.detach(),
-        "lm_head.weight": target.lm_head.weight.detach(),
+        "model.embed_tokens.weight": target.model.embed_tokens.weight,
+        "lm_head.weight": target.lm_head.weight,
     }
     tensors |= {
         f"{prefix}embed_tokens.weight": shared["model.embed_tokens.weight"].clone(),
         f"{prefix}shared_head.head.weight": shared["lm_head.weight"].clone(),
     }
     as_written = {**config.to_dict(), "num_nextn_predict_layers": 1}
-    write(name, tensors, as_written, shared, as_written, token_ids, hidden, logits)
+    golden_files.write(name, tensors, as_written, shared, as_written, token_ids, hidden, torch.stack(logits))
 
 
 def speculators(name, layer_config, *, in_qwens_layout=False):
@@ -176,7 +165,7 @@ def speculators(name, layer_config, *, in_qwens_layout=False):
         "model.embed_tokens.weight": model.embed_tokens.weight.detach(),
         "lm_head.weight": model.lm_head.weight.detach(),
     }
-    write(name, tensors, written, target, layer_config.to_dict(), token_ids, hidden, logits)
+    golden_files.write(name, tensors, written, target, layer_config.to_dict(), token_ids, hidden, torch.stack(logits))
 
 
 if __name__ == "__main__":

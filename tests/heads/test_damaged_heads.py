@@ -12,7 +12,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head, read_reduction
 from tests.heads import golden_files
-from tests.heads.golden_heads import CPU, assert_logits, block_logits_of, logits_of, opened, rewrite_tensors
+from tests.heads.golden_heads import CPU, assert_logits, logits_of, opened, rewrite_tensors
 from tests.support.head_files import HEADS, make_head
 from tests.support.tiny_model import make_tiny_model
 
@@ -175,7 +175,7 @@ def test_a_target_is_what_transformers_loads_of_it_up_to_the_longest_window(tmp_
 
 def test_what_is_open_does_not_change_with_its_file(tmp_path):
     """A mapped file that is overwritten would change the weights; one that is cut would end the process."""
-    for name, logits in (("eagle3", logits_of), ("dflash", block_logits_of)):
+    for name in ("eagle3", "dflash"):
         golden = golden_files.unpack(name, tmp_path / name)
         head, reduction = opened(golden), read_reduction(golden.head, Target.open(golden.target))
         with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +185,7 @@ def test_what_is_open_does_not_change_with_its_file(tmp_path):
             with path.open("r+b") as file:
                 file.seek(size // 4)
                 file.write(bytes(size - size // 4))
-            assert_logits(logits(golden), golden.logits)
+            assert_logits(logits_of(golden), golden.logits)
             assert torch.equal(reduction.projection, head.reduction.projection)
             assert reduction.projection.abs().min() > 0
 

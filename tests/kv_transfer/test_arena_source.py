@@ -83,7 +83,7 @@ def test_a_receiver_that_could_not_attach_is_asked_again_after_a_while(sender, t
 
 def test_the_arena_of_a_lost_receiver_is_dropped(sender, tmp_path):
     receiver = Receiver(tmp_path)
-    arena = weakref.ref(sender.offer(receiver)._arena)
+    arena = weakref.ref(sender.offer(receiver))
     assert sender.num_arenas == 1
     receiver.is_lost = True
     with pytest.raises(PeerLostError):

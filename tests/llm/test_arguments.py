@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,7 @@ import outrider
 from outrider import LLM, SamplingParams, StructuredOutputsParams
 from outrider.client.options import make_request
 from outrider.v1 import router_pb2
+from tests.support.processes import run_python
 
 
 def request_of(params):
@@ -24,8 +23,8 @@ def test_importing_the_package_is_cheap_and_its_names_are_there():
         "from outrider import SamplingParams; SamplingParams(); print({'grpc', 'torch'} & set(sys.modules)); "
         "from outrider import LLM; print({'torch', 'transformers'} & set(sys.modules))"
     )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert shown.stdout == "set()\n" * 3
+    shown = run_python("-c", program)
+    assert shown.stdout == "set()\n" * 3, shown.stderr
     for name in outrider._OFFLINE:
         assert getattr(outrider, name).__name__ == name
     with pytest.raises(ImportError, match="BeamSearchParams"):

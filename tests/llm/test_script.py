@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from outrider.client import Client
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 ROLE_PROCESS = ROOT / "tests" / "cluster" / "role_process.py"
@@ -48,10 +49,7 @@ def wait_until_gone(pids):
     ],
 )
 def test_a_script_ends_with_its_processes(end, status, complaint, tmp_path):
-    script = subprocess.run(
-        [sys.executable, "-c", f"{STAND_INS}\n{end}"],
-        capture_output=True, text=True, timeout=WAIT_SECONDS, check=False, cwd=tmp_path,
-    )  # fmt: skip
+    script = run_python("-c", f"{STAND_INS}\n{end}", cwd=tmp_path)
     assert script.returncode == status, script.stderr
     assert script.stderr.count("Traceback") == (complaint != "")
     assert complaint in script.stderr

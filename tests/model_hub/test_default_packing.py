@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -24,6 +22,7 @@ from outrider.model_hub.kernels import start_kernels
 from outrider.model_hub.load import load_model
 from outrider.model_hub.locate import locate_model
 from tests.model_hub.make_default_logits import default_logits
+from tests.support.processes import run_python
 
 NATIVE = choose_kernels()
 pytestmark = [
@@ -111,9 +110,7 @@ except ConfigError as error:
 
 def test_neither_torch_nor_transformers_need_be_installed(directory, tmp_path):
     (tmp_path / directory.name).symlink_to(directory)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run_python("-c", PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     opened, refused = done.stdout.splitlines()
     assert opened == "packed weights, mapped bfloat16 eagle3"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +15,7 @@ import torch
 
 from outrider import cache_directory
 from outrider.cache_directory import KEPT_SECONDS, locked
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import make_runner
 from outrider.errors import ModelError
 from outrider.model_hub import load as load_module
 from outrider.model_hub import packed_weights
@@ -29,6 +23,8 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.open import open_model
 from outrider.model_hub.packed_weights import HEADER, WEIGHTS
+from tests.support.cached_runner import CachedRunner
+from tests.support.processes import run_python
 from tests.support.tiny_model import make_tiny_model
 
 NATIVE = choose_kernels()
@@ -73,9 +69,7 @@ def folders(cache):
 
 
 def logits(loaded):
-    kv_cache = PagedKVCache(loaded.spec.planes, num_blocks=4, block_size=16, kernels=loaded.cpu_kernels)
-    runner = make_runner(loaded, kv_cache, make_attention_backend())
-    return runner.forward(build_input_batch([SequenceRows(list(range(40)), 0, range(3), 40)], 16))
+    return CachedRunner(loaded, num_blocks=4).prefill(range(40), range(3))
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"weights": "int8"}], ids=["auto", "float32", "int8"])
@@ -161,8 +155,8 @@ def test_a_start_from_packed_weights_reaches_no_transformers(opened, tiny, cache
         f"loaded = open_model(ModelConfig(id={str(tiny)!r}, cache_dir={str(cache)!r}))\n"
         "print(loaded.weights_from, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout.strip() == f"{MAPPED} False"
+    done = run_python("-c", program)
+    assert done.stdout.strip() == f"{MAPPED} False", done.stderr
 
 
 def cut_short(folder):

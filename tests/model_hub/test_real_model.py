@@ -10,15 +10,13 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from outrider.constraints.grammar import NUMERICS
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import make_runner
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.numerics import KERNELS_REVISION
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.open import open_model
+from tests.support.cached_runner import CachedRunner
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
@@ -43,19 +41,14 @@ def num_tokens(is_full):
 
 def decode(loaded, prompt, *, num_rows, num_tokens):
     """Greedy tokens after `prompt`, `num_rows` at a time: one known token and, as drafts, what really follows."""
-    block_size = 16
-    cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=block_size, kernels=loaded.cpu_kernels)
-    runner = make_runner(loaded, cache, make_attention_backend())
-    blocks = list(range(63, -1, -1))
-    runner.forward(build_input_batch([SequenceRows(prompt[:-1], 0, blocks, 0)], block_size))
+    node, blocks = CachedRunner(loaded), range(63, -1, -1)
+    node.prefill(prompt[:-1], blocks, num_logits=0)
     token_ids, logits_of_steps = list(prompt), []
     while len(token_ids) < len(prompt) + num_tokens:
         rows = [token_ids[-1], *[1234] * (num_rows - 1)]  # drafts that are wrong, as most are
-        logits = torch.as_tensor(
-            runner.forward(build_input_batch([SequenceRows(rows, len(token_ids) - 1, blocks, num_rows)], block_size))
-        )
-        logits_of_steps.append(logits[0].clone())
-        token_ids.append(int(logits[0].argmax()))
+        logits = node.forward(SequenceRows(rows, len(token_ids) - 1, blocks, num_rows))[0]
+        logits_of_steps.append(logits)
+        token_ids.append(int(logits.argmax()))
     return token_ids[len(prompt) :], torch.stack(logits_of_steps)
 
 

@@ -11,16 +11,15 @@ import transformers
 from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.model_runner import make_runner
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.numerics import Promise
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.window import MAX_WINDOW, Window, resolve_window
+from tests.support.cached_runner import CachedRunner
 from tests.support.tiny_model import make_tiny_model
 
 ORIGINAL = 512
@@ -86,12 +85,6 @@ def test_a_model_that_states_no_window_needs_the_setting():
     assert resolve_window(SimpleNamespace(), 100) == Window(100)
 
 
-def forward_of(model):
-    cache = model.make_cache(200, 16)
-    runner = make_runner(model, cache, make_attention_backend("torch_sdpa", cache.device))
-    return lambda *rows: torch.as_tensor(runner.forward(build_input_batch(list(rows), 16))).clone()
-
-
 SHAPES = {
     "llama, longrope": ("llama", {"max_position_embeddings": 2048, "rope_parameters": LONG}),
     "llama, dynamic": (
@@ -121,16 +114,14 @@ def test_rotations_by_length_are_one_choice_for_all_sequences(tmp_path, shape, m
     own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = own(torch.tensor([ids[:length]]), use_cache=False).logits[0]
-    forward = forward_of(model)
+    node = CachedRunner(model, num_blocks=200)
     short = SequenceRows(ids[:100], 0, range(190, 197), 100)
-    alone = forward(short)
-    found = torch.cat(
-        [forward(SequenceRows(ids[at : at + 256], at, range(128), 256)) for at in range(0, length - 255, 256)]
-    )
+    alone = node.forward(short)
+    found = node.prefill(ids[: length // 256 * 256], range(128), chunk=256)
     scale = float(expected.abs().max())
     assert float((found - expected[: len(found)]).abs().max()) < 1e-3 * scale
     far = SequenceRows(ids[-1:], len(ids) - 1, range(128), 1)
-    beside = forward(short, far)
+    beside = node.forward(short, far)
     assert torch.equal(beside[:100], alone)
     if max_model_len:
         own_window = load_model(ModelConfig(id=str(path), dtype="float32", num_threads=1))

@@ -13,7 +13,7 @@ from outrider.profile import Part
 from prefill_node.jobs import Stop
 from prefill_node.push import KvPush
 from tests.support.fake_clock import FakeClock
-from tests.support.scripted_turns import ScriptedTurns
+from tests.support.scripted_turns import ScriptedTurns, hang_in
 
 NUM_LAYERS = 2  # of the scripted cache
 PROMPT = list(range(100, 120))  # three chunks
@@ -99,26 +99,15 @@ def test_a_long_wait_within_a_chunk_is_no_death(make_rig):
 
 @pytest.mark.parametrize("place", ["command", "plan", "forward", "answer"])
 def test_a_thread_that_hangs_anywhere_in_a_step_shows_a_step_that_grows_old(make_rig, place):
-    rig, clock, ages = make_rig(), FakeClock(), []
+    rig, clock = make_rig(), FakeClock()
     rig.loop.progress = progress = StepProgress(clock)
-
-    def hanging(function):
-        def hang(*args, **options):
-            before = progress.age_seconds()
-            clock.advance(3.0)
-            ages.append(progress.age_seconds() - before)
-            assert progress.at_hand.expected_seconds > 0.0
-            return function(*args, **options)
-
-        return hang
-
     owner, name = {
         "command": (rig.loop, "_add"),
         "plan": (rig.loop._scheduler, "plan"),
         "forward": (rig, "before_layer"),
         "answer": (rig.loop, "_emit"),
     }[place]
-    setattr(owner, name, hanging(getattr(owner, name)))
+    ages = hang_in(owner, name, progress, clock)
     rig.start()
     rig.prefill(PROMPT)
     rig.wait_until_idle()

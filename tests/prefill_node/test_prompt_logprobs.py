@@ -12,12 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.engine import PromptEngine
-from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import make_runner
 from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import Scheduler
@@ -34,6 +30,7 @@ from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.servicer import ServedModel, check_call
 from tests.prefill_node.conftest import ADDRESS, job_of
+from tests.support.cached_runner import CachedRunner
 from tests.support.in_memory_connector import InMemoryConnector
 from tests.support.pool_integrity import check_pool
 from tests.support.tiny_model import make_tiny_model
@@ -83,13 +80,9 @@ class Node:
     """A prefill loop, driven by hand, and the decode node that it pushes to."""
 
     def __init__(self, model):
-        self.cache = PagedKVCache(
-            model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=model.cpu_kernels
-        )
-        self.runner = make_runner(model, self.cache, make_attention_backend("auto", model.device))
-        self.decode_cache = PagedKVCache(
-            model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=model.cpu_kernels
-        )
+        node = CachedRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.cache, self.runner = node.cache, node.runner
+        self.decode_cache = model.make_cache(NUM_BLOCKS, BLOCK_SIZE)
         self.inbox = TransferInbox(incarnation=INCARNATION, on_complete=lambda *_: None, on_failed=lambda *_: None)
         self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, hash_seed=b"seed")
         self.ended: queue.SimpleQueue = queue.SimpleQueue()
@@ -150,11 +143,8 @@ def node(model):
 
 def one_pass(model, token_ids, scored_token_ids):
     """The same from a single forward over the whole prompt."""
-    cache = PagedKVCache(model.spec.planes, num_blocks=16, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
-    runner = make_runner(model, cache, make_attention_backend("auto", model.device))
-    num_rows = len(scored_token_ids)
-    rows = SequenceRows(token_ids[:num_rows], 0, range(16), num_rows)
-    logits = runner.forward(build_input_batch([rows], BLOCK_SIZE))
+    node = CachedRunner(model, num_blocks=16, block_size=BLOCK_SIZE)
+    logits = node.prefill(token_ids[: len(scored_token_ids)], range(16))
     return read(pending_prompt_logprobs(logits, scored_token_ids, NUM_TOP))[0]
 
 

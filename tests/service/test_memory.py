@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.processes import run_python
 
 COUNT_HEAPS = """
 import ctypes, threading
@@ -43,10 +42,7 @@ libc.fflush(None)
     ],
 )
 def test_threads_share_two_heaps_unless_the_environment_says_otherwise(shares, environment, fewest, most):
-    command = [sys.executable, "-c", COUNT_HEAPS.format(shares=shares)]
-    ended = subprocess.run(
-        command, env={"PATH": "", **environment}, capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_python("-c", COUNT_HEAPS.format(shares=shares), env={"PATH": "", **environment})
     if ended.returncode == 77:
         pytest.skip("this C library is not glibc")
     assert ended.returncode == 0, ended.stderr

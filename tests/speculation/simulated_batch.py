@@ -138,16 +138,20 @@ class ControlledBatch:
 
     def step(self):
         controller, batch = self.controller, self.batch
-        drafts = [
-            (sequence_id, DraftTree(0, token_ids=(1,) * num_wanted, source=self.source), num_wanted)
+        limits = {
+            sequence_id: num_wanted
             for sequence_id in batch.sequence_ids
             if (num_wanted := controller.num_wanted(sequence_id, MAX_DRAFT_TOKENS, self.source))
-        ]
+        }
+        drafts = {
+            key: controller.rank(key, DraftTree(0, token_ids=(1,) * num_wanted, source=self.source))
+            for key, num_wanted in limits.items()
+        }
         room = StepRoom(batch.sequence_ids, max_draft_rows=self.max_rows, num_rows=batch.num_sequences)
-        chosen = controller.choose(drafts, room, num_waiting=self.num_waiting)
+        chosen = controller.choose(drafts, limits, room, num_waiting=self.num_waiting)
         tokens, seconds = batch.step(
-            {sequence_id: len(draft) for sequence_id, draft in chosen.items()},
-            lambda sequence_id, num: controller.observe_verdict(sequence_id, chosen[sequence_id], range(num)),
+            chosen,
+            lambda key, num: controller.observe_verdict(key, drafts[key].tree.cut(chosen[key]), range(num)),
             controller.forget,
         )
         controller.observe_step(

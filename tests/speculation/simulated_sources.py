@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from decode_node.drafting.client import StepDrafts
+from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
 from outrider.engine.scheduler import StepRoom
 from outrider.request import RequestOptions, SamplingParams
@@ -201,19 +201,19 @@ class SourcesBatch(SimulatedBatch):
         samples, started = list(self._samples.values()), self.now
         drafts = self.gatherer.gather(samples)
         room = StepRoom(samples, max_draft_rows=4096, num_rows=len(samples))
-        chosen = self.gatherer.choose(drafts, room, samples, num_waiting=0)
-        verdicts, committed, num_tokens = [], [], 0
+        num_rows = self.gatherer.choose(drafts, room, samples, num_waiting=0)
+        chosen = {key: drafts.ranked[key].tree.cut(num) for key, num in num_rows.items()}
+        committed, num_tokens = [], 0
         for sample in samples:
             key, draft = sample.sequence.key, chosen.get(sample.sequence.key, DraftTree(0))
             accepted = draft.path_of((RIGHT,) * MAX_DRAFT_TOKENS)
             num_accepted = len(accepted)
             if draft:
-                verdicts.append((key, draft, accepted))
+                self.gatherer.observe_verdict(key, draft, accepted)
             committed.append((sample, (RIGHT,) * (1 + num_accepted)))
             sample.sequence.token_ids += committed[-1][1]
             self.texts[key][1] += 1 + num_accepted
             num_tokens += 1 + num_accepted
-        self.gatherer.observe_verdicts(verdicts)
         ended = {key for key, (_, position) in self.texts.items() if position >= self.length}
         self.gatherer.announce([each for each in committed if each[0].sequence.key not in ended])
         for key in ended:

@@ -9,14 +9,14 @@ import pytest
 from outrider.speculation.acceptance_record import (
     PRIOR_ACCEPTANCE,
     SIBLING_ACCEPTANCE,
+    Acceptance,
     AcceptanceRecord,
-    SourceAcceptance,
 )
 from outrider.speculation.draft_tree import ROOT, DraftTree
 
 
 def record_of(verdicts=(), *, source=None, num_positions=5):
-    record = AcceptanceRecord(source or SourceAcceptance(), num_positions, step=0)
+    record = AcceptanceRecord(source or Acceptance(), num_positions, step=0)
     for num_draft, num_accepted in verdicts:
         record.observe_chain(num_draft, num_accepted)
     return record
@@ -27,7 +27,7 @@ def test_a_new_sequence_is_taken_to_accept_what_its_proposer_is_taken_for():
 
 
 def test_a_new_sequence_is_taken_to_accept_what_others_did():
-    source = SourceAcceptance()
+    source = Acceptance()
     record_of([(5, 0)] * 100, source=source)
     assert record_of(source=source).chain[0] < 0.1
 
@@ -75,7 +75,7 @@ TREE = DraftTree(9, token_ids=(10, 11, 12, 13, 14), parents=(ROOT, ROOT, 0, 0, 2
 
 def test_a_sibling_is_likely_as_far_as_those_before_it_are_wrong():
     record = record_of()
-    draft, probabilities = record.ranked(TREE)
+    draft, probabilities = record.rank(TREE)
     by_token = dict(zip(draft.token_ids, probabilities, strict=True))
     assert [by_token[token_id] for token_id in (10, 12, 14)] == pytest.approx(record.chain[:3])
     assert by_token[11] == pytest.approx((1 - by_token[10]) * SIBLING_ACCEPTANCE)
@@ -83,12 +83,12 @@ def test_a_sibling_is_likely_as_far_as_those_before_it_are_wrong():
 
 
 def test_the_tokens_of_a_tree_are_ranked_with_parents_before_their_children():
-    draft, probabilities = record_of().ranked(TREE)
+    draft, probabilities = record_of().rank(TREE)
     assert draft.token_ids == (10, 12, 14, 11, 13)
     assert draft.is_well_formed
     assert sorted(probabilities, reverse=True) == list(probabilities)
     certain = record_of([(5, 5)] * 500)
-    assert certain.ranked(TREE)[0].is_well_formed
+    assert certain.rank(TREE)[0].is_well_formed
 
 
 def test_a_tree_counts_like_a_chain_along_its_first_children():
@@ -116,4 +116,4 @@ def test_siblings_that_are_right_are_worth_more():
 
 
 def ranked_tree(record):
-    return record.ranked(TREE)
+    return record.rank(TREE)

@@ -4,33 +4,33 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
-from outrider.speculation.row_budget import FIRST_ROWS, LEAST_ROWS, CatchUpBudget
+from outrider.speculation.row_budget import FIRST_ROWS, MIN_PREFIX_ROWS, RowBudget
 from tests.draft_node.simulated_pair import ScriptedForward
 from tests.support.fake_clock import FakeClock
 
 
 def test_rows_are_what_the_time_allows_by_what_they_have_cost():
-    budget = CatchUpBudget(max_rows=512, seconds=0.1)
-    assert budget.num_rows == FIRST_ROWS
-    budget.observe(FIRST_ROWS, FIRST_ROWS * 0.002)
-    assert budget.num_rows == 50
+    budget = RowBudget(max_prefix_rows=512, prefix_seconds=0.1)
+    assert budget.num_prefix_rows == FIRST_ROWS
+    budget.observe(FIRST_ROWS, 1, FIRST_ROWS * 0.002)
+    assert budget.num_prefix_rows == 50
     for _ in range(60):
-        budget.observe(50, 50 * 0.001)
-    assert 95 <= budget.num_rows <= 100
+        budget.observe(50, 1, 50 * 0.001)
+    assert 95 <= budget.num_prefix_rows <= 100
 
 
 def test_there_is_a_least_and_a_most():
-    slow, quick = (CatchUpBudget(max_rows=512, seconds=0.1) for _ in range(2))
-    slow.observe(64, 64.0)
-    quick.observe(64, 0.0001)
-    assert (slow.num_rows, quick.num_rows) == (LEAST_ROWS, 512)
-    assert CatchUpBudget(max_rows=8, seconds=0.1).num_rows == 8
+    slow, quick = (RowBudget(max_prefix_rows=512, prefix_seconds=0.1) for _ in range(2))
+    slow.observe(64, 1, 64.0)
+    quick.observe(64, 1, 0.0001)
+    assert (slow.num_prefix_rows, quick.num_prefix_rows) == (MIN_PREFIX_ROWS, 512)
+    assert RowBudget(max_prefix_rows=8, prefix_seconds=0.1).num_prefix_rows == 8
 
 
 def test_few_rows_say_nothing():
-    budget = CatchUpBudget(max_rows=512, seconds=0.1)
-    budget.observe(LEAST_ROWS - 1, 30.0)
-    assert budget.num_rows == FIRST_ROWS
+    budget = RowBudget(max_prefix_rows=512, prefix_seconds=0.1)
+    budget.observe(MIN_PREFIX_ROWS - 1, 1, 30.0)
+    assert budget.num_prefix_rows == FIRST_ROWS
 
 
 def test_what_rows_cost_is_learnt_beside_drafts_of_several_tokens():

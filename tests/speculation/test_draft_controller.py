@@ -90,9 +90,11 @@ def room_for(num_sequences, *, max_rows=100, num_prompts=0):
     return StepRoom(range(num_sequences), range(num_prompts), max_draft_rows=max_rows, num_rows=num_sequences)
 
 
-def choose(controller, drafts, room):
+def choose(controller, drafts, room, *, limit=99, **options):
     """What is verified of each draft."""
-    return controller.choose([(sequence_id, draft, 99) for sequence_id, draft in drafts], room)
+    ranked = {sequence_id: controller.rank(sequence_id, draft) for sequence_id, draft in drafts}
+    num_rows = controller.choose(ranked, dict.fromkeys(ranked, limit), room, **options)
+    return {sequence_id: ranked[sequence_id].tree.cut(num) for sequence_id, num in num_rows.items()}
 
 
 def step_of(controller, drafts, num_accepted, *, row_seconds=0.1):
@@ -142,7 +144,7 @@ def test_a_trial_comes_in_bounded_time_also_where_it_costs_more_than_can_be_save
     for _ in range(60):
         controller.observe_verdict(1, draft_of(4), ())
     for _ in range(2000):
-        chosen = controller.choose([(1, draft_of(4), 4)], room_for(1), num_waiting=num_waiting)
+        chosen = choose(controller, [(1, draft_of(4))], room_for(1), limit=4, num_waiting=num_waiting)
         for draft in chosen.values():
             controller.observe_verdict(1, draft, ())
         num_trials += bool(chosen)
@@ -222,14 +224,16 @@ def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_the
     for _ in range(120):
         asked.append(controller.num_wanted(1, 4, DRAFT_NODE) > 0)
         if asked[-1]:
-            controller.observe_added(DRAFT_NODE, {1: [draft_of(4), same] if has_another else [draft_of(4)]})
+            found = [draft_of(4), same] if has_another else [draft_of(4)]
+            controller.observe_marginal_gain(DRAFT_NODE, {1: [controller.rank(1, each) for each in found]})
         step_of(controller, [(1, draft_of(4))], 4)
         controller.observe_verdict(1, same, range(4))
     assert sum(asked[-PROBE_STEPS:]) == (TRIAL_STEPS if has_another else PROBE_STEPS)
     num_before = 0  # steps in a row in which it was asked
     for _ in range(PROBE_STEPS):  # the others have nothing any more; what it drafts arrives two steps later
         if controller.num_wanted(1, 4, DRAFT_NODE):
-            controller.observe_added(DRAFT_NODE, {1: [draft_of(4)] if num_before >= 2 else []})
+            found = [controller.rank(1, draft_of(4))] if num_before >= 2 else []
+            controller.observe_marginal_gain(DRAFT_NODE, {1: found})
             num_before += 1
         else:
             num_before = 0
@@ -282,12 +286,13 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
             controller.observe_verdict(1, draft_of(5, source="lookup"), range(3))
         draft, lookup = drawn(length, "head"), draft_of(2, source="lookup")
         for _ in range(20):
-            asked = controller.choose_asked("head", {1: 5}, {1: lookup}, {1: 1})
+            one, other = controller.rank(1, draft), controller.rank(1, lookup)
+            asked = controller.choose_asked("head", {1: 5}, {1: other}, {1: 1})
             # It takes the longer the more tokens it has: a time that is not to be looked at in this step.
-            controller.observe_asked("head", {1: 5}, {1: draft}, seconds=0.002 * length, num_read=1)
-            controller.observe_added("head", {1: [draft, lookup]})
-            better = controller.better(1, draft, lookup).source
-            chosen = controller.choose([(1, draft, 5), (2, draft_of(5), 5)], room_for(2, max_rows=4))
+            controller.observe_asked("head", {1: 5}, {1: one}, seconds=0.002 * length, num_read=1)
+            controller.observe_marginal_gain("head", {1: [one, other]})
+            better = controller.better(one, other).tree.source
+            chosen = choose(controller, [(1, draft), (2, draft_of(5))], room_for(2, max_rows=4), limit=5)
             controller.observe_step(clock(6), num_rows=6, num_sequences=2, num_prompt_rows=0)
             decided.append((asked, better, 1 in chosen, len(chosen.get(2, ()))))
     assert decided[:20] == decided[20:40] == decided[40:]
@@ -305,16 +310,15 @@ def test_of_two_drafts_the_better_one_is_that_whose_tokens_can_be_verified():
         parents = (*range(ROOT, depth - 1), *(place // 3 - 1 for place in range(8)))
         return DraftTree(0, None, tuple(range(len(parents))), source, parents=parents)
 
-    near, far = with_siblings(5, "head"), with_siblings(13, DRAFT_NODE)
-    assert controller.better(1, near, far) is near
-    assert controller.better(1, far, near) is near
+    near, far = (controller.rank(1, with_siblings(*each)) for each in ((5, "head"), (13, DRAFT_NODE)))
+    assert controller.better(near, far) is near
+    assert controller.better(far, near) is near
 
 
 def test_no_more_is_verified_than_a_request_allows():
     controller = DraftController(4, verifies_all=True)
-    drafts = [(1, draft_of(4), 2), (2, draft_of(4), -1), (3, draft_of(9), 9)]
-    chosen = controller.choose(drafts, room_for(3))
-    assert {sequence_id: len(draft) for sequence_id, draft in chosen.items()} == {1: 2, 3: 4}
+    drafts = {key: controller.rank(key, draft_of(length)) for key, length in ((1, 4), (2, 4), (3, 9))}
+    assert controller.choose(drafts, {1: 2, 2: -1, 3: 9}, room_for(3)) == {1: 2, 3: 4}
 
 
 def test_steps_that_compute_prompts_say_nothing_about_drafts():

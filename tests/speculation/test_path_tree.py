@@ -247,10 +247,10 @@ def test_what_a_head_had_drafted_is_spare_after_a_commit_and_rows_with_own_state
     head.draft(head.open(), 31)
     assert head.tree.follow([*PROMPT, 10, 11]) == (10, 11)
     assert tokens(head) == [[]]
-    assert head.tree.spare is main
+    assert head.tree.stale_path is main
     assert (main.token_ids, states(main)) == ([12, 13], ["before 12", "before 13"])
     assert fed(head, head.tree.main) == (len(PROMPT) - 1, [10, 11])
-    assert head.tree.num_missing(head.tree.main) <= head.tree.most_draft_rows
+    assert head.tree.num_missing(head.tree.main) <= head.tree.max_path_rows
     assert head.tree.num_wasted_tokens == 1
     head.check()
 
@@ -261,11 +261,11 @@ def test_a_spare_serves_until_the_text_leaves_it(head):
     head.tree.follow(text)
     text.append(11)
     head.tree.follow(text)
-    assert head.tree.spare.token_ids == [12, 13]
+    assert head.tree.stale_path.token_ids == [12, 13]
     head.draft(head.tree.main, 12, 20)
     text += [12, 20]
     head.tree.follow(text)
-    assert head.tree.spare is None
+    assert head.tree.stale_path is None
     assert fed(head, head.tree.main) == (len(PROMPT) + 1, [12, 20])
     head.check()
 
@@ -276,16 +276,16 @@ def test_the_rest_of_the_spare_follows_the_new_path_while_they_agree(head):
     head.tree.follow([*PROMPT, 10, 11])
     main = head.tree.main
     for num_drafted in range(3):
-        assert head.tree.answer(may_be_spare=True).token_ids == [12, 13, 14, 15]
-        assert head.tree.answer(may_be_spare=False).token_ids == [12, 13][:num_drafted]
+        assert head.tree.answer(may_be_stale=True).token_ids == [12, 13, 14, 15]
+        assert head.tree.answer(may_be_stale=False).token_ids == [12, 13][:num_drafted]
         head.draft(main, 12 + num_drafted)
     main.num_sent = 4
-    head.tree.drop_wrong_spare()
-    assert (head.tree.spare is None, main.num_sent) == (False, 4)
+    head.tree.drop_wrong_stale_path()
+    assert (head.tree.stale_path is None, main.num_sent) == (False, 4)
     head.draft(main, 20)
-    assert head.tree.answer(may_be_spare=True) is main
-    head.tree.drop_wrong_spare()
-    assert (head.tree.spare, main.num_sent) == (None, 3), "what follows is to be sent anew"
+    assert head.tree.answer(may_be_stale=True) is main
+    head.tree.drop_wrong_stale_path()
+    assert (head.tree.stale_path, main.num_sent) == (None, 3), "what follows is to be sent anew"
     head.check()
 
 
@@ -295,14 +295,14 @@ def test_a_drawn_guess_gives_way_to_the_new_path_also_where_they_agree():
     head.draft(head.tree.main, *range(10, 16))
     head.tree.follow([*PROMPT, 10, 11])
     main = head.tree.main
-    assert head.tree.answer(may_be_spare=True).token_ids == [12, 13, 14, 15]
+    assert head.tree.answer(may_be_stale=True).token_ids == [12, 13, 14, 15]
     main.num_sent = 4
-    head.tree.drop_wrong_spare()
+    head.tree.drop_wrong_stale_path()
     assert main.num_sent == 4, "the new path has not begun"
     head.draft(main, 12)
-    assert head.tree.answer(may_be_spare=True) is main
-    head.tree.drop_wrong_spare()
-    assert (head.tree.spare, main.num_sent) == (None, 0), "the same token is sent anew, as a draw of the new path"
+    assert head.tree.answer(may_be_stale=True) is main
+    head.tree.drop_wrong_stale_path()
+    assert (head.tree.stale_path, main.num_sent) == (None, 0), "the same token is sent anew, as a draw of the new path"
 
 
 def test_an_alternative_that_was_right_becomes_the_spare(head):
@@ -310,7 +310,7 @@ def test_an_alternative_that_was_right_becomes_the_spare(head):
     alternative = head.draft(head.open(), 31, 32)
     assert states(alternative) == ["before 10", "before 31", "before 32"], "a runner-up follows the winner's row"
     head.tree.follow([*PROMPT, 110, 31])
-    assert head.tree.spare.token_ids == [32]
+    assert head.tree.stale_path.token_ids == [32]
     assert fed(head, head.tree.main) == (len(PROMPT) - 1, [110, 31])
     head.check()
     head.tree.free()
@@ -340,13 +340,13 @@ def test_a_head_is_looked_ahead_for_also_while_rows_with_features_are_due(head):
 def test_a_path_goes_no_further_than_a_head_can(head):
     limited = Sequence(head=HeadRules(max_own_rows=1))
     limited.draft(limited.tree.main, 10)
-    assert not limited.tree.is_over(limited.tree.main)
+    assert not limited.tree.is_complete(limited.tree.main)
     limited.draft(limited.tree.main, 11)
-    assert limited.tree.is_over(limited.tree.main)
+    assert limited.tree.is_complete(limited.tree.main)
     assert {opening.index for opening in limited.tree.openings(5)} == {0}
     at_once = Sequence(head=HeadRules(max_own_rows=0))
     at_once.draft(at_once.tree.main, 10)
-    assert at_once.tree.is_over(at_once.tree.main)
+    assert at_once.tree.is_complete(at_once.tree.main)
     assert not at_once.tree.openings(5)
 
 

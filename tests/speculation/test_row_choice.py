@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculation.row_choice import choose_rows
+from outrider.speculation.row_choice import StepOffer
 
 probability = st.floats(0.0, 1.0)
 draft = st.lists(probability, max_size=4).map(lambda found: list(itertools.accumulate(found, lambda a, b: a * b)))
+
+
+def choose_rows(drafts, step_seconds, *, max_rows, num_tokens, num_waiting=0):
+    offer = StepOffer(
+        drafts=drafts, step_seconds=step_seconds, max_rows=max_rows, num_sequences=num_tokens, num_waiting=num_waiting
+    )
+    return offer.choose()
 
 
 def linear(num_rows, *, base=1.0, slope=0.1):

@@ -114,10 +114,10 @@ def test_what_was_not_seen_for_long_is_told():
 
 
 def test_steps_grow_by_a_knot_beyond_what_was_seen():
-    assert StepCostModel().reach() is None
-    assert observed([(4, 0.03)]).reach() == 6
+    assert StepCostModel().max_explored_rows() is None
+    assert observed([(4, 0.03)]).max_explored_rows() == 6
     cost = observed([(4, 0.03), (24, 0.05)])
-    assert cost.reach() == 32
+    assert cost.max_explored_rows() == 32
     for _ in range(300):
         cost.observe(num_sequences=1, num_rows=4, step_seconds=0.03)
-    assert cost.reach() == 6
+    assert cost.max_explored_rows() == 6

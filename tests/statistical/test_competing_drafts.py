@@ -125,7 +125,8 @@ def competition_z(*, is_unsure, num_tokens=140, seed=21):
     while live := [each for each in samples if len(each.sequence.token_ids) < end]:
         drafts = gatherer.gather(live)
         room = StepRoom(sequences=[each.sequence for each in live], max_draft_rows=400, num_rows=len(live))
-        chosen = gatherer.choose(drafts, room, live, num_waiting=0)
+        num_rows = gatherer.choose(drafts, room, live, num_waiting=0)
+        chosen = {key: drafts.ranked[key].tree.cut(num) for key, num in num_rows.items()}
         num_drafts.update(draft.source for draft in chosen.values())
         rows = []
         for sample in live:
@@ -136,14 +137,9 @@ def competition_z(*, is_unsure, num_tokens=140, seed=21):
             logits_at(logits, each.rows.position + place) for each in rows for place in range(each.rows.num_rows)
         ]
         outcomes = list(zip(live, verify_now(verifier, np.stack(targets), rows), strict=True))
-        gatherer.observe_verdicts(
-            [
-                (sample.sequence.key, chosen[sample.sequence.key], range(outcome.num_accepted))
-                for sample, outcome in outcomes
-                if sample.sequence.key in chosen
-            ]
-        )
         for sample, outcome in outcomes:
+            if draft := chosen.get(sample.sequence.key):
+                gatherer.observe_verdict(sample.sequence.key, draft, range(outcome.num_accepted))
             sample.sequence.token_ids.extend(outcome.token_ids)
             sampler.commit(sample.sampling, outcome.token_ids)
         seconds = 0.03 + 0.000005 * len(targets)

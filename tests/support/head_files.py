@@ -15,23 +15,25 @@ NUM_DRAFTED_IDS = 120
 """Of forms that may draft a part of the vocabulary."""
 
 
-class _Maker:
+class Maker:
     """Tensors by name; equal seeds give equal ones."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, deviation: float = 0.1) -> None:
+        """`deviation`: the standard deviation of vectors."""
         self.tensors: dict[str, Tensor] = {}
         self._random = torch.Generator().manual_seed(seed)
+        self._deviation = deviation
 
-    def matrix(self, name: str, *shape: int) -> None:
-        self.tensors[f"{name}.weight"] = torch.randn(shape, generator=self._random) / shape[-1] ** 0.5
+    def matrix(self, name: str, *shape: int, gain: float = 1.0) -> None:
+        self.tensors[f"{name}.weight"] = torch.randn(shape, generator=self._random) * gain / shape[-1] ** 0.5
 
     def vector(self, name: str, size: int, *, mean: float = 1.0) -> None:
         """`name`: with its ending."""
-        self.tensors[name] = mean + 0.1 * torch.randn(size, generator=self._random)
+        self.tensors[name] = mean + self._deviation * torch.randn(size, generator=self._random)
 
-    def ids(self, vocab_size: int) -> Tensor:
-        """[NUM_DRAFTED_IDS] int64, rising."""
-        return torch.randperm(vocab_size, generator=self._random)[:NUM_DRAFTED_IDS].sort().values
+    def ids(self, vocab_size: int, number: int = NUM_DRAFTED_IDS) -> Tensor:
+        """[number] int64, rising."""
+        return torch.randperm(vocab_size, generator=self._random)[:number].sort().values
 
     def layer(self, prefix: str, target: Mapping[str, Any], *, width: int = 0, is_normed: bool = True) -> None:
         """A decoder layer of the target's shape. `width`: of attention's input."""
@@ -53,14 +55,14 @@ def _flat(target: Mapping[str, Any], architecture: str, **fields: Any) -> dict[s
     return {"architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1, **own, **fields}
 
 
-def _eagle(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
+def _eagle(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     hidden = target["hidden_size"]
     make.matrix("fc", hidden, 2 * hidden)
     make.layer("layers.0.", target, is_normed=False)
     return _flat(target, "LlamaForCausalLM")
 
 
-def _eagle3(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
+def _eagle3(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     """With a vocabulary of its own."""
     hidden = target["hidden_size"]
     make.matrix("fc", hidden, 3 * hidden)
@@ -73,14 +75,14 @@ def _eagle3(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     return _flat(target, "LlamaForCausalLMEagle3", draft_vocab_size=NUM_DRAFTED_IDS, eagle_config=taps)
 
 
-def _peagle(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
+def _peagle(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     """With a vocabulary of its own; eight tokens by one forward."""
     config = _eagle3(make, target)
     make.tensors["mask_hidden"] = make.tensors["fc.weight"][:1, None].clone()
     return config | {"architectures": ["PEagleDraftModel"], "mask_token_id": 3}
 
 
-def _dflash(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
+def _dflash(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     """Four tokens by one forward."""
     hidden = target["hidden_size"]
     make.matrix("fc", hidden, 2 * hidden)
@@ -91,7 +93,7 @@ def _dflash(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     return _flat(target, "DFlashDraftModel", dflash_config=block)
 
 
-def _medusa(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
+def _medusa(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     """With a vocabulary of its own."""
     hidden = target["hidden_size"]
     for head in range(4):
@@ -102,7 +104,7 @@ def _medusa(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     return {"medusa_num_heads": 4, "medusa_num_layers": 1, "truncated_vocab_size": NUM_DRAFTED_IDS}
 
 
-def _mlp_speculator(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
+def _mlp_speculator(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     hidden, inner, vocab_size = target["hidden_size"], 48, target["vocab_size"]
     for stage in range(4):
         make.matrix(f"speculator.emb.{stage}", vocab_size, inner)
@@ -114,7 +116,7 @@ def _mlp_speculator(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": "mlp_speculator", **sizes, "scale_input": True}
 
 
-def _mtp(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
+def _mtp(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     hidden = target["hidden_size"]
     make.layer("mtp_layers.0.", target)
     make.matrix("mtp_layers.0.input_proj", hidden, 2 * hidden)
@@ -124,7 +126,7 @@ def _mtp(make: _Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     return {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, "transformer_layer_config": layer}
 
 
-HEADS: Mapping[str, Callable[[_Maker, Mapping[str, Any]], dict[str, Any]]] = {
+HEADS: Mapping[str, Callable[[Maker, Mapping[str, Any]], dict[str, Any]]] = {
     "eagle": _eagle,
     "eagle3": _eagle3,
     "peagle": _peagle,
@@ -140,7 +142,7 @@ WITH_OWN_IDS = ("eagle3", "peagle", "medusa")
 
 def make_head(form: str, folder: Path, target: Path, *, seed: int = 0) -> Path:
     """Writes a head of this form for the model in `target`, and returns its folder."""
-    make = _Maker(seed)
+    make = Maker(seed)
     config = HEADS[form](make, json.loads((target / "config.json").read_text()))
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -23,6 +23,12 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `python ARGUMENTS…` to its end and returns what it wrote. `options` are those of subprocess.run."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **options)
+
+
 class RoleProcess:
     """`python -m ROLE --set …`, or another command. As a context manager: killed after the block if it still runs."""
 

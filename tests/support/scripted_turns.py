@@ -1,8 +1,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from outrider.engine.cpu_turns import CpuTurns
+from outrider.engine.step_progress import StepProgress
+from tests.support.fake_clock import FakeClock
+
+
+def hang_in(owner: object, name: str, progress: StepProgress, clock: FakeClock) -> list[float]:
+    """Lets each call of `owner.name` take three seconds of a step. Returns by how much the step aged in each."""
+    function, ages = getattr(owner, name), []
+
+    def hang(*args: Any, **options: Any) -> Any:
+        before = progress.age_seconds()
+        clock.advance(3.0)
+        ages.append(progress.age_seconds() - before)
+        assert progress.at_hand.expected_seconds > 0.0
+        return function(*args, **options)
+
+    setattr(owner, name, hang)
+    return ages
 
 
 class ScriptedTurns(CpuTurns):

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.engine.features import FeatureReduction
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.spec import HeadSpec
+from tests.heads.golden_files import DenseAttention
 
 VOCAB_SIZE = 300
 WIDTH = 32
@@ -82,12 +82,6 @@ class ToyFeatures:
         return self._values[start:end]
 
 
-def dense_attend(_layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Of one text whose rows are all there."""
-    heads = (query.transpose(0, 1), *(each.expand(-1, 2, -1).transpose(0, 1) for each in (key, value)))
-    return scaled_dot_product_attention(*heads, is_causal=True, scale=scaling).transpose(0, 1)
-
-
 def drafted(head: ToyHead, token_ids, params, num_tokens: int, *, prompt_length: int, num_true: int = 0) -> list[int]:
     """What the head drafts after this text, without a cache. The last tokens from `num_true` on are fed with its own
     states, as if they were not committed; 0: none are.
@@ -99,7 +93,7 @@ def drafted(head: ToyHead, token_ids, params, num_tokens: int, *, prompt_length:
     for end in range(num_true, len(token_ids) + num_tokens):
         depths = torch.tensor([max(0, token - num_true + 1) for token in range(1, end)])
         rows = HeadRows(torch.tensor(text[1:end]), features, depths, torch.arange(end - 1))
-        hidden = head.forward(rows, dense_attend)[-1:]
+        hidden = head.forward(rows, DenseAttention())[-1:]
         features = torch.cat([features, hidden])
         if end < len(token_ids):
             continue

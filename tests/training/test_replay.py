@@ -73,7 +73,7 @@ class Oracle:
 
 def test_chains_are_placed_where_their_tokens_are(plan_of):
     dataset = toy_dataset(plan_of())
-    results = replay(Oracle(), ToyTarget(), dataset, dataset.held_out, most=3)
+    results = replay(Oracle(), ToyTarget(), dataset, dataset.held_out, max_k=3)
     assert results
     for counts in results.values():
         for k in (1, 2, 3):
@@ -93,7 +93,7 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
 
     texts = [text for text in dataset.held_out if dataset.texts[text].temperature > 0]
     assert texts
-    for (_, temperature), counts in replay(Same(), target, dataset, texts, most=2).items():
+    for (_, temperature), counts in replay(Same(), target, dataset, texts, max_k=2).items():
         assert temperature == 1.0
         assert [tokens_per_step(steps) for steps in counts[HEAD]] == [2, 3]
 

@@ -8,35 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
+from tests.heads.golden_files import logits_of
 from tests.training.toy import HIDDEN, TAPS, VOCAB, ToyTarget, toy_student
 
 LENGTH, START = 14, 9
-
-
-class PlainCache:
-    """An `Attend` that keeps the rows of one text, each at its position; a row sees those before it, and itself."""
-
-    def __init__(self):
-        self.rows = {}
-
-    def at(self, positions):
-        def attend(layer, query, key, value, scaling):
-            found = []
-            for row, position in enumerate(positions):
-                self.rows[layer, position] = key[row], value[row]
-                keys, values = (
-                    torch.stack([self.rows[layer, place][part] for place in range(position + 1)]) for part in (0, 1)
-                )
-                group = query.shape[1] // keys.shape[1]
-                keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-                shares = torch.softmax(torch.einsum("hd,shd->hs", query[row], keys) * scaling, -1)
-                found.append(torch.einsum("hs,shd->hd", shares, values))
-            return torch.stack(found)
-
-        return attend
 
 
 @pytest.fixture
@@ -87,23 +64,12 @@ def test_training_equals_drafting_with_the_exported_folder(plan_of, toy_folder, 
             hidden = student.step(chains, fed[None])[0, START]
             trained.append(student.logits(hidden[None], depth)[0])
 
-        cache = PlainCache()
-        features = head.reduction.to("cpu", torch.float32)(taps)
-        rows = HeadRows(
-            tokens[1 : START + 2], features[: START + 1], torch.zeros(START + 1).long(), torch.arange(START + 1)
-        )
-        state = head.forward(rows, cache.at(range(START + 1)))[-1:]
-        served = [head.logits(state, torch.tensor([0]))[0]]
-        for depth in range(1, depths):
-            at, position = torch.tensor([depth]), START + depth
-            rows = HeadRows(drafted[depth : depth + 1], state, at, torch.tensor([position]))
-            state = head.forward(rows, cache.at([position]))
-            served.append(head.logits(state, at)[0])
+        features = head.reduction.to("cpu", torch.float32)(taps[: START + 1])
+        served = logits_of(head, torch.cat([tokens[: START + 2], drafted[1:]]), features)
     ids = student.target_ids
     assert len(ids) == size
     assert (None if head.target_ids is None else head.target_ids.tolist()) == (None if size == VOCAB else ids.tolist())
-    for one, other in zip(trained, served, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(torch.stack(trained), served, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("form", ["eagle3", "mlp"])

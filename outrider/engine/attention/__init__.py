@@ -17,7 +17,7 @@ FLASH_ATTN_DTYPES = ("float16", "bfloat16")
 def make_attention_backend(
     name: str = "auto", device: str = "cpu", dtype: str = "float32", *, num_heads: int = 1, num_kv_heads: int = 1
 ) -> AttentionBackend:
-    """A new backend. Raises ConfigError if impossible.
+    """Makes a backend. Raises: ConfigError where it cannot compute.
 
     Args:
         name: "torch_sdpa", "triton", "varlen_attn" or "flash_attn" (FlashAttention, of torch or of the package, for
@@ -55,7 +55,7 @@ def make_attention_backend(
 
 
 def _why_no_flash_attention(device: str, dtype: str, package: str = "torch") -> str:
-    """Empty where it can compute; it wants the same GPUs as our kernels."""
+    """Returns why FlashAttention cannot compute, or an empty text. It needs the same GPUs as our kernels."""
     if reason := why_no_triton(device):
         return reason
     if dtype not in FLASH_ATTN_DTYPES:

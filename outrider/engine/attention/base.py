@@ -27,29 +27,31 @@ class AttentionBackend(Protocol):
     the last `sliding_window` of them), wherever their blocks lie. A row in a tree of drafts
     sees the known tokens and its own path, in the order of positions: from the batch's
     `path_slots`, not from the block table. Not thread-safe: a backend owns workspaces and
-    belongs to one model runner.
+    belongs to one model runner. Backends inherit the defaults here.
     """
 
-    @property
-    def name(self) -> str:
-        """As in settings, such as "torch_sdpa"."""
-
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether what it launches for a padded batch follows from the batch's bucket alone (see `step_graphs`)."""
+    name: str  # as in settings, such as "torch_sdpa"
+    can_be_captured: bool = False
+    """Whether what it launches for a padded batch follows from the batch's bucket alone (see `step_graphs`)."""
 
     def plan(self, batch: InputBatch) -> InputBatch:
-        """The batch with an `attention_plan`, or as it is where there is nothing to plan.
+        """Returns the batch with an `attention_plan`, or as it is where there is nothing to plan.
 
         A plan is made on the host. It goes to the device with the other fields, and is as long for every padded batch
         of a bucket.
         """
+        return batch
 
     def prepare(self, batch: InputBatch) -> Any:
-        """What all layers of one forward share (indices, masks); passed to `attend` as `plan`.
+        """Returns what all layers of one forward share (indices, masks); it is passed to `attend` as `plan`.
 
-        Plans a batch that nobody has planned. `InputBatch.on` of the unplanned one is then a transfer of its own.
+        It plans a batch that nobody has planned. `InputBatch.on` of the unplanned one is then a transfer of its own.
         """
+
+    def store(self, keys: Tensor, values: Tensor, key_cache: Any, value_cache: Any, slots: Tensor) -> None:
+        """Writes rows [num_rows, num_kv_heads, head_dim] to slots [num_rows] int64 of a layer's caches."""
+        key_cache.flatten(0, 1).index_copy_(0, slots, keys)
+        value_cache.flatten(0, 1).index_copy_(0, slots, values)
 
     def attend(
         self,

@@ -17,11 +17,11 @@ from outrider.engine.input_batch import InputBatch
 from outrider.engine.transfer import upload
 
 MIN_ROWS = 256
-"""Of a sequence, on average. Copying a key takes about as long as attending to it with 80 rows, so with 256 or more
-the copy is the smaller part."""
+"""Bound on the mean number of rows of a sequence. Copying a key takes about as long as attending to it with 80 rows, so
+with 256 or more the copy is the smaller part."""
 MAX_GATHERED_KEYS = 1 << 16
-"""Of several sequences, for one layer: 0.27 GB with 8 heads of 128. One sequence may have as many as its window, with
-which a node is warmed up; many that share a prefix would take a multiple of what the cache does."""
+"""Bound on the gathered keys of several sequences, for one layer: 0.27 GB with 8 heads of 128. One sequence may have as
+many as its window, with which a node is warmed up; many that share a prefix would take a multiple of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Plan:
     of_steps: Any  # the other backend's plan, for layers that only it can compute
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """Prompt chunks by FlashAttention over gathered keys; everything else, draft trees too, by another backend.
 
     FlashAttention follows block tables only where a block has a multiple of 256 tokens. So that blocks may have any
@@ -65,7 +65,7 @@ class FlashAttention:
         return self._steps.plan(batch)
 
     def prepare(self, batch: InputBatch) -> Any:
-        """A plan of the backend that computes the batch."""
+        """Returns a plan of the backend that computes the batch."""
         of_steps = self._steps.prepare(batch)
         arrays = batch.arrays
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.cpu_kernels.decoder import batch_struct
 from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -22,28 +22,24 @@ Panels = npt.NDArray[np.uint8]
 
 
 def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions) -> Structure:
-    """An OutriderAttention: of `options`, and of the shapes of the inputs of `NativeAttention.attend`."""
+    """Makes an OutriderAttention of `options` and of the shapes of the inputs of `NativeAttention.attend`."""
     window, softcap = options.sliding_window or 0, options.softcap or 0.0
     return structures.OutriderAttention(
         query.shape[1], key_cache.shape[1], query.shape[2], window, options.scaling, softcap
     )
 
 
-class NativeAttention:
+class NativeAttention(AttentionBackend):
     """Keys and values are read where they lie, once for all rows of a sequence and the heads that share them."""
 
     name = "native"
-    can_be_captured = False
 
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
         self._workspace = Workspace(kernels.library)
 
-    def plan(self, batch: InputBatch) -> InputBatch:
-        return batch
-
     def prepare(self, batch: InputBatch) -> tuple[Structure, InputBatch]:
-        """In the form that the kernel reads, with the batch, which owns the memory."""
+        """Returns the batch in the form that the kernel reads, and the batch itself, which owns the memory."""
         return batch_struct(batch), batch
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Panels, value_cache: Panels, slots: Tensor) -> None:

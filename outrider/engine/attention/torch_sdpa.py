@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.transfer import upload
 
@@ -34,7 +34,7 @@ class _Plan:
         self._by_window: dict[int | None, list[_SequencePlan]] = {}
 
     def sequences(self, window: int | None) -> list[_SequencePlan]:
-        """The plans of all sequences with rows."""
+        """Returns the plans of all sequences that have rows."""
         if window not in self._by_window:
             bounds = enumerate(pairwise(self._batch.arrays.query_start_loc))
             self._by_window[window] = [self._plan(seq, *rows, window) for seq, rows in bounds if rows[0] < rows[1]]
@@ -65,20 +65,16 @@ class _Plan:
         )
 
 
-class TorchSdpaAttention:
+class TorchSdpaAttention(AttentionBackend):
     """Gathers the keys of each sequence, then torch's scaled_dot_product_attention, or its formula for a soft cap."""
 
     name = "torch_sdpa"
-    can_be_captured = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
 
-    def plan(self, batch: InputBatch) -> InputBatch:
-        return batch
-
     def prepare(self, batch: InputBatch) -> _Plan:
-        """The rest is made when the first layer asks, since only it knows its window."""
+        """Returns an empty plan. A layer's part is made when the first layer asks, since only it knows its window."""
         return _Plan(batch, self._device)
 
     def attend(

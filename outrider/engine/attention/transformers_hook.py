@@ -1,14 +1,14 @@
 """Registers our attention with transformers.
 
 transformers looks up the attention function that a model's configuration names. Ours, ATTENTION_NAME, passes queries,
-keys and values to the object in the forward's keyword arguments, so no state outlives a forward. No mask function is
+keys and values to a function in the forward's keyword arguments, so no state outlives a forward. No mask function is
 registered under the name, so transformers builds no masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,19 +18,12 @@ ATTENTION_NAME = "outrider"
 STEP_ARGUMENT = "outrider_step"
 
 
-class LayerAttention(Protocol):
-    """Receives every attention call of one forward; passed to the model as STEP_ARGUMENT."""
+LayerAttention = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions, Mapping[str, Any]], Tensor]
+"""Computes every attention call of one forward; passed to the model as STEP_ARGUMENT.
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [num_rows, num_heads, head_dim], rotated
-        key: Tensor,  # [num_rows, num_kv_heads, head_dim], rotated
-        value: Tensor,  # [num_rows, num_kv_heads, head_dim]
-        options: AttentionOptions,
-        extras: Mapping[str, Any],  # whatever else the layer asked for
-    ) -> Tensor:
-        """Returns [num_rows, num_heads, head_dim]."""
+Takes the layer, its query [num_rows, num_heads, head_dim] and key [num_rows, num_kv_heads, head_dim], both rotated, its
+value as the key, the options, and whatever else the layer asked for. Returns [num_rows, num_heads, head_dim].
+"""
 
 
 def register_attention() -> None:
@@ -53,9 +46,9 @@ def _attention(  # noqa: PLR0917 the signature is transformers'
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the signature of transformers' attention functions."""
-    step: LayerAttention = kwargs.pop(STEP_ARGUMENT)
+    attend: LayerAttention = kwargs.pop(STEP_ARGUMENT)
     options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-    output = step.attend(
+    output = attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

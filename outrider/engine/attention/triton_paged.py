@@ -5,24 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.gpu_kernels.attention import attend, merge_splits
 from outrider.engine.gpu_kernels.work_list import HEADER_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Of the kernel on a multiprocessor: as many as its registers hold."""
+"""Programs of the kernel on a multiprocessor: as many as its registers hold."""
 MAX_MERGING_PROGRAMS = 64
-"""Of each head."""
+"""Bound on the programs that merge the tiles of a head."""
 MAX_BLOCK_BYTES = 16 << 10
-"""Of the keys of a block. Its values take as much, and with three stages 64 KiB of both are in shared memory."""
+"""Bound on the bytes of a block's keys. Its values take as much, and with three stages 64 KiB of both are in shared
+memory."""
 
 
 _Plan = tuple[InputBatch, BatchFields[Tensor]]
 """One forward's planned batch, and its fields on the device."""
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """One launch for all rows of all sequences, and one that merges the tiles that were cut."""
 
     name = "triton"

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _print_progress(num_done: int, num_units: int) -> None:
+def _print_progress(_stage: str, num_done: int, num_units: int) -> None:
     if num_done in (1, num_units) and num_units:
         print(f"native kernels: {num_done} of {num_units} parts compiled", flush=True)
 

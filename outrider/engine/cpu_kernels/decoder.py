@@ -21,7 +21,7 @@ from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.step_clock import ForwardPhases
+from outrider.engine.runner_base import ModelRunner
 from outrider.errors import InternalError
 
 Logits = npt.NDArray[np.float32]
@@ -58,13 +58,10 @@ def _layer(weights: DecoderWeights, index: int) -> ctypes.Structure:
     return structures.OutriderLayer(**norms, **matrices, sliding_window=weights.shape.sliding_windows[index])
 
 
-class NativeStep:
+class NativeStep(ModelRunner):
     """Forwards of one runner: its workspace, and where its cache lies. Not thread-safe."""
 
     attention_name = "native"
-    padded_rows: tuple[int, ...] = ()
-    can_be_traced = is_asynchronous = False
-    capturable = None
 
     def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
         """`kv_cache` was made for these kernels. `features`: made of each row, and kept in their plane of the cache."""
@@ -74,7 +71,7 @@ class NativeStep:
         self._functions = decoder.kernels.library.functions
         self._team = decoder.kernels.team
         self._workspace = Workspace(decoder.kernels.library)
-        self.phases: ForwardPhases = self._workspace
+        self.phases = self._workspace
         pointers = ctypes.c_void_p * struct.num_layers
         if isinstance(kv_cache.keys, tuple):  # of tensors, for torch
             raise InternalError("a native decoder needs a KV cache that was made for its kernels")
@@ -101,13 +98,6 @@ class NativeStep:
         logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._write_logits(batch, logits)
         return logits
-
-    def lay_out(self, batch: InputBatch) -> InputBatch:
-        """As ModelRunner.lay_out: there is nothing to do ahead."""
-        return batch
-
-    def capture_graphs(self) -> None:
-        """There are none: see ModelRunner.capture_graphs."""
 
     def draft(
         self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int

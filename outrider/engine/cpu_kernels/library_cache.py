@@ -13,7 +13,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from outrider.engine.cpu_kernels.compiler import (
     source_hash,
     source_units,
 )
+from outrider.progress import Progress, no_progress
 
 LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
 """Names the folder of compiled libraries, in place of `kernels` in the user's cache."""
@@ -37,22 +38,15 @@ LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
 CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
 LOCK_SECONDS = 3600.0
 
-Progress = Callable[[int, int], None]
-"""progress(compiled units, all units); all is 0 while another process compiles."""
-
-
-def no_progress(_num_done: int, _num_units: int) -> None:
-    """Tells nobody."""
-
 
 def libraries_directory() -> Path:
-    """Where compiled libraries are kept."""
+    """Returns the folder of compiled libraries."""
     chosen = os.environ.get(LIBRARIES_VARIABLE)
     return (Path(chosen).expanduser() if chosen else user_cache_directory() / "kernels").resolve()
 
 
 def compiled_library(path: str, progress: Progress = no_progress) -> Path:
-    """The library of one instruction path. Raises as `compiled_libraries`, and CompileError for an unknown path."""
+    """Returns the library of one instruction path. Raises as `compiled_libraries`, or CompileError for the path."""
     libraries, left_out = compiled_libraries({path: path_flags()[path]}, progress=progress)
     if path in left_out:
         raise CompileError(left_out[path])
@@ -62,7 +56,7 @@ def compiled_library(path: str, progress: Progress = no_progress) -> Path:
 def compiled_libraries(
     paths: Mapping[str, tuple[str, ...]], *, inputs: Sequence[Path] = (), progress: Progress = no_progress
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """The libraries of `paths`, and by path why others are left out. Compiles what the cache lacks.
+    """Returns the libraries of `paths`, and by path why others are left out. Compiles what the cache lacks.
 
     The first process that needs a library compiles it; the others wait. What is in the cache needs neither a compiler
     nor permission to write.
@@ -70,7 +64,7 @@ def compiled_libraries(
     Args:
         paths: by name the flags that each adds.
         inputs: files that those flags name, such as headers.
-        progress: of compiling.
+        progress: of stage "kernels", in compiled units; of none while another process compiles.
 
     Raises:
         CompileError: where there is no compiler, or it refuses a source.
@@ -83,7 +77,7 @@ def compiled_libraries(
         compiler = find_compiler()
         if compiler is None:
             raise CompileError(no_compiler())
-        with locked(folder / "lock", while_waiting=lambda: progress(0, 0), seconds=LOCK_SECONDS):
+        with locked(folder / "lock", while_waiting=lambda: progress("kernels", 0, 0), seconds=LOCK_SECONDS):
             missing = [path for path in missing if not _is_intact(entries[path])]
             left_out = {path: reason for path in missing if (reason := compiler.knows(paths[path]))}
             for leftover in folder.glob("objects-*"):  # of processes that were killed
@@ -94,7 +88,7 @@ def compiled_libraries(
 
 
 def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:
-    """A hash of sources, flags and kind of machine. Another compiler makes the same library of them."""
+    """Hashes sources, flags and kind of machine. Another compiler makes the same library of them."""
     parts = (source_hash(inputs), flags, platform.machine(), platform.libc_ver())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -126,7 +120,7 @@ def _compile(
         try:
             for num_done, job in enumerate(as_completed(all_jobs), 1):
                 job.result()
-                progress(num_done, len(all_jobs))
+                progress("kernels", num_done, len(all_jobs))
         except CompileError:
             pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would be for nothing
             raise
@@ -145,7 +139,7 @@ def _compile(
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether there is a library that is not damaged; then it counts as used."""
+    """Returns whether there is a library that is not damaged, and marks it as used."""
     try:
         sha256 = json.loads((folder / CACHED_ENTRY).read_text(encoding="utf-8"))["sha256"]
         if hashlib.sha256((folder / CACHED_LIBRARY).read_bytes()).hexdigest() != sha256:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from outrider.engine.cpu_kernels.compiler import X86_64, CompileError, first_error, path_flags
 from outrider.engine.cpu_kernels.dot_product_speed import multiply_adds_are_faster
-from outrider.engine.cpu_kernels.library_cache import Progress, compiled_library, no_progress
+from outrider.engine.cpu_kernels.library_cache import compiled_library
 from outrider.engine.processor import about_processor
 from outrider.errors import ConfigError
+from outrider.progress import Progress, no_progress
 
 AUTO = "auto"
 TORCH = "torch"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Of a GPU for our kernels: they are compiled and checked for 8.0, 9.0 and 10.0."""
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
@@ -27,8 +27,8 @@ def why_no_triton(device: torch.device | str) -> str:
         return "needs the triton package, which comes with torch for CUDA"
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return f"needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, for bfloat16 products"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"needs compute capability {'.'.join(map(str, MIN_CAPABILITY))}, for bfloat16 products"
     return ""
 
 

@@ -27,7 +27,7 @@ class ProductTile:
 
 
 PRODUCT_TILE = ProductTile()
-_MOST_SPLIT_ROWS = 64
+_MAX_SPLIT_ROWS = 64
 """With more rows there are tiles enough to fill a GPU, and splits would only cost memory."""
 
 
@@ -123,7 +123,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if num_rows == 0:
         return output
     num_splits = -(-num_features // tile.split_features)
-    is_split = num_splits > 1 and num_rows <= _MOST_SPLIT_ROWS
+    is_split = num_splits > 1 and num_rows <= _MAX_SPLIT_ROWS
     parts = output
     if is_split:
         parts = torch.empty((num_splits, num_rows, num_outputs), dtype=torch.float32, device=rows.device)

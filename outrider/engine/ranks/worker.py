@@ -22,7 +22,7 @@ from outrider.errors import InternalError
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.paged_cache import PagedKVCache
-    from outrider.engine.model_runner import ModelRunner
+    from outrider.engine.runner_base import ModelRunner
 
 
 class RankProgress:

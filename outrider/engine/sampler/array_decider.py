@@ -16,7 +16,7 @@ from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.order import first_of_largest
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 
-_MOST_VALUES = 1 << 22
+_MAX_VALUES = 1 << 22
 """Logits that are drawn from together: bounds the memory that a draw needs."""
 
 
@@ -29,7 +29,7 @@ class ArrayDecider:
     def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
         decisions = [decision for part in rows for decision in part.decisions()]
         values = self._editor.edit(logits, decisions)
-        most = max(1, _MOST_VALUES // values.shape[1])
+        most = max(1, _MAX_VALUES // values.shape[1])
         starts = range(0, len(decisions), most)
         parts = [_decide(values[start : start + most], decisions[start : start + most]) for start in starts]
         return namespace(logits).concat(parts)

@@ -1,4 +1,4 @@
-"""One file for each form of a head; `FORMS` is the list of them, in the order in which a configuration is tried."""
+"""The forms of heads, one file each."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ from outrider.heads.forms.mtp import MTP
 from outrider.heads.forms.peagle import PEagle
 
 FORMS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, DFlash, Medusa, MLPSpeculator, MTP, Eagle)
-"""The configuration of EAGLE says little: it comes last."""
+"""All forms, in the order in which they are tried. EAGLE comes last, because its configuration says little."""

@@ -1,8 +1,8 @@
-"""DFlash: a block of tokens by one forward, whose rows see each other.
+"""DFlash: drafts a block of tokens by one forward, whose rows attend to each other.
 
-The target's features are the context: each layer makes keys and values of them alone. The newest token and a mask
-token for each drafted one are the parallel rows, which attend to the context and to all of each other. So rows of
-depth 0 give keys and values here, and no hidden state of use.
+The target's features are the context: every layer computes keys and values from them directly. The parallel rows are
+the newest token and one mask token for each drafted token; they attend to the context and to each other. So rows of
+depth 0 give keys and values, but no useful hidden state.
 
 Layouts: speculators (`speculators_model_type` dflash), and z-lab's flat one (`DFlashDraftModel`).
 """
@@ -18,7 +18,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, check_options, check_parallel, check_taps
 
-_FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter of layers that are refused
+_FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter concerns layers that are refused
 
 
 class DFlash(HeadModel):
@@ -33,14 +33,14 @@ class DFlash(HeadModel):
         within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
         check_options(files, within, _FLAGS)
         self._options = {**files.config, **within}
-        # By inputs of layers, as speculators counts; z-lab counts outputs.
+        # Taps are inputs of layers here and in speculators; z-lab counts outputs.
         name, offset = ("aux_hidden_state_layer_ids", 0) if self._layout.is_nested else ("target_layer_ids", 1)
         taps = check_taps(files, name, tuple(tap + offset for tap in self._options.get(name) or ()))
         hidden_size = files.target.hidden_size
         self.reduction = FeatureReduction(
             taps=taps,
             hidden_size=hidden_size,
-            takes_final_norm=not self._layout.is_nested,  # z-lab reads transformers' hidden states
+            takes_final_norm=not self._layout.is_nested,  # z-lab reads the hidden states of transformers
             projection=files.read("fc.weight", self._layout.shape.hidden_size, len(taps) * hidden_size),
         )
 
@@ -52,7 +52,7 @@ class DFlash(HeadModel):
         block_size, mask_token_id = int(self._options["block_size"]), int(self._options["mask_token_id"])
         num_parallel = block_size - (not self._options.get("sample_from_anchor"))
         check_parallel(files, num_parallel, mask_token_id)
-        self.parallel_feature = torch.zeros(hidden, device=files.device, dtype=files.dtype)  # of no consequence
+        self.parallel_feature = torch.zeros(hidden, device=files.device, dtype=files.dtype)  # its value does not matter
         self.target_ids = files.target_ids(self._layout.draft_vocab_size)
         self._epsilon = shape.epsilon
         self._embedding = files.embedding(hidden)
@@ -73,7 +73,7 @@ class DFlash(HeadModel):
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions)
         context = rms_norm(rows.features, self._context_norm, self._epsilon)
-        (places,) = torch.nonzero(rows.depths, as_tuple=True)  # of the parallel rows
+        (places,) = torch.nonzero(rows.depths, as_tuple=True)  # indices of the parallel rows
         hidden = self._embedding[rows.token_ids[places]]
         for layer in self._layers:
             hidden = layer(hidden, angles, attend, context.index_copy(0, places, layer.normed(hidden)), places=places)

@@ -1,7 +1,7 @@
 """EAGLE: a decoder layer over the embedding of a token, joined with the target's last hidden state before it.
 
-What the layer gives is read by the target's own output layer, as the target's last hidden state is. EAGLE-2 drafts
-trees with the same head, and HASS trains it otherwise.
+The target's own output layer computes logits from the layer's output. EAGLE-2 drafts trees with the same head, and HASS
+trains it differently.
 
 Source: Li et al. 2024, arXiv 2401.15077. Layouts: SafeAILab's flat one, and that of speculators before 0.3
 (`speculators_model_type` eagle).
@@ -17,7 +17,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout
 
-_FLAGS = ("fusion_bias",)  # told by its tensor
+_FLAGS = ("fusion_bias",)  # its tensor tells the same
 
 
 class Eagle(HeadModel):
@@ -34,7 +34,7 @@ class Eagle(HeadModel):
         is_nested, shape, hidden = self._layout.is_nested, self._layout.shape, self._layout.shape.hidden_size
         self._embedding = files.embedding(hidden)
         self._fusion = files.take_linear({"fusion_fc" if is_nested else "fc": hidden}, 2 * hidden)
-        # Of the nested layout the target's own configuration is kept, with all its layers.
+        # The nested layout repeats the target's configuration, which has all the target's layers.
         prefixes = ["transformer."] if is_nested else [f"layers.{index}." for index in range(shape.num_layers)]
         self._layers = [
             DecoderLayer(files, prefix, shape, index, is_normed=index > 0) for index, prefix in enumerate(prefixes)

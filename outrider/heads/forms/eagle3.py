@@ -29,7 +29,7 @@ from outrider.heads.packed_head import PackedHead
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
-"""Flags of `eagle_config` that say what every EAGLE-3 head does."""
+"""Flags of `eagle_config` that are on in every EAGLE-3 head."""
 
 
 class Eagle3(HeadModel):
@@ -40,7 +40,7 @@ class Eagle3(HeadModel):
 
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        # SafeAILab's own name the target's class; no language model has a vocabulary to draft from.
+        # SafeAILab's heads name the target's class, but no language model has a draft vocabulary.
         is_of_safe_ai_lab = config.get("architectures") == ["LlamaForCausalLM"] and "draft_vocab_size" in config
         return is_of_safe_ai_lab or super().is_form_of(config)
 
@@ -107,7 +107,7 @@ class Eagle3(HeadModel):
 
     def pack(self, kernels: CpuKernels) -> PackedHead:
         shape, element_type = self._shape, ELEMENT_TYPES[self._embedding.dtype]
-        # A draft token takes as long as reading the weights. Rounding them changes few drafts, and no answer.
+        # A draft token takes as long as reading the weights. Quantising them changes few drafts and no answer.
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
         for index, prefix in enumerate(self._prefixes):
             of_layer = {name: place for name, place in self._places.items() if name.startswith(prefix)}
@@ -136,7 +136,7 @@ class Eagle3(HeadModel):
 
 
 def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:
-    """By inputs of layers, as speculators counts; the flat layout counts outputs."""
+    """Returns the taps as inputs of layers, which speculators counts; the flat layout counts outputs."""
     eagle_config = files.config.get("eagle_config") or {}
     check_options(files, eagle_config, _OF_EAGLE_CONFIG)
     for flag in _OF_EAGLE_CONFIG:

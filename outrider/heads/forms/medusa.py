@@ -1,8 +1,8 @@
-"""Medusa: one small head for each token ahead, all fed with the target's last hidden state.
+"""Medusa: one small head for each later token, all of which read the target's last hidden state.
 
-Head i is a few residual blocks, h + SiLU(W h + b), before an output layer. The hidden state behind which the target
-itself gives token t + 1 goes into all of them; head i gives token t + 2 + i. So the token that a row is fed says
-nothing more, the state passes through unchanged, and depth i is head i's.
+Head i is a few residual blocks, h + SiLU(W h + b), before an output layer. The hidden state from which the target
+computes its token t + 1 is the input of all heads, and head i drafts token t + 2 + i. So a row's token is not used, its
+state passes through `forward` unchanged, and head i computes the logits of depth i.
 
 Source: Cai et al. 2024, arXiv 2401.10774; layouts of FasterDecoding/Medusa (`I.J.linear.*`, and `I.N.weight` where a
 head has an output layer of its own) and of vLLM (`blocks.I.layers.J.*`, `lm_heads.I.weight`, `token_map`).
@@ -35,7 +35,7 @@ class _Head(NamedTuple):
 
 
 class Medusa(HeadModel):
-    """All heads of one folder."""
+    """The Medusa heads of one folder."""
 
     form = "medusa"
 
@@ -64,7 +64,7 @@ class Medusa(HeadModel):
     def load(self, files: HeadFiles) -> None:
         config, width = files.config, files.target.hidden_size
         check_options(files, config, _OPTIONS)
-        # A checkpoint that is the whole target as well keeps the target's num_hidden_layers beside medusa_num_heads.
+        # A checkpoint that includes the target has the target's num_hidden_layers beside medusa_num_heads.
         keys = (
             ("medusa_num_heads", "medusa_num_layers")
             if "medusa_num_heads" in config
@@ -78,7 +78,7 @@ class Medusa(HeadModel):
         stored = cache(partial(_output, files, target_ids=self.target_ids))
 
         def output(head: int) -> Linear:
-            """Several heads may share one: of the checkpoint, or the target's."""
+            """Takes a head's output layer. Heads may share one, from the checkpoint or from the target."""
             own = [f"{head}.{num_blocks}.weight", f"lm_heads.{head}.weight"]
             if config.get("original_lm_head"):
                 own += ["lm_head.weight", "lm_heads.0.weight"]
@@ -91,7 +91,7 @@ class Medusa(HeadModel):
             )
             for head in range(num_heads)
         ]
-        # The checkpoint may be the whole target's, and have more heads than its configuration asks for.
+        # The checkpoint may include the target, and more heads than its configuration asks for.
         files.drop(*(name for name in files.names if name.startswith(_OF_TARGET) or _number(name) >= num_heads))
         self.spec = files.spec(self.form, width=width, max_depth=num_heads)
 
@@ -108,7 +108,7 @@ class Medusa(HeadModel):
 
 
 def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
-    """[number of ids, hidden_size]. One of a truncated vocabulary may be stored whole. Without a name, the target's."""
+    """Takes an output layer [num_ids, hidden_size], perhaps stored for all ids; without a name, the target's."""
     width, vocab_size = files.target.hidden_size, files.target.vocab_size
     if not name:
         return files.target_output(width, target_ids)
@@ -121,7 +121,7 @@ def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
 
 
 def _number(name: str) -> int:
-    """Of the head that a tensor is of; -1: of none."""
+    """Returns the number of the head that a tensor belongs to; -1: none."""
     match = re.match(r"(?:lm_heads\.)?(\d+)\.", name)
     return int(match[1]) if match else -1
 

@@ -1,10 +1,10 @@
-"""MTP: one more decoder layer of the target's own kind, which reads a token's embedding and the hidden state before it.
+"""MTP: one more decoder layer of the target's own kind, over a token's embedding and the hidden state before it.
 
     state = final_norm(layer(projection([token_norm(embedding); hidden_norm(hidden)])));  logits = lm_head(state)
 
-The hidden state is the target's behind its final norm, and for later tokens the head's own, behind its final norm as
-well. The layer is transformers' of the target's model_type, so it may have experts; one with compressed keys and values
-(MLA) is refused. So is all but the first of several: each has keys and values of its own.
+The hidden state is the target's after its final norm, and for later tokens the head's own after its final norm. The
+layer is that of transformers for the target's model_type, so it may have experts. Layers with compressed keys and
+values (MLA) are refused, and so are several MTP layers, each of which would need keys and values of its own.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), as transformers (MtpLayer) and SGLang compute it. Layouts: in the target's own
 checkpoint, that of DeepSeek and GLM (`model.layers.L.*`) and of Qwen (`mtp.*`); speculators' (`mtp_layers.0.*`).
@@ -16,13 +16,18 @@ import copy
 import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, register_attention
+from outrider.engine.attention.transformers_hook import (
+    ATTENTION_NAME,
+    STEP_ARGUMENT,
+    LayerAttention,
+    register_attention,
+)
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
@@ -31,42 +36,42 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Fields that say how many such layers a checkpoint has."""
+"""Fields with the number of MTP layers of a checkpoint."""
 
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
-"""Endings of copies of the target's own, which DeepSeek's checkpoints have as well."""
+"""Endings of copies of the target's tensors, which DeepSeek's checkpoints have."""
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-_PARTS = ("token_norm", "hidden_norm", "projection", "final_norm")  # of `_Network`, besides the decoder layer
+_PARTS = ("token_norm", "hidden_norm", "projection", "final_norm")  # parts of `_Network` besides the decoder layer
 _FLOAT32 = "e_score_correction_bias"
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-class _Attention(NamedTuple):
-    """Hands the layer's calls to the head's cache. See `LayerAttention`.
+def _attention_by(attend: Attend) -> LayerAttention:
+    """Hands the layer's calls to the head's cache.
 
-    Raises: ConfigError for attention of another kind, when the head is warmed up.
+    Raises: ConfigError for unsupported attention, when the head is warmed up.
     """
 
-    function: Attend
-
-    def attend(
-        self, _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
+    def layer_attention(
+        _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
     ) -> Tensor:
         if key.shape != value.shape or options.sliding_window or options.softcap:
             raise ConfigError(
                 f"an MTP layer has keys {tuple(key.shape[1:])}, values {tuple(value.shape[1:])}, window "
                 f"{options.sliding_window}, soft cap {options.softcap}, which is not supported"
             )
-        return self.function(0, query, key, value, options.scaling)
+        return attend(0, query, key, value, options.scaling)
+
+    return layer_attention
 
 
 class _Network(nn.Module):
-    """The modules of the head, on the device, with its weights."""
+    """The modules of the head with their weights, on the device."""
 
     def __init__(self, config: PretrainedConfig, files: HeadFiles) -> None:
-        """Raises: ModelError for too few tensors."""
-        from transformers import AutoModel  # takes seconds, which heads of other forms do not have
+        """Raises: ModelError for missing tensors."""
+        from transformers import AutoModel  # takes seconds, which heads of other forms must not spend
 
         super().__init__()
         with torch.device("meta"):
@@ -84,13 +89,13 @@ class _Network(nn.Module):
         self.requires_grad_(requires_grad=False).eval()
 
     def angles(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions [1, num_rows], which some models count by each of three axes of an image."""
+        """Returns cosines and sines of positions [1, num_rows]. Some models have a position for each of three axes."""
         has_axes = hasattr(self.rotation, "mrope_section")
         return self.rotation(states, positions.expand(3, 1, -1) if has_axes else positions)  # type: ignore[no-any-return]
 
 
 class MTP(HeadModel):
-    """The head of one folder."""
+    """An MTP head."""
 
     form = "mtp"
 
@@ -131,7 +136,7 @@ class MTP(HeadModel):
             attention_mask=None,
             position_ids=positions,
             position_embeddings=network.angles(states, positions),
-            **{STEP_ARGUMENT: _Attention(attend)},
+            **{STEP_ARGUMENT: _attention_by(attend)},
         )
         return network.final_norm(states[0])  # type: ignore[no-any-return]
 
@@ -140,14 +145,14 @@ class MTP(HeadModel):
 
 
 def _fields(files: HeadFiles) -> Mapping[str, Any]:
-    """Of the configuration that describes the layer."""
+    """Returns the part of the configuration that describes the layer."""
     config = files.config
     fields: Mapping[str, Any] = config.get("transformer_layer_config") or config.get("text_config") or config
     return fields
 
 
 def _layer_config(files: HeadFiles) -> PretrainedConfig:
-    """Of a decoder of nothing but this layer. Raises: ConfigError for what is not supported."""
+    """Returns the configuration of a decoder with this layer only. Raises: ConfigError if it is not supported."""
     from transformers import AutoConfig
 
     fields = dict(_fields(files))
@@ -170,14 +175,14 @@ def _layer_config(files: HeadFiles) -> PretrainedConfig:
             raise files.refusal("layer_types", "sliding_attention", "full_attention")
         config.layer_types = ["full_attention"]
     if hasattr(config, "first_k_dense_replace"):
-        config.first_k_dense_replace = 0  # the head has experts even where the target's first layers do not
+        config.first_k_dense_replace = 0  # the head has experts even if the target's first layers have none
     return config
 
 
 def _own_tensors(files: HeadFiles, known: AbstractSet[str]) -> dict[str, Tensor]:
-    """By the names of `_Network`, which are `known`; others of the head are left. Raises: ModelError."""
+    """Takes the tensors of `_Network` by its names, `known`; leaves unknown ones. Raises: ModelError."""
     num_layers = files.target.num_layers
-    # What the names of all tensors of the head begin with, those of the decoder layer, those of the other parts.
+    # Prefixes of the names of all the head's tensors, of the decoder layer's, and of the other parts'.
     if "speculators_model_type" in files.config:
         family, layer, prefix = "", "mtp_layers.0.", "mtp_layers.0."
         own = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -204,13 +209,13 @@ def _own_tensors(files: HeadFiles, known: AbstractSet[str]) -> dict[str, Tensor]
 
 
 def _is_of_layer_before(name: str, num_layers: int) -> bool:
-    """Whether it is of one of the target's own layers."""
+    """Tells whether a tensor belongs to one of the target's own layers."""
     number = name.removeprefix("model.layers.").partition(".")[0]
     return number.isdecimal() and int(number) < num_layers
 
 
 def _joined(files: HeadFiles, experts: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
-    """Of all experts one tensor each, as transformers keeps them."""
+    """Joins the tensors of all experts, as transformers keeps them."""
     if not experts:
         return {}
     numbers = range(1 + max(number for _, number in experts))

@@ -1,7 +1,7 @@
 """P-EAGLE: an EAGLE-3 head that drafts all its tokens in one forward.
 
-After the last true row come rows of a mask token, fed with one learned vector in place of the target's taps: row i of
-them gives the token i places further. All rows attend causally.
+The last true row is followed by rows of a mask token, whose input is one learned vector in place of the target's taps.
+Row i of them drafts the token i positions further. All rows attend causally.
 
 Layouts: speculators (`speculators_model_type` peagle), and SpecForge's flat one (`PEagleDraftModel`).
 """
@@ -17,7 +17,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layouts import check_parallel
 
 _DEFAULT_NUM_TOKENS = 8
-"""That owners train, where the configuration does not say."""
+"""The number of tokens that publishers train, if the configuration has none."""
 
 
 class PEagle(Eagle3):
@@ -28,7 +28,7 @@ class PEagle(Eagle3):
 
     def __init__(self, files: HeadFiles) -> None:
         super().__init__(files)
-        self.suits_kernels = False  # they know no parallel rows
+        self.suits_kernels = False  # kernels have no parallel rows
 
     def load(self, files: HeadFiles) -> None:
         mask_token_id, num_parallel = files.config.get("mask_token_id"), _num_tokens(files.config)
@@ -45,7 +45,7 @@ class PEagle(Eagle3):
 
 
 def _num_tokens(options: Mapping[str, Any]) -> int:
-    """Of the proposal method that the configuration prefers."""
+    """Returns the number of tokens of the proposal method that the configuration prefers."""
     config = options.get("speculators_config") or {}
     for method in config.get("proposal_methods", ()):
         if method.get("proposal_type") == config.get("default_proposal_method"):

@@ -47,6 +47,7 @@ class PathRows:
     num_committed: int = 0  # of a head: tokens; those from here on are fed with `states`, in place of features
     states: tuple[object, ...] = ()  # its own hidden states, one for each such token of `token_ids`
     max_tokens: int = 1  # that may be decided, each fed to decide the next
+    min_reach: float = 0.0  # as of the request: less likely tokens that a rollout has decided are not taken
 
 
 class DraftForward(Protocol):

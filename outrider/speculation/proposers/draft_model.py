@@ -1,8 +1,8 @@
-"""A smaller model with the target's vocabulary drafts, or a head, by the same race on its own logits.
+"""Drafts with a smaller model of the target's vocabulary, or a head, by the same race on its own logits.
 
-Source: Leviathan et al. 2022; coupled by Daliri, Musco, Suresh 2024 (arXiv 2408.07978):
-the same luck on both sides makes draft and target agree far more often than independent
-draws would. Drafting on while the target verifies: SSD (2026), PEARL (arXiv 2408.11850).
+Source: Leviathan et al. 2022; coupled by Daliri, Musco, Suresh 2024 (arXiv 2408.07978): with the same random words on
+both sides, draft and target agree far more often than with independent draws. Drafting on while the target verifies:
+SSD (2026), PEARL (arXiv 2408.11850).
 
 Torch-free: what needs the model is behind `DraftForward`.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
-from outrider.speculation.draft_stream import most_tokens_offered
+from outrider.speculation.draft_stream import max_offered_tokens
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
@@ -30,42 +30,42 @@ from outrider.speculation.proposers.base import (
     nothing,
 )
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
-from outrider.speculation.proposers.forward_plan import Plan, PlannedRows
-from outrider.speculation.row_budget import MAX_ROWS, CatchUpBudget, RowBudget
+from outrider.speculation.proposers.forward_plan import Plan, take
+from outrider.speculation.row_budget import MAX_ROWS, RowBudget
 
 NUM_EXTRA_TOKENS = 2
-"""Few, as each costs a draft forward and serves a later step only."""
+"""Tokens drafted beyond what is wanted: few, as each costs a forward and is used only in a later step."""
 
 MAX_CATCH_UP_ROWS = 512
-"""Prefix rows of one forward, shortest prefixes first: with more, a forward's time grows faster than they help."""
+"""Prefix rows of one forward, shortest prefixes first: more of them cost more than they gain."""
 
 FIRST_SHARE = 0.25
-"""Of these rows, for the request that has waited longest."""
+"""Share of these rows for the request that has waited longest."""
 
 CATCH_UP_SECONDS = 0.1
-"""About how long prefixes are computed in one forward: the drafts of other sequences wait for it."""
+"""Seconds of a forward that computes prefixes, about: the drafts of other sequences wait for it."""
 
 MAX_FORWARD_LOGITS = MAX_SEQUENCES + MAX_ROWS
 MAX_FORWARD_ROWS = MAX_FORWARD_LOGITS + MAX_CATCH_UP_ROWS
-"""A draft token for each sequence, look-ahead, and prefixes."""
+"""Rows of a forward, at most: a draft token for each sequence, the look-ahead, and prefixes."""
 
 MIN_GAIN = 0.03
-"""An incomplete branch is sent once it is expected to win this many tokens more than what was sent of it."""
+"""Tokens that an incomplete branch must be expected to gain, beyond what was sent of it, to be sent."""
 
 SHARE_BESIDE_ANSWERS = 0.25
-"""Look-ahead may lengthen a forward that computes answers by this share."""
+"""Share by which look-ahead may lengthen a forward that computes answers."""
 
 SHARE_ALONE = 1.0
-"""A forward of look-ahead alone may take longer than the smallest one by this share."""
+"""Share by which a forward of look-ahead alone may take longer than the smallest one."""
 
 
 class DraftModelProposer:
-    """Ragged batches over the draft model's own paged KV cache. One owner thread.
+    """Computes ragged batches over the draft model's own paged KV cache. One owner thread.
 
-    A call makes one forward, which a rollout may follow (see `outrider.engine.rollouts`). Its rows are, first, those of
+    A call makes one forward, which a rollout may follow (see `outrider.engine.rollouts`). Its first rows are those of
     unanswered updates: missing prefixes within the catch-up budget, shortest first, then one token for each draft. The
-    time that is left goes to the look-ahead. A draft that is known already, because the committed tokens followed a
-    path, needs no forward.
+    remaining time goes to the look-ahead. A draft that is known already, because the committed tokens followed a path,
+    needs no forward.
     """
 
     def __init__(
@@ -77,27 +77,26 @@ class DraftModelProposer:
         catch_up_seconds: float = CATCH_UP_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`info`: its name, and what the model needs and holds; the rest is the same for all."""
+        """`info`: the proposer's name, and what its model needs and holds; the rest is the same for all."""
         assert max_catch_up_rows >= 1
         self._forward = forward
         self._head = forward.head
         can_look_ahead = self._head is None or self._head.max_own_rows != 0
         self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
-        self._catch_up = CatchUpBudget(max_rows=max_catch_up_rows, seconds=catch_up_seconds)
+        self._budget = RowBudget(max_prefix_rows=max_catch_up_rows, prefix_seconds=catch_up_seconds)
         self._clock = clock
-        self._budget = RowBudget()  # by forwards of one row a path
-        self._has_passed_over = False  # whether the last call made no forward, as it had answers without one
+        self._has_passed_over = False  # the last call made no forward, as it had answers without one
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
         self.num_wasted_tokens = 0
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request, after at most one forward and a rollout."""
+        """Returns one proposal for each request, after at most one forward and a rollout."""
         plan = Plan()
         trees = [self._tree(request) for request in requests]
         served = [(request, tree) for request, tree in zip(requests, trees, strict=True) if tree]
         waiting = [(request, tree) for request, tree in served if not request.looks_ahead]
         undrafted = [(request, tree) for request, tree in waiting if not self._is_drafted(request, tree)]
-        # What needs no forward is answered at once, unless others have waited for that in the last call.
+        # Requests that need no forward are answered at once, unless others have waited for that in the last call.
         self._has_passed_over = len(undrafted) < len(waiting) and not (undrafted and self._has_passed_over)
         if not self._has_passed_over:
             self._plan_answers(plan, undrafted)
@@ -114,7 +113,7 @@ class DraftModelProposer:
     # --- sequences ------------------------------------------------------------------------
 
     def _tree(self, request: ProposalRequest) -> PathTree | None:
-        """The request's paths, re-rooted at its newest token. None: this model cannot serve it, or not yet."""
+        """Returns the request's paths, rooted at its newest token. None: this model cannot serve it, or not yet."""
         token_ids, start = request.token_ids, request.start
         tree = self._trees.get(request.sequence_id)
         if tree is not None and not tree.is_continued_by(token_ids):
@@ -124,13 +123,14 @@ class DraftModelProposer:
         too_long = len(token_ids) + request.num_wanted > self._forward.max_model_len
         if start is None or not token_ids or too_long or max(new, default=0) >= self._forward.vocab_size:
             return None
-        if self._head is not None and not _has_features(request):
+        # A head is fed with all committed tokens but the first, which has no row: one token is not enough.
+        if self._head is not None and not (request.features and len(request.features) >= len(token_ids) - 1 >= 1):
             return None
         if tree is None:
             if not self._forward.is_ready(start):
                 return None
             sampling = self._forward.start(start, token_ids)
-            # The last token is always computed: its logits begin the draft.
+            # The last token is always computed, as its logits begin the draft.
             kv = SequenceKV.create(
                 self._forward.pool,
                 token_ids,
@@ -141,7 +141,7 @@ class DraftModelProposer:
             tree = PathTree(kv, token_ids, start, max_model_len=max_model_len, sampling=sampling, head=self._head)
         else:
             self._follow(tree, token_ids)
-            del self._trees[request.sequence_id]  # goes to the end: used last
+            del self._trees[request.sequence_id]  # moves to the end, as used last
         tree.features = request.features
         self._trees[request.sequence_id] = tree
         return tree
@@ -160,32 +160,33 @@ class DraftModelProposer:
         tree.num_wasted_tokens = 0
 
     def _is_drafted(self, request: ProposalRequest, tree: PathTree) -> bool:
-        """Whether there is an answer: the whole draft, or its first token if the rest may follow by look-ahead."""
+        """Returns whether there is an answer: the whole draft, or its first token if look-ahead may add the rest."""
         if request.num_wanted <= 0:
             return not tree.num_behind
-        answer = tree.answer(may_be_spare=request.max_alternatives > 0)
+        answer = tree.answer(may_be_stale=request.max_alternatives > 0)
         return len(answer) >= (1 if request.max_alternatives else request.num_wanted) or (
-            bool(answer) and (tree.is_over(answer) or answer.reach < request.min_reach)
+            bool(answer) and (tree.is_complete(answer) or answer.reach < request.min_reach)
         )
 
     # --- planning -------------------------------------------------------------------------
 
     def _plan_answers(self, plan: Plan, waiting: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
-        """Rows of drafts that are waited for, the shortest missing prefixes first.
+        """Adds the rows of requests that wait for an answer, the shortest missing prefixes first.
 
-        A part of the budget is the first request's with a prefix to compute: a long one is not put off for ever.
+        A share of the budget is kept for the first request that has a prefix to compute, so that a long one is not put
+        off for ever.
         """
         busy = [tree for _, tree in waiting]
-        budget = self._catch_up.num_rows
+        budget = self._budget.num_prefix_rows
         missing: dict[int, int] = {}  # rows, by sequence
         catching_up: list[int] = []
         for request, tree in waiting:
             num_missing = tree.num_missing(tree.main) if request.num_wanted > 0 else tree.num_behind
             missing[request.sequence_id] = num_missing
-            if num_missing > tree.most_draft_rows or not (tree.main or self._head is not None):
+            if num_missing > tree.max_path_rows or not (tree.main or self._head is not None):
                 catching_up.append(request.sequence_id)
         first = next(iter(catching_up), None)
-        kept = int(FIRST_SHARE * budget)  # for it
+        kept = int(FIRST_SHARE * budget)  # for the first
         for request, tree in sorted(waiting, key=lambda each: missing[each[0].sequence_id]):
             main, num_missing = tree.main, missing[request.sequence_id]
             is_draft = request.sequence_id not in catching_up
@@ -216,7 +217,7 @@ class DraftModelProposer:
                 plan.no_room.add(request.sequence_id)
 
     def _plan_look_ahead(self, plan: Plan, ahead: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
-        """The likeliest next tokens of all sequences that are looked ahead for, as many as cost little."""
+        """Adds the likeliest next tokens of all sequences with look-ahead, as many as cost little."""
         candidates: list[AheadRow] = []
         for request, tree in ahead:
             rows = rows_of(
@@ -236,10 +237,10 @@ class DraftModelProposer:
                 break
             num_left -= self._add_ahead(plan, row)
         if not plan.rows:
-            plan.looking_ahead.clear()  # no free block: another call would not help
+            plan.looking_ahead.clear()  # no block is free: another call would not help
 
     def _add_ahead(self, plan: Plan, row: AheadRow) -> bool:
-        """Returns False if there is no block for it."""
+        """Adds one row of the look-ahead. Returns False if there is no block for it."""
         tree = row.tree
         path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
         num_rows = tree.num_missing(path)
@@ -262,9 +263,9 @@ class DraftModelProposer:
     ) -> bool:
         """Adds the path's next rows to the forward. Returns False if there is no block for them.
 
-        `max_tokens`: that are wanted after the path; there may be room for fewer, and the forward may decide fewer.
-        `min_reach`: as of the request. `evicts_beside`: KV of sequences other than these may be evicted; None: nothing
-        is, nor is it for more than one token.
+        `max_tokens`: tokens that are wanted after the path; there may be room for fewer, and the forward may decide
+        fewer. `min_reach`: that of the request. `evicts_beside`: KV of other sequences than these may be evicted for
+        one token; None: nothing is evicted.
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
@@ -295,13 +296,15 @@ class DraftModelProposer:
                 each.state for each in path.decided[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]
             ),
             max_tokens,
+            min_reach,
         )
-        plan.rows.append(PlannedRows(tree, path, rows, min_reach))
+        plan.rows.append(rows)
+        plan.paths.append((tree, path))
         return True
 
     def _evict(self, plan: Plan, busy: Iterable[PathTree]) -> bool:
-        """Frees blocks: those of alternatives first, then those of the least recently used sequence."""
-        planned = {id(row.path) for row in plan.rows}
+        """Frees blocks: of alternatives first, then of the least recently used sequence. False: there are none."""
+        planned = {id(path) for _, path in plan.paths}
         for tree in self._trees.values():
             for path in tree.alternatives:
                 if id(path) not in planned:
@@ -321,23 +324,24 @@ class DraftModelProposer:
             return
         started = self._clock()
         try:
-            decided = self._forward.decide([row.rows for row in plan.rows], plan.copies)
+            decided = self._forward.decide(plan.rows, plan.copies)
         except Exception:
             self._give_up_copies(plan)
             raise
-        num_rows, seconds = sum(len(row.rows.token_ids) for row in plan.rows), self._clock() - started
-        if num_rows > len(plan.rows):
-            self._catch_up.observe(num_rows, seconds)  # with a rollout too much, which is safe
-        elif all(row.rows.max_tokens <= 1 for row in plan.rows):
-            self._budget.observe(num_rows, seconds)
-        for row, outcome in zip(plan.rows, decided, strict=True):
-            row.take(outcome)
+        self._budget.observe(
+            sum(len(row.token_ids) for row in plan.rows),
+            len(plan.rows),
+            self._clock() - started,
+            has_rollout=any(row.max_tokens > 1 for row in plan.rows),
+        )
+        for (tree, path), rows, outcome in zip(plan.paths, plan.rows, decided, strict=True):
+            take(tree, path, rows, outcome)
 
     def _give_up_copies(self, plan: Plan) -> None:
         """Marks blocks that a failed forward may not have copied as not computed."""
         destinations = {destination for _, destination in plan.copies}
-        for kv in (row.path.kv for row in plan.rows):
-            if not destinations.isdisjoint(kv.block_ids):  # the last one with valid tokens: only that is ever copied
+        for kv in (path.kv for _, path in plan.paths):
+            if not destinations.isdisjoint(kv.block_ids):  # only the last block with valid tokens is ever copied
                 kv.truncate(kv.num_tokens - kv.num_tokens % self._forward.pool.block_size)
 
     def _proposal(self, plan: Plan, request: ProposalRequest, tree: PathTree | None) -> Proposal:
@@ -351,7 +355,7 @@ class DraftModelProposer:
                 ahead=tuple(self._due(request, tree)),
                 has_more=request.sequence_id in plan.looking_ahead,
             )
-        answer = tree.answer(may_be_spare=request.max_alternatives > 0)
+        answer = tree.answer(may_be_stale=request.max_alternatives > 0)
         progress = Progress.DRAFTING
         if request.sequence_id in plan.no_room or self._is_drafted(request, tree):
             progress = Progress.DONE
@@ -359,8 +363,8 @@ class DraftModelProposer:
             progress = Progress.CATCHING_UP
         num_offered = 0
         if progress is Progress.DONE:
-            # What look-ahead has made already goes along: the rest serves the next step.
-            most = most_tokens_offered(request.num_wanted) if request.max_alternatives else request.num_wanted
+            # What look-ahead has made already is sent as well, for the next step.
+            most = max_offered_tokens(request.num_wanted) if request.max_alternatives else request.num_wanted
             tree.main.num_sent = num_offered = min(len(answer), most) if request.num_wanted > 0 else 0
         return Proposal(
             sequence_id=request.sequence_id,
@@ -370,30 +374,24 @@ class DraftModelProposer:
         )
 
     def _due(self, request: ProposalRequest, tree: PathTree) -> Iterator[AheadBranch]:
-        """Branches to send: paths with twice the tokens that were sent, if these win enough, and complete ones."""
+        """Yields branches to send: complete paths, and paths with twice the tokens that were sent that gain enough."""
         num_wanted = request.num_wanted
-        tree.drop_wrong_spare()
+        tree.drop_wrong_stale_path()
         for each in tree.paths:
-            path = tree.answer(may_be_spare=True) if each is tree.main else each
-            # The main path has two drafts: what is verified now, and after one more token the next.
+            path = tree.answer(may_be_stale=True) if each is tree.main else each
+            # The main path has two drafts: the one that is verified now and, after one more token, the next one.
             is_next = each is tree.main and len(path) > num_wanted + 1
             num_before = num_wanted + 1 if is_next else path.num_assumed
             size, told = len(path) - num_before, max(0, path.num_sent - num_before)
-            is_complete = size >= num_wanted or tree.is_over(path)
+            is_complete = size >= num_wanted or tree.is_complete(path)
             if size <= told or (told >= num_wanted) or not (is_complete or size >= 2 * told):
                 continue
             gains = (tree.probability(path, num_tokens) for num_tokens in range(num_before + told + 1, len(path) + 1))
             if is_complete or sum(gains) >= MIN_GAIN:
                 each.num_sent = len(path)
-                # The main path begins earlier if there is room, for a target that verifies less than it asked for.
-                most = most_tokens_offered(num_wanted)
+                # The main path begins earlier if there is room, in case the target verifies less than it asked for.
+                most = max_offered_tokens(num_wanted)
                 start = path.num_assumed or min(num_before, max(0, len(path) - most))
                 yield AheadBranch(
                     tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + most, len(path)))
                 )
-
-
-def _has_features(request: ProposalRequest) -> bool:
-    """Whether a head can be fed with all committed tokens; the first has no row, so one token is not enough."""
-    features, num_tokens = request.features, len(request.token_ids)
-    return features is not None and len(features) >= num_tokens - 1 >= 1

@@ -14,7 +14,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.heads.locate import head_folder
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.speculation.proposers.base import Proposer

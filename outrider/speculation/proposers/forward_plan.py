@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from outrider.speculation.path_tree import Decided, DraftPath, PathTree
 from outrider.speculation.proposers.draft_forward import PathRows
 
 
-class PlannedRows(NamedTuple):
-    """One path's share of the forward that is being put together."""
-
-    tree: PathTree
-    path: DraftPath
-    rows: PathRows
-    min_reach: float = 0.0  # as of the request
-
-    def take(self, decided: Decided) -> None:
-        """Adds what was decided after the path: of a rollout as much as would have been asked for token by token."""
-        tree, path, rows = self.tree, self.path, self.rows
-        path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
-        for index, each in enumerate((decided, *decided.following)):
-            if not each.token_ids:
-                break
-            if index and rows.max_tokens > 1:
-                if tree.is_over(path) or path.reach < self.min_reach:
-                    break
-                path.kv.advance(path.kv.num_tokens + 1)  # with the token before
-            path.decided.append(each)
-        if path is tree.main:
-            path.kv.publish(tree.token_ids)
-
-
 @dataclass(slots=True)
 class Plan:
-    """One call of `propose`: at most one forward."""
+    """The work of one call of `propose`: at most one forward."""
 
-    rows: list[PlannedRows] = field(default_factory=list)
+    rows: list[PathRows] = field(default_factory=list)
+    paths: list[tuple[PathTree, DraftPath]] = field(default_factory=list)  # of each of `rows`
     copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks, before the forward
     behind: set[int] = field(default_factory=set)  # sequences whose prefix needs another call
-    no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, for want of a block
+    no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, as no block is free
     looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
+
+
+def take(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
+    """Adds decided tokens to a path; those of a rollout only as far as they would have been asked for one by one."""
+    path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
+    for index, each in enumerate((decided, *decided.following)):
+        if not each.token_ids:
+            break
+        if index and rows.max_tokens > 1:
+            if tree.is_complete(path) or path.reach < rows.min_reach:
+                break
+            path.kv.advance(path.kv.num_tokens + 1)  # with the token before
+        path.decided.append(each)
+    if path is tree.main:
+        path.kv.publish(tree.token_ids)

@@ -19,7 +19,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
 from outrider.model_hub.loaded_model import LoadedModel, grammar_compiler, known_token_ids
 from outrider.model_hub.locate import locate_model
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import open_rollouts
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer

@@ -1,4 +1,4 @@
-"""Limits a proposer's failure to the sequences that cause it."""
+"""Limits a proposer's failures to the sequences that cause them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from collections.abc import Callable, Sequence
 from outrider.speculation.proposers.base import Proposal, ProposalRequest, Proposer, nothing
 
 COOLDOWN_SECONDS = 1.0
-"""A sequence that made the proposer fail is not asked for again for so long."""
+"""Seconds for which a sequence that made the proposer fail is not asked for again."""
 
 ALL_COOLDOWN_SECONDS = COOLDOWN_SECONDS / 4
-"""Of all, after a search that served nobody. Shorter: the next one begins without those that this one has found."""
+"""Seconds without any call after a search that served no sequence; the next search leaves out what was found."""
 
 MAX_FAILED_CALLS = 16
-"""In one `propose`: enough to find two bad sequences among some hundred. The search goes on in the next call."""
+"""Failed calls in one `propose`: enough to find two bad sequences among some hundred. The next call searches on."""
 
 OnFailure = Callable[[Exception, int], None]
-"""on_failure(error, sequence_id): it gets no drafts for a while."""
+"""on_failure(error, sequence_id) is called for a sequence that gets no drafts for a while."""
 
 
 class IsolatedProposer:
     """Wraps a `Proposer`; never raises. One owner thread.
 
-    A batch that raises is asked for again in halves, until the sequences that cannot be served stand alone: proposers
-    keep no more than a cache of each, so asking twice costs time only. Such a sequence is forgotten, and not asked for
-    until `COOLDOWN_SECONDS` have passed: a sequence that always fails must not cost every step its batch.
+    If a call raises, its batch is divided in halves and asked for again, until sequences that fail stand alone:
+    proposers keep only a cache of each sequence, so asking twice costs nothing but time. Such a sequence is forgotten,
+    and not asked for until `COOLDOWN_SECONDS` have passed: a sequence that always fails must not cost every step its
+    batch.
 
-    After `MAX_FAILED_CALLS` the requests that are left get no draft in this call, and nothing of them is forgotten. If
-    none was served until then, the proposer is left alone for `ALL_COOLDOWN_SECONDS`.
+    After `MAX_FAILED_CALLS` the remaining requests get no draft in this call, and nothing of them is forgotten. If no
+    sequence was served until then, the proposer is not called for `ALL_COOLDOWN_SECONDS`.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class IsolatedProposer:
         return self._proposer.num_wasted_tokens
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request, empty for those that fail."""
+        """Returns one proposal for each request, an empty one for those that fail."""
         now = self._clock()
         tried = [each for each in requests if self._cooldown_until.get(each.sequence_id, now) <= now]
         found = self._search(tried, now) if tried and self._all_cooldown_until <= now else {}
@@ -60,7 +61,7 @@ class IsolatedProposer:
         self._proposer.forget(sequence_id)
 
     def _search(self, requests: Sequence[ProposalRequest], now: float) -> dict[int, Proposal]:
-        """What is proposed, by sequence."""
+        """Returns proposals by sequence, without those that fail."""
         found: dict[int, Proposal] = {}
         groups = [requests]
         num_failed_calls = 0

@@ -12,14 +12,14 @@ from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_ba
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
 from outrider.engine.open_runner import open_runner
+from outrider.engine.runner_base import ModelRunner
 from outrider.engine.sampler import Sampler
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
-from outrider.model_hub.progress import Progress, no_progress
+from outrider.progress import Progress, no_progress
 from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, open_rollouts

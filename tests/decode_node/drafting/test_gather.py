@@ -99,14 +99,11 @@ def test_the_time_in_which_a_prompt_was_read_ahead_is_not_taken_for_that_of_draf
 def test_a_drawn_draft_is_asked_for_in_full_whatever_a_token_costs(method):
     """Else what a call took would tell of tokens that were drawn and not judged."""
     options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, temperature=1.0), verification_method=method)
-    proposer = ScriptedProposer([])
-    local = LocalProposer(proposer)
-    local.open(1, SequenceStart(options=options, sample=0, prompt_length=len(PROMPT)), PROMPT)
+    start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
     sequence = SimpleNamespace(key=1, token_ids=list(PROMPT))
     sample = SimpleNamespace(sequence=sequence, sampling=SimpleNamespace(constraint=None))
-    local.propose([(sample, 3)], reads_ahead=False, min_reach=0.25)
-    expected = 0.0 if method is VerificationMethod.REJECTION else 0.25
-    assert [each.min_reach for each in proposer.requests] == [expected]
+    request = LocalProposer(ScriptedProposer([])).request(sample, start, 3, min_reach=0.25)
+    assert request.min_reach == (0.0 if method is VerificationMethod.REJECTION else 0.25)
 
 
 def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fallbacks(make_scripted_node):
@@ -120,13 +117,13 @@ def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fall
 
     node = node_with(make_scripted_node, drafts=client, proposers=[WrongProposer([])])
     heard = set()
-    observe = node.loop._drafts.observe_verdicts
+    observe = node.loop._drafts.observe_verdict
 
-    def note(verdicts):
-        heard.update((draft.source, len(accepted)) for _, draft, accepted in verdicts)
-        observe(verdicts)
+    def note(sequence_id, draft, accepted):
+        heard.add((draft.source, len(accepted)))
+        observe(sequence_id, draft, accepted)
 
-    node.loop._drafts.observe_verdicts = note
+    node.loop._drafts.observe_verdict = note
     node.open(sampling={"max_tokens": 30})
     node.run()
     assert heard == {(DRAFT_NODE, 1), ("scripted", 0)}
@@ -140,19 +137,18 @@ def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_wha
         proposers=[Oracle(lambda: node.model)],
     )
     verified = []
-    observe = node.loop._drafts.observe_verdicts
+    observe = node.loop._drafts.observe_verdict
 
-    def note(verdicts):
-        verdicts = list(verdicts)
-        verified.extend(draft.source for _, draft, _ in verdicts)
-        observe(verdicts)
+    def note(sequence_id, draft, accepted):
+        verified.append(draft.source)
+        observe(sequence_id, draft, accepted)
 
-    node.loop._drafts.observe_verdicts = note
+    node.loop._drafts.observe_verdict = note
     node.open(sampling={"max_tokens": 60})
     node.run()
     assert set(verified[4:]) == {"scripted"}
     accepted = sum((Counter(stats.num_accepted_by_source) for stats in node.stats), Counter())
-    assert accepted["scripted"] == sum(sum(stats.num_accepted_by_source.values()) for stats in node.stats) > 0
+    assert accepted["scripted"] == node.num_accepted > 0
     controller = node.loop._drafts._controller
     assert controller._sources[DRAFT_NODE].acceptance[0].mean < PRIOR_ACCEPTANCE, "they were all wrong"
 
@@ -213,7 +209,7 @@ def test_where_features_are_goes_along_with_what_was_committed_if_a_draft_node_n
     told = []
 
     class Client(TextDrafts):
-        def update(self, updates, tables=NO_TABLES):
+        def update(self, updates, tables=NO_TABLES, *, min_reach=0.0):
             super().update(updates)
             told.append({key: (kv.num_tokens, len(self._texts[key])) for key, kv in tables.items()})
 

@@ -7,16 +7,18 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from decode_node.drafting.gather import NUM_JUDGED, MisreadWatch
-from outrider.speculation.draft_tree import DRAFT_NODE
+from decode_node.drafting.gather import DraftGatherer
+from outrider.speculation.draft_controller import DraftController
+from outrider.speculation.draft_source import NUM_JUDGED
+from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 from tests.support.scripted_proposer import ScriptedProposer
 
 
 def warnings_about(source, accepted):
-    watch = MisreadWatch()
+    gatherer, draft = DraftGatherer(client=None, controller=DraftController(1)), DraftTree(0, None, (5,), source)
     with structlog.testing.capture_logs() as log:
         for each in accepted:
-            watch.observe(source, is_first_accepted=each)
+            gatherer.observe_verdict(1, draft, range(each))
     return log
 
 
@@ -57,4 +59,4 @@ def test_a_node_tells_which_of_its_proposers_it_is(make_scripted_node):
     node.open(sampling={"max_tokens": NUM_JUDGED + 20})
     with structlog.testing.capture_logs() as log:
         node.run()
-    assert [each["proposer"] for each in log if "next to nothing" in each["event"]] == ["eagle3:misread"]
+    assert [each["proposer"] for each in log if "almost none" in each["event"]] == ["eagle3:misread"]

@@ -1,7 +1,5 @@
 import ctypes
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from outrider.engine.cpu_kernels.library_cache import (
     compiled_library,
     libraries_directory,
 )
+from tests.support.processes import run_python
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -183,7 +182,5 @@ def test_the_hash_is_of_sources_and_not_of_what_else_lies_there(source):
 
 def test_building_needs_the_standard_library_only(tmp_path):
     environment = {"PATH": os.environ["PATH"], "CXX": "/nonexistent", LIBRARIES_VARIABLE: str(tmp_path)}
-    command = [sys.executable, "-S", "-m", build.__name__, "--all"]
-    root = Path(build.__file__).parents[3]
-    done = subprocess.run(command, check=False, cwd=root, env=environment, capture_output=True, text=True, timeout=60)
+    done = run_python("-S", "-m", build.__name__, "--all", cwd=Path(build.__file__).parents[3], env=environment)
     assert done.stderr == "there is no C++ compiler (CXX=/nonexistent)\n"

@@ -9,18 +9,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.constraints.grammar import NUMERICS
-from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels import modules
 from outrider.engine.cpu_kernels.modules import NativeLayers, NativeLinear, NativeRMSNorm
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import make_runner
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.numerics import KERNELS_REVISION, LAYERS_REVISION
 from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.support import depends_on_batch
+from tests.support.cached_runner import CachedRunner
 from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
 
 pytestmark = pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
@@ -28,6 +26,10 @@ pytestmark = pytest.mark.skipif(choose_kernels().library is None, reason="no nat
 NUM_TOKENS = 60
 TOLD = {"float32": "exact up to ties", "bfloat16": "batch-dependent"}
 BLOCKS = ([3, 4, 5, 6], [9, 8, 20, 11], [13, 14, 15, 16])
+
+
+def numerics(promise, kernels):
+    return f"{promise} ({kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
 
 
 @pytest.fixture(scope="module", params=[(name, dtype) for name in ARCHITECTURES for dtype in ("float32", "bfloat16")],
@@ -40,23 +42,15 @@ def loaded(request, tmp_path_factory):
         # Loading compares with the untouched model's own forward.
         model = load_model(ModelConfig(id=str(directory), dtype=dtype))
     assert isinstance(model.native, NativeLayers)
-    assert (
-        model.info.numerics
-        == f"exact ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
-    )
+    assert model.info.numerics == numerics("exact", model.kernels)
     return model
 
 
 @pytest.fixture
-def forward(loaded):
-    return forward_of(loaded)
-
-
-def forward_of(model):
-    cache = PagedKVCache(model.spec.planes, num_blocks=32, block_size=16, kernels=model.cpu_kernels)
-    runner = make_runner(model, cache, make_attention_backend("torch_sdpa"))
-    assert runner.attention_name == "native"
-    return lambda *rows: torch.tensor(runner.forward(build_input_batch(rows, 16)))
+def node(loaded):
+    node = CachedRunner(loaded)
+    assert node.runner.attention_name == "native"
+    return node
 
 
 def random_ids(count):
@@ -67,12 +61,6 @@ def rows_of(token_ids, start, end, blocks):
     return SequenceRows(token_ids[start:end], start, blocks, end - start)
 
 
-def in_chunks(forward, token_ids, size, blocks):
-    """Logits of every token."""
-    starts = range(0, len(token_ids), size)
-    return torch.cat([forward(rows_of(token_ids, at, min(at + size, len(token_ids)), blocks)) for at in starts])
-
-
 def test_linear_layers_and_norms_are_replaced(loaded):
     kinds = [type(module) for module in loaded.model.modules()]
     assert torch.nn.Linear not in kinds
@@ -81,12 +69,12 @@ def test_linear_layers_and_norms_are_replaced(loaded):
     assert not [kind for kind in kinds if "RMSNorm" in kind.__name__ and kind is not NativeRMSNorm]
 
 
-def test_a_row_has_the_same_bits_in_every_batch(loaded, forward):
+def test_a_row_has_the_same_bits_in_every_batch(node):
     token_ids = random_ids(NUM_TOKENS)
-    whole = forward(rows_of(token_ids, 0, NUM_TOKENS, BLOCKS[0]))
+    whole = node.prefill(token_ids, BLOCKS[0])
     for size in (1, 5, 7):
-        assert torch.equal(in_chunks(forward, token_ids, size, BLOCKS[1]), whole), f"in chunks of {size}"
-    mixed = forward(
+        assert torch.equal(node.prefill(token_ids, BLOCKS[1], chunk=size), whole), f"in chunks of {size}"
+    mixed = node.forward(
         rows_of(token_ids, 30, 35, BLOCKS[1]),
         rows_of(token_ids, 0, NUM_TOKENS, BLOCKS[2]),
         rows_of(token_ids, NUM_TOKENS - 1, NUM_TOKENS, BLOCKS[0]),
@@ -98,9 +86,9 @@ def test_a_row_has_the_same_bits_in_every_batch(loaded, forward):
 
 def test_a_trace_names_the_kernels(tmp_path):
     model = load_model(ModelConfig(id=str(make_tiny_model(tmp_path, architecture="gemma"))))
-    forward = forward_of(model)
+    node = CachedRunner(model)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        forward(rows_of(random_ids(5), 0, 5, BLOCKS[0]))
+        node.prefill(random_ids(5), BLOCKS[0])
     names = {event.key for event in profile.key_averages()}
     assert {"outrider_linear", "outrider_rms_norm", "outrider_paged_attention"} <= names
 
@@ -111,14 +99,11 @@ def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path,
     torch.set_num_threads(3)
     directory = make_tiny_model(tmp_path, architecture="gemma", overrides={"intermediate_size": width})
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
-    assert (
-        model.info.numerics
-        == f"exact ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
-    )
-    forward, token_ids = forward_of(model), random_ids(250)
-    whole = in_chunks(forward, token_ids, 250, range(16))
+    assert model.info.numerics == numerics("exact", model.kernels)
+    node, token_ids = CachedRunner(model), random_ids(250)
+    whole = node.prefill(token_ids, range(16))
     for size in (1, 5, 77):
-        assert torch.equal(in_chunks(forward, token_ids, size, range(16, 32)), whole), f"in chunks of {size}"
+        assert torch.equal(node.prefill(token_ids, range(16, 32), chunk=size), whole), f"in chunks of {size}"
 
 
 def test_a_norm_of_another_kind_is_left_alone():
@@ -152,17 +137,11 @@ def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, archit
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
     assert isinstance(model.native, NativeLayers)
     seen = "exact up to ties" if depends_on_batch(model) else "exact"  # on every processor that we know: the former
-    assert (
-        model.info.numerics
-        == f"{seen} ({model.kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
-    )
+    assert model.info.numerics == numerics(seen, model.kernels)
 
 
 def test_a_model_that_was_seen_to_depend_on_the_batch_says_so(tmp_path, monkeypatch):
     directory = make_tiny_model(tmp_path, architecture="gemma", dtype="bfloat16")
     monkeypatch.setattr(load_module, "depends_on_batch", lambda _model: True)
-    numerics = [load_model(ModelConfig(id=str(directory), dtype=dtype)).info.numerics for dtype in TOLD]
-    path = choose_kernels().arithmetic
-    assert numerics == [
-        f"{promise} ({path} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})" for promise in TOLD.values()
-    ]
+    found = [load_model(ModelConfig(id=str(directory), dtype=dtype)).info.numerics for dtype in TOLD]
+    assert found == [numerics(promise, choose_kernels()) for promise in TOLD.values()]

@@ -1,13 +1,12 @@
 """Packages as pip makes them, but for the isolated environment, which needs a registry."""
 
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 from outrider.engine.cpu_kernels.compiler import SOURCE
+from tests.support.processes import run_python
 
 ROOT = SOURCE.parents[3]
 PACKAGE = Path("outrider", "engine", "cpu_kernels")
@@ -25,9 +24,7 @@ def test_packages_are_pure_carry_the_kernels_sources_and_compile_nothing(tmp_pat
     monkeypatch.setenv("CXX", "/nonexistent")
     script = "from setuptools import build_meta\n"
     script += "".join(f"build_meta.build_{kind}('{kind}')\n" for kind in ("sdist", "wheel", "editable"))
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=False, cwd=checkout, capture_output=True, text=True, timeout=240
-    )
+    done = run_python("-c", script, cwd=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     (archive,), (wheel,), (editable,) = ([*(checkout / kind).iterdir()] for kind in ("sdist", "wheel", "editable"))
     for built in (wheel, editable):

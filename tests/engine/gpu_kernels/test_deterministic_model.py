@@ -27,7 +27,7 @@ def small_tiles(monkeypatch):
     """So that small models have splits, and rows at both sides of the border between one program and two."""
     tile = layers.ProductTile(rows=16, outputs=32, features=16, split_features=32)
     monkeypatch.setattr(layers, "PRODUCT_TILE", tile)
-    monkeypatch.setattr(layers, "_MOST_SPLIT_ROWS", 3)
+    monkeypatch.setattr(layers, "_MAX_SPLIT_ROWS", 3)
 
 
 def test_a_product_is_a_product_with_the_same_bits_in_any_batch(small_tiles):

@@ -14,13 +14,11 @@ from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register
 from outrider.engine.features import FeatureReduction
 from outrider.engine.gpu_kernels import why_not_fused
 from outrider.engine.graph_shapes import GraphShapes
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.tensor_planes import tensor_of
-from outrider.engine.model_runner import make_runner
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.runnable_model import RunnableModel
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
+from tests.support.cached_runner import CachedRunner
 from tests.support.interpreted_triton import interpreted_attention
 
 fused_decoder = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.fused_decoder")
@@ -114,23 +112,14 @@ def own_logits(own, token_ids):
     return own(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
-class Node:
-    """A runner over a cache, with tables of blocks in no order."""
-
+class Node(CachedRunner):
     def __init__(self, model, features=None, graphs=None):
         spec = model.spec
         if features is not None:
             spec = replace(spec, features=features.plane(spec.dtype))
-        self.cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_scratch_blocks=1)
         attention = interpreted_attention(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
-        self.runner = make_runner(replace(model, spec=spec), self.cache, attention, graphs=graphs, features=features)
-        self._free = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
-
-    def table(self, num_tokens=40):
-        return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
-
-    def forward(self, *rows, **options):
-        return self.runner.forward(build_input_batch(rows, BLOCK_SIZE), **options).clone()
+        options = {"attention": attention, "graphs": graphs, "features": features}
+        super().__init__(replace(model, spec=spec), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, **options)
 
 
 def close(found, expected):
@@ -142,7 +131,7 @@ def test_ragged_steps_give_transformers_logits(model):
     own, model = model
     node = Node(model)
     expected, others = own_logits(own, TOKENS), own_logits(own, OTHERS)
-    first, second = node.table(), node.table()
+    first, second = node.table(40), node.table(40)
     done = []
     none = node.forward(SequenceRows(TOKENS[:11], 0, first, 0), on_layer_done=done.append)
     assert (none.shape, done) == ((0, 96), [0, 1])
@@ -159,7 +148,7 @@ def test_ragged_steps_give_transformers_logits(model):
 def test_rows_of_a_draft_tree_see_their_own_paths(model):
     own, model = model
     node = Node(model)
-    table = node.table()
+    table = node.table(40)
     node.forward(SequenceRows(TOKENS[:20], 0, table, 0))
     tree = [TOKENS[20], OTHERS[0], TOKENS[21], OTHERS[1], TOKENS[22]]
     found = node.forward(SequenceRows(tree, 20, table, 5, (-1, -1, 1, 1)))
@@ -177,13 +166,7 @@ def test_a_model_is_in_memory_once_and_its_modules_go_on(model):
     joined = model.model.base_model.layers[1].self_attn
     assert len({getattr(joined, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"}) == 1
     node = Node(replace(model, fused=None))
-    close(node.forward(SequenceRows(TOKENS[:20], 0, node.table(), 20)), own_logits(own, TOKENS[:20]))
-
-
-def features_of(node, reduction, blocks):
-    """[num_slots, width]."""
-    plane = tensor_of(node.cache.layers(reduction.plane_name)[0])  # [num_blocks, block_size, 1, width]
-    return plane[blocks].flatten(0, 2)
+    close(node.forward(SequenceRows(TOKENS[:20], 0, node.table(40), 20)), own_logits(own, TOKENS[:20]))
 
 
 @pytest.mark.parametrize("takes_final_norm", [False, True])
@@ -191,14 +174,16 @@ def test_features_are_of_transformers_hidden_states(model, takes_final_norm):
     own, model = model
     reduction = FeatureReduction(taps=(2, 0, 1), hidden_size=48, takes_final_norm=takes_final_norm)
     node = Node(model, reduction)
-    table = node.table()
+    table = node.table(40)
     node.forward(SequenceRows(TOKENS[:7], 0, table, 0))
-    node.forward(SequenceRows(TOKENS[7:16], 7, table, 1), SequenceRows(OTHERS[:3], 0, node.table(), 3))
+    node.forward(SequenceRows(TOKENS[7:16], 7, table, 1), SequenceRows(OTHERS[:3], 0, node.table(40), 3))
     behind = []
     with torch.inference_mode(), own.model.norm.register_forward_pre_hook(lambda module, args: behind.append(args[0])):
         states = own(input_ids=torch.tensor([TOKENS[:16]]), output_hidden_states=True, use_cache=False).hidden_states
     last = states[2] if takes_final_norm else behind[0]
-    close(features_of(node, reduction, table[:4]), torch.cat([last[0], states[0][0], states[1][0]], dim=-1))
+    close(
+        node.features(reduction.plane_name, table, range(16)), torch.cat([last[0], states[0][0], states[1][0]], dim=-1)
+    )
 
 
 def test_captured_steps_are_the_same(monkeypatch):
@@ -214,14 +199,14 @@ def test_captured_steps_are_the_same(monkeypatch):
     reduction = FeatureReduction(taps=(1,), hidden_size=48)
     node = Node(model, reduction, GraphShapes(4))
     node.runner.capture_graphs()
-    first, second = node.table(), node.table()
+    first, second = node.table(40), node.table(40)
     close(node.forward(SequenceRows(TOKENS[:3], 0, first, 3)), own_logits(own, TOKENS[:3]))
     found = node.forward(SequenceRows(OTHERS[:1], 0, second, 1), SequenceRows(TOKENS[3:5], 3, first, 2))
     close(found, torch.cat([own_logits(own, OTHERS[:1]), own_logits(own, TOKENS[:5])[3:]]))
     assert len(replayed) == 2
     with torch.inference_mode():
         states = own(input_ids=torch.tensor([TOKENS[:5]]), output_hidden_states=True, use_cache=False).hidden_states
-    close(features_of(node, reduction, first[:2])[:5], states[1][0])
+    close(node.features(reduction.plane_name, first, range(5)), states[1][0])
 
 
 def test_rows_that_pad_have_angles_however_small_the_window_is(monkeypatch):
@@ -246,14 +231,14 @@ def test_rows_that_pad_have_angles_however_small_the_window_is(monkeypatch):
 def test_a_row_has_the_same_bits_alone_and_in_company(name, monkeypatch):
     tile = layers.ProductTile(rows=16, outputs=32, features=16, split_features=32)
     monkeypatch.setattr(layers, "PRODUCT_TILE", tile)
-    monkeypatch.setattr(layers, "_MOST_SPLIT_ROWS", 3)
+    monkeypatch.setattr(layers, "_MAX_SPLIT_ROWS", 3)
     torch.set_num_threads(1)
     own, model = make_model(name, is_deterministic=True)
     node = Node(model)
-    table = node.table()
-    whole = node.forward(SequenceRows(TOKENS[:6], 0, node.table(), 6))
+    table = node.table(40)
+    whole = node.forward(SequenceRows(TOKENS[:6], 0, node.table(40), 6))
     close(whole, own_logits(own, TOKENS[:6]))
     alone = [node.forward(SequenceRows([token], at, table, 1)) for at, token in enumerate(TOKENS[:4])]
     assert torch.equal(torch.cat(alone), whole[:4])
-    company = node.forward(SequenceRows(OTHERS[:2], 0, node.table(), 2), SequenceRows(TOKENS[4:6], 4, table, 2))
+    company = node.forward(SequenceRows(OTHERS[:2], 0, node.table(40), 2), SequenceRows(TOKENS[4:6], 4, table, 2))
     assert torch.equal(company[2:], whole[4:])

@@ -12,13 +12,12 @@ from outrider.constraints.grammar import NUMERICS
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.paths import FUSED, TORCH, KernelChoice
 from outrider.engine.gpu_kernels import why_not_fused
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.model_runner import make_runner
 from outrider.errors import ConfigError
 from outrider.model_hub import load
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels
 from outrider.model_hub.support import own_logits
+from tests.support.cached_runner import CachedRunner
 from tests.support.interpreted_triton import interpreted_attention
 from tests.support.tiny_model import make_tiny_model
 
@@ -43,9 +42,7 @@ def checkpoint(tmp_path):
 
 def logits_of(model):
     """[20, vocab_size]."""
-    cache = model.make_cache(5, 4)
-    runner = make_runner(model, cache, make_attention_backend())
-    return runner.forward(build_input_batch([SequenceRows(TOKENS, 0, range(5), 20)], 4))
+    return CachedRunner(model, num_blocks=5, block_size=4).prefill(TOKENS, range(5))
 
 
 def test_a_model_of_these_architectures_is_fused_and_checked(checkpoint):

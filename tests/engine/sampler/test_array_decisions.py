@@ -37,7 +37,7 @@ def test_how_many_rows_are_decided_together_changes_nothing(kind, monkeypatch):
     logits, parts = random_step(rng, pair, 1000, num_sequences=20)
     together = pair.decide(logits, parts)[0]
     for most in (1, 3000):
-        monkeypatch.setattr(array_decider, "_MOST_VALUES", most)
+        monkeypatch.setattr(array_decider, "_MAX_VALUES", most)
         assert pair.decide(logits, parts)[0] == together
 
 

@@ -10,11 +10,7 @@ from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 from outrider.speculation.proposers.head_forward import HeadForward
 from tests.heads import golden_files
-from tests.heads.golden_heads import NUM_LAYERS, assert_logits, opened
-
-ALL_LAYERS = ["eagle", "eagle3", "eagle3-residual", "eagle3.1", "eagle3-flat", "peagle", "dflash", "dflash-anchor"]
-LAST_STATE = ["medusa-own-output", "medusa-truncated", "mlp-speculator", "mlp-speculator-tied"]
-MTP = ["mtp-glm", "mtp-speculators", "mtp-qwen"]
+from tests.heads.golden_heads import assert_logits, opened, taps_of
 
 
 class Values:
@@ -30,13 +26,9 @@ class Values:
         return self.values[start:end]
 
 
-@pytest.fixture(params=[*ALL_LAYERS, *LAST_STATE, *MTP])
+@pytest.fixture(params=golden_files.NAMES)
 def golden(request, tmp_path):
-    golden = golden_files.unpack(request.param, tmp_path)
-    if request.param in ALL_LAYERS:
-        layers = golden.taps.view(len(golden.taps), NUM_LAYERS + 1, -1)
-        golden = golden._replace(taps=layers[:, opened(golden).reduction.taps].flatten(1))
-    return golden
+    return golden_files.unpack(request.param, tmp_path)
 
 
 @pytest.mark.parametrize("num_known_before", [0, 3])
@@ -51,7 +43,7 @@ def test_logits_are_the_owners(golden, num_known_before, monkeypatch):
     device = torch.device("cpu")
     known = torch.ones(head.spec.vocab_size, dtype=torch.bool)
     forward = HeadForward.of(head, num_cached_tokens=256, known_token_ids=known, device=str(device))
-    token_ids, features = golden.token_ids.tolist(), head.reduction.to(device, torch.float32)(golden.taps)
+    token_ids, features = golden.token_ids.tolist(), head.reduction.to(device, torch.float32)(taps_of(golden, head))
     num_true = len(features)
     options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, temperature=0.0))
     sampling = forward.start(SequenceStart(options=options, sample=0, prompt_length=1), token_ids[:1])

@@ -34,7 +34,7 @@ class OfText:
         return self.values[start:end]
 
 
-@pytest.fixture(params=["peagle", "dflash", "dflash-anchor"])
+@pytest.fixture(params=golden_files.PARALLEL)
 def head(request, tmp_path):
     return opened(golden_files.unpack(request.param, tmp_path))
 

@@ -1,0 +1,204 @@
+"""Heads of the EAGLE family: one head in each of its layouts, what its files may lack, and rows of several forwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.errors import ConfigError, ModelError
+from tests.heads import golden_files
+from tests.heads.golden_files import EAGLE3, PARALLEL
+from tests.heads.golden_heads import (
+    CPU,
+    assert_logits,
+    logits_of,
+    opened,
+    rewrite_config,
+    rewrite_tensors,
+    taps_of,
+)
+
+MASK = 7
+
+
+@pytest.fixture
+def unpacked(tmp_path):
+    """unpacked(name) → that golden head."""
+    return lambda name: golden_files.unpack(name, tmp_path / name)
+
+
+@pytest.fixture
+def eagle(unpacked):
+    return unpacked("eagle")
+
+
+@pytest.fixture
+def plain(unpacked):
+    return unpacked("eagle3")
+
+
+def nest(folder):
+    """From SafeAILab's layout to speculators', which has one layer."""
+    flat = json.loads((folder / "config.json").read_text())
+    config = {"speculators_model_type": "eagle", "fusion_bias": True, "layernorms": False}
+    (folder / "config.json").write_text(json.dumps(config | {"transformer_layer_config": flat}))
+    names = {"layers.0.": "transformer.", "fc.": "fusion_fc."}
+
+    def renamed(own):
+        for old, new in names.items():
+            own = {name.replace(old, new): value for name, value in own.items()}
+        return {name: value for name, value in own.items() if not name.startswith("layers.1.")}
+
+    rewrite_tensors(folder, renamed)
+
+
+def flatten(folder, *, keep=("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")):
+    """From speculators' layout to SpecForge's."""
+    nested = json.loads((folder / "config.json").read_text())
+    layer = nested["transformer_layer_config"] | {key: nested[key] for key in keep}
+    ids = nested["eagle_aux_hidden_state_layer_ids"]
+    if ids is not None:
+        layer["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in ids]}
+    (folder / "config.json").write_text(json.dumps(layer | {"architectures": ["LlamaForCausalLMEagle3"]}))
+    rewrite_tensors(folder, lambda own: {name.replace("layers.0.", "midlayer."): own[name] for name in own})
+
+
+def flatten_parallel(folder):
+    """From speculators' layout to z-lab's or SpecForge's."""
+    nested = json.loads((folder / "config.json").read_text())
+    kind = {"peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}[nested["speculators_model_type"]]
+    flat = nested["transformer_layer_config"] | {
+        "architectures": [kind],
+        "draft_vocab_size": nested["draft_vocab_size"],
+    }
+    if kind == "PEagleDraftModel":
+        taps = [tap - 1 for tap in nested["eagle_aux_hidden_state_layer_ids"]]
+        flat |= {key: nested[key] for key in ("mask_token_id", "norm_before_residual", "speculators_config")}
+        flat["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": taps}
+    else:
+        flat["block_size"] = nested["block_size"]
+        flat["dflash_config"] = {key: nested[key] for key in ("mask_token_id", "sample_from_anchor")} | {
+            "target_layer_ids": [tap - 1 for tap in nested["aux_hidden_state_layer_ids"]]
+        }
+    (folder / "config.json").write_text(json.dumps(flat))
+
+
+def test_the_nested_layout_gives_what_one_layer_of_the_flat_one_does(eagle):
+    rewrite_config(eagle.head, num_hidden_layers=1)
+    whole = load_file(eagle.head / "model.safetensors")
+    save_file({key: whole[key] for key in whole if "layers.1." not in key}, eagle.head / "model.safetensors")
+    expected = logits_of(eagle)
+    rewrite_config(eagle.head, num_hidden_layers=5)  # the target's, which this layout keeps
+    nest(eagle.head)
+    assert_logits(logits_of(eagle), expected)
+    assert opened(eagle).spec.num_layers == 1
+
+
+def test_norms_that_are_not_known_are_refused_by_name(eagle):
+    nest(eagle.head)
+    rewrite_config(eagle.head, layernorms=True)
+    with pytest.raises(ConfigError, match="layernorms"):
+        opened(eagle)
+
+
+@pytest.mark.parametrize(
+    ("name", "flattened"),
+    [
+        *((name, flatten) for name in ("eagle3", "eagle3-residual", "eagle3.1")),
+        *((name, flatten_parallel) for name in PARALLEL),
+    ],
+)
+def test_the_flat_layout_gives_the_same(unpacked, name, flattened):
+    golden = unpacked(name)
+    flattened(golden.head)
+    assert_logits(logits_of(golden), golden.logits)
+
+
+@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
+@pytest.mark.parametrize("name", EAGLE3)
+def test_a_flag_that_is_turned_changes_logits(unpacked, name, flag):
+    golden = unpacked(name)
+    config = json.loads((golden.head / "config.json").read_text())
+    rewrite_config(golden.head, **{flag: not config.get(flag)})
+    assert not torch.allclose(logits_of(golden), golden.logits, atol=1e-2, rtol=1e-2)
+
+
+def test_draft_ids_are_the_targets_that_the_mask_allows(plain):
+    mask = load_file(plain.head / "model.safetensors")["t2d"]
+    assert opened(plain).target_ids.tolist() == mask.nonzero().flatten().tolist()
+
+
+def test_what_the_head_does_not_have_is_the_targets(plain):
+    own = load_file(plain.head / "model.safetensors")
+    embedding, rows = own.pop("embed_tokens.weight"), own.pop("lm_head.weight")
+    output = torch.randn(embedding.shape, dtype=rows.dtype)
+    output[own["t2d"]] = rows
+    save_file(own, plain.head / "model.safetensors")
+    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": output}, plain.target / "model.safetensors")
+    assert_logits(logits_of(plain), plain.logits)
+
+
+def test_rows_of_several_forwards_are_those_of_one(plain):
+    """A row's hidden state depends on rows before it alone."""
+    head = opened(plain)
+    features = head.reduction.to(CPU, torch.float32)(taps_of(plain, head))
+    hidden = {}
+    for parts in ([0, 11], [0, 1, 4, 11]):
+        attend = golden_files.DenseAttention()
+        hidden[len(parts)] = torch.cat(
+            [
+                head.forward(golden_files.true_rows(plain.token_ids, features, start, end), attend)
+                for start, end in itertools.pairwise(parts)
+            ]
+        )
+    torch.testing.assert_close(hidden[2], hidden[4])
+
+
+@pytest.mark.parametrize("known_before", [6, 10])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_a_block_is_the_same_after_rows_of_another_forward(unpacked, name, known_before):
+    golden = unpacked(name)
+    assert_logits(logits_of(golden, known_before=known_before), golden.logits)
+
+
+def test_a_block_is_masks_and_where_rows_see_each_other_the_newest_token_before_them(unpacked):
+    heads = {name: opened(unpacked(name)) for name in PARALLEL}
+    assert {
+        name: (head.spec.parallel_tokens(5), head.spec.num_parallel, head.spec.attends_both_ways)
+        for name, head in heads.items()
+    } == {
+        "peagle": ((MASK, MASK), 3, False),
+        "dflash": ((5, MASK, MASK, MASK), 3, True),
+        "dflash-anchor": ((5, MASK, MASK), 3, True),
+    }
+
+
+def test_numbers_that_change_nothing_are_no_reason_to_refuse(unpacked):
+    dflash = unpacked("dflash")
+    rewrite_config(dflash.head, input_embedding_scale=1.0, initializer_factor=0.5, logit_cap=0, max_window_layers=36)
+    opened(dflash)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "eagle_aux_hidden_state_layer_ids"),
+    ],
+)
+def test_what_is_not_known_of_the_flat_layout_is_refused_by_name(plain, changes, named):
+    flatten(plain.head)
+    rewrite_config(plain.head, **changes)
+    with pytest.raises(ConfigError, match=named):
+        opened(plain)
+
+
+def test_weights_in_another_format_are_named(plain):
+    (plain.head / "model.safetensors").rename(plain.head / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no tensor .*safetensors"):
+        opened(plain)
