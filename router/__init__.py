@@ -1,1 +1,1 @@
-"""The router: requests in, tokens out. Read `request_flow.py` first."""
+"""The router: requests in, tokens out. Read `requests/machine.py` first."""
