@@ -317,10 +317,10 @@ class Driver:
         self._timers.pop((instruction.timer, instruction.sequence_group_id)).cancel()
 
     def _deliver(self, delivered: do.Deliver) -> None:
-        tokens, num_new, is_first = delivered
+        tokens, num_new = delivered.tokens, delivered.num_new
         nodes = self._attempts[tokens.sequence_group_id]
         nodes.record.take_tokens(tokens, num_new, self._now)
-        if is_first:
+        if delivered.is_first:
             nodes.place.decode.breaker.succeed()
         if num_new:
             try:

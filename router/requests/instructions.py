@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.errors import PeerLostError
 from outrider.node import NodeRole
@@ -19,8 +19,14 @@ from router.requests.events import Timer
 from router.scheduling.placement import Demand
 
 
+class Instruction:
+    """What the driver performs. Those that concern one attempt name it by its sequence group."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Enqueue:
+class Enqueue(Instruction):
     """Wait for a place. `Placed` or `NotPlaced` follows, unless `LeaveQueue` comes first."""
 
     demand: Demand
@@ -29,18 +35,19 @@ class Enqueue:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeDemand:
+class ChangeDemand(Instruction):
     """The request that waits needs another place now; it keeps its turn."""
 
     demand: Demand
 
 
-class LeaveQueue(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LeaveQueue(Instruction):
     """The place is not wanted any more, also if it was just given."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hedge:
+class Hedge(Instruction):
     """Find a place now, without a queue, because this attempt's node is late. `Placed` or `NotPlaced` follows."""
 
     demand: Demand
@@ -48,14 +55,14 @@ class Hedge:
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnPlace:
+class ReturnPlace(Instruction):
     """Nobody wants the place of this event any more."""
 
     place: Any
 
 
 @dataclass(frozen=True, slots=True)
-class OpenGroup:
+class OpenGroup(Instruction):
     """Send the command to the place's decode node, and pass on what is said of the group."""
 
     command: OpenSequenceGroup
@@ -63,7 +70,7 @@ class OpenGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class StartPrefill:
+class StartPrefill(Instruction):
     """Have the place's prefill node fill the reservation; `PrefillEnded` follows, `PrefillLate` may."""
 
     sequence_group_id: bytes
@@ -72,12 +79,12 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class StopPrefill:
+class StopPrefill(Instruction):
     sequence_group_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class ChoosePrefill:
+class ChoosePrefill(Instruction):
     """Reserve another prefill node of the same numerics. `PrefillChosen` follows."""
 
     sequence_group_id: bytes
@@ -85,25 +92,25 @@ class ChoosePrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Retarget:
+class Retarget(Instruction):
     command: RetargetSequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
-class ReleasePrefill:
+class ReleasePrefill(Instruction):
     """The prompt is computed, or the decode node computes it."""
 
     sequence_group_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class CancelSamples:
+class CancelSamples(Instruction):
     sequence_group_id: bytes
     samples: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CloseAttempt:
+class CloseAttempt(Instruction):
     """Release the place, and listen to the group no more."""
 
     sequence_group_id: bytes
@@ -114,7 +121,7 @@ class CloseAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class Blame(Instruction):
     """A node of the attempt has failed it: keep other requests away from that node."""
 
     sequence_group_id: bytes
@@ -124,26 +131,27 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgive:
+class Forgive(Instruction):
     """These nodes' processes were blamed for what the request itself causes."""
 
     incarnations: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SetTimer:
+class SetTimer(Instruction):
     timer: Timer
     at: float  # by the clock of `Request.step`
     sequence_group_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
-class StopTimer:
+class StopTimer(Instruction):
     timer: Timer
     sequence_group_id: bytes = b""
 
 
-class Deliver(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Deliver(Instruction):
     """The answer has taken tokens, of which `num_new` are new: charge their memory, record them."""
 
     tokens: SampleTokens
@@ -152,17 +160,17 @@ class Deliver(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordGrant:
+class RecordGrant(Instruction):
     granted: Granted
 
 
 @dataclass(frozen=True, slots=True)
-class RecordKv:
+class RecordKv(Instruction):
     ready: KvReady
 
 
 @dataclass(frozen=True, slots=True)
-class RecordMigration:
+class RecordMigration(Instruction):
     """The next tokens come from another node than this one, or are computed with the help of another."""
 
     node: str
@@ -170,49 +178,23 @@ class RecordMigration:
     error: PeerLostError | None = None
 
 
-class RecordEnd(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RecordEnd(Instruction):
     """The last sample has ended."""
 
 
-class Summarize(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Summarize(Instruction):
     """Close the answer with its summary."""
 
 
-class SettleRequest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SettleRequest(Instruction):
     """Nothing is computed any more: write the receipt, settle the account. Once in a request's life."""
 
 
 @dataclass(frozen=True, slots=True)
-class FreeName:
+class FreeName(Instruction):
     """The request holds nothing any more, its name is free. Once, and last."""
 
     has_client_left: bool
-
-
-Instruction = (
-    Enqueue
-    | ChangeDemand
-    | LeaveQueue
-    | Hedge
-    | ReturnPlace
-    | OpenGroup
-    | StartPrefill
-    | StopPrefill
-    | ChoosePrefill
-    | Retarget
-    | ReleasePrefill
-    | CancelSamples
-    | CloseAttempt
-    | Blame
-    | Forgive
-    | SetTimer
-    | StopTimer
-    | Deliver
-    | RecordGrant
-    | RecordKv
-    | RecordMigration
-    | RecordEnd
-    | Summarize
-    | SettleRequest
-    | FreeName
-)
