@@ -145,7 +145,6 @@ class AttemptNodes:
 
     def choose_prefill(self, avoided: frozenset[bytes]) -> None:
         """Reserves another prefill node in place of the one that failed."""
-        self._unwatch()
         place = self.place
         is_chosen = place.change_prefill(replace(place.demand, avoided=avoided))
         chosen = node_of(place.prefill) if is_chosen and place.prefill is not None else None
@@ -157,6 +156,7 @@ class AttemptNodes:
         self.place.release_prefill()
 
     def retarget(self, command: RetargetSequenceGroup) -> None:
+        self._unwatch()
         self.record.ask("for another transfer")
         if self._session is not None:
             self._session.retarget(command)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+
+from outrider.errors import AbortedError, CapacityError, PeerLostError
 from outrider.receipt import Receipt
+from outrider.v1 import router_pb2
 from router.observe.spans import RequestState
+from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
+from tests.support.router_fakes import FakeDecodeNode
 
 LABELS = {"model_name": "fake-model", "reason": "INTERNAL"}
 
@@ -57,3 +66,117 @@ async def test_a_summary_that_cannot_be_made_fails_the_request_once_in_every_vie
     await cluster.eventually(lines)
     (receipt,) = map(Receipt.from_line, lines())
     assert (receipt.end, receipt.error) == ("failed", "INTERNAL")
+
+
+async def test_a_prefill_call_that_is_over_is_not_watched_any_more(cluster):
+    """Else a node that turns late later is counted as one whose work moves."""
+    cluster.prefill.fails_with = grpc.StatusCode.INTERNAL
+    await cluster.serve()
+    link = cluster.service.nodes.prefill_nodes[0]
+    cluster.decode._retarget = lambda session, command: (
+        cluster.decode.retargeted.append(command)
+        if not command.transfer_id
+        else FakeDecodeNode._retarget(cluster.decode, session, command)
+    )
+    call = cluster.stub.Generate(cluster.request(max_tokens=3), timeout=PATIENCE_SECONDS)
+    await cluster.eventually(lambda: any(not command.transfer_id for command in cluster.decode.retargeted))
+    assert not link._listeners
+    call.cancel()
+    await cluster.is_empty()
+
+
+class Seen:
+    """How often a request that ended was counted, in all that counts it."""
+
+    def __init__(self, cluster, kept):
+        self.cluster, self.kept = cluster, kept
+
+    @classmethod
+    def by(cls, cluster):
+        kept = []
+
+        class Receipts:
+            def keep(self, proto, answer, record, model):
+                kept.append((answer.failure and answer.failure.reason, answer.summary is not None, proto is not None))
+
+        cluster.service.context = dataclasses.replace(cluster.context, receipts=Receipts())
+        return cls(cluster, kept)
+
+    def failures(self):
+        return {
+            sample.labels["reason"]: sample.value
+            for metric in self.cluster.registry.collect()
+            for sample in metric.samples
+            if sample.name == "outrider:request_failures_total" and sample.value
+        }
+
+    def outcomes(self):
+        return [record.outcome for record in self.cluster.context.records]
+
+
+async def end_by_abort(cluster, call):
+    await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"))
+    await read_on(call)
+
+
+async def end_by_leaving(_cluster, call):
+    call.cancel()
+
+
+async def end_by_drain(cluster, call):
+    cluster.service.requests.fail_all(PeerLostError("the router stops", reason="DRAINING"))
+    await refused(call)
+
+
+async def end_by_eviction(cluster, call):
+    budget = cluster.context.answers
+    await cluster.eventually(lambda: live(cluster).answer.num_generated_tokens > 5)
+    (account,) = budget._accounts
+    account.give_up(CapacityError("full", reason="JOURNAL_FULL"))
+    await refused(call)
+
+
+async def end_by_close(cluster, call):
+    cluster.service.requests.close_all(PeerLostError("the router stops", reason="DRAINING"))
+    await refused(call)
+
+
+async def end_by_a_bug(cluster, call):
+    live(cluster)._driver.feed("no event")
+    await refused(call)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (end_by_abort, None),
+        (end_by_leaving, "CLIENT_LEFT"),
+        (end_by_drain, "DRAINING"),
+        (end_by_eviction, "JOURNAL_FULL"),
+        (end_by_close, "DRAINING"),
+        (end_by_a_bug, "INTERNAL"),
+    ],
+)
+async def test_however_a_request_ends_it_is_counted_once(cluster, end, reason, window):
+    cluster.decode.step_seconds = 0.01
+    await cluster.serve()
+    seen = Seen.by(cluster)
+    fields = {} if window is None else {"resume_window": duration_pb2.Duration(seconds=window)}
+    call = cluster.stub.Generate(cluster.request(request_id="r", max_tokens=300, **fields), timeout=PATIENCE_SECONDS)
+    await call.read()
+    await end(cluster, call)
+    if window is not None:
+        if end is end_by_leaving:
+            await cluster.eventually(lambda: not live(cluster)._request.has_reader)
+        cluster.service.requests.close_all(AbortedError("over"))
+        if end is end_by_leaving:
+            reason = "ABORTED"
+    await cluster.is_empty()
+    assert seen.failures() == ({} if reason is None else {reason: 1})
+    told = None if reason in {None, "CLIENT_LEFT"} else reason
+    assert seen.kept == [(told, reason is None, True)]
+    failed = told is not None
+    assert seen.outcomes() == [RequestState.FAILED if failed else RequestState.ABORTED]
+    admitted = cluster.registry.get_sample_value("vllm:request_queue_time_seconds_count", {"model_name": "fake-model"})
+    assert admitted in (None, 1)
