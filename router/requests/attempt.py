@@ -256,9 +256,9 @@ class Attempt:
         self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
     def _keeps_received(self) -> bool:
-        """Whether tokens that have arrived whole may stay: whoever computes the rest has equal numerics."""
+        """Whether KV that has arrived whole may stay: its next node has equal numerics, and scores no prompt."""
         node = self.decode if self.prefill is None else self.prefill
-        return self.prefill_numerics == node.numerics and self.hold is None
+        return self.prefill_numerics == node.numerics and self.opened.options.prompt_logprobs is None
 
     def _start_decoding(self) -> None:
         self.state = AttemptState.DECODING
