@@ -12,8 +12,10 @@ from google.protobuf import duration_pb2
 from outrider.errors import AbortedError, CapacityError, PeerLostError
 from outrider.receipt import Receipt
 from outrider.v1 import router_pb2
+from router.api import registry
+from router.api.request_parsing import read_request
 from router.observe.spans import RequestState
-from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
+from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
 from tests.support.router_fakes import FakeDecodeNode
 
 LABELS = {"model_name": "fake-model", "reason": "INTERNAL"}
@@ -180,3 +182,98 @@ async def test_however_a_request_ends_it_is_counted_once(cluster, end, reason, w
     assert seen.outcomes() == [RequestState.FAILED if failed else RequestState.ABORTED]
     admitted = cluster.registry.get_sample_value("vllm:request_queue_time_seconds_count", {"model_name": "fake-model"})
     assert admitted in (None, 1)
+
+
+# ---------------------------------------------------------------- while a request is being encoded
+
+
+@pytest.fixture
+async def encoding(cluster, monkeypatch):
+    """A call of a request "r" whose encoding waits for `cluster.encoded`."""
+    await cluster.serve()
+    cluster.encoded = asyncio.Event()
+
+    async def slow(*arguments, **fields):
+        await cluster.encoded.wait()
+        return await read_request(*arguments, **fields)
+
+    monkeypatch.setattr(registry, "read_request", slow)
+    call = cluster.stub.Generate(cluster.resumable(max_tokens=3), timeout=PATIENCE_SECONDS)
+    await cluster.eventually(lambda: "r" in cluster.service.requests)
+    yield call
+    call.cancel()
+
+
+async def test_a_name_is_taken_while_its_request_is_encoded_and_cannot_be_read_or_aborted(cluster, encoding):
+    assert (await cluster.fail(cluster.resumable(max_tokens=3))).reason == "DUPLICATE_REQUEST_ID"
+    assert (await refused(cluster.resume_call())).reason == "NOT_RESUMABLE"
+    assert not (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
+    cluster.service.requests.fail_all(PeerLostError("a drain's deadline", reason="DRAINING"))
+    assert not cluster.service.requests.is_idle
+    cluster.encoded.set()
+    assert (await read_on(encoding))[-1].HasField("summary")
+
+
+@pytest.mark.parametrize("end", ["its client leaves", "the router stops"])
+async def test_a_request_that_ends_while_it_is_encoded_frees_all(cluster, encoding, end):
+    seen = Seen.by(cluster)
+    if end == "its client leaves":
+        encoding.cancel()
+    else:
+        cluster.service.requests.is_draining = True
+        cluster.service.requests.close_all(PeerLostError("the router stops", reason="DRAINING"))
+        cluster.encoded.set()
+        assert (await refused(encoding)).reason == "DRAINING"
+    await cluster.is_empty()
+    await cluster.eventually(seen.failures)
+    assert seen.failures() == {"CLIENT_LEFT" if end == "its client leaves" else "DRAINING": 1}
+    assert seen.kept == []
+    assert None not in seen.outcomes()
+
+
+# ---------------------------------------------------------------- readers
+
+
+async def test_a_stream_that_another_one_took_over_does_not_begin_the_window_when_it_ends(cluster):
+    cluster.decode.step_seconds = 0.01
+    await cluster.serve()
+    first = cluster.stub.Generate(cluster.resumable(max_tokens=60, seconds=0.2), timeout=PATIENCE_SECONDS)
+    await first.read()
+    second = cluster.resume_call()
+    await second.read()
+    assert (await refused(first)).reason == "RESUMED_ELSEWHERE"
+    assert len(told(await read_on(second))) == 60
+    await cluster.is_empty()
+
+
+async def test_the_window_begins_once_both_streams_are_gone_in_whatever_order(cluster):
+    cluster.decode.step_seconds = 0.01
+    await cluster.serve()
+    for ends_first in (0, 1):
+        calls = [cluster.stub.Generate(cluster.resumable(max_tokens=500, seconds=0.2), timeout=PATIENCE_SECONDS)]
+        await calls[0].read()
+        calls.append(cluster.resume_call())
+        await calls[1].read()
+        calls[ends_first].cancel()
+        calls[1 - ends_first].cancel()
+        await cluster.is_empty(seconds=3)
+
+
+async def test_what_grows_beyond_the_memory_ends_the_newest_in_the_middle_of_the_others_step(cluster):
+    cluster.decode.step_seconds = 0.01
+    await cluster.serve()
+    seen = Seen.by(cluster)
+    budget = cluster.context.answers
+    tasks = [asyncio.ensure_future(cluster.generate(request_id="old", max_tokens=400))]
+    await cluster.eventually(lambda: len(cluster.decode.groups) == 1)
+    newest = asyncio.ensure_future(cluster.fail(request_id="new", max_tokens=400))
+    await cluster.eventually(lambda: "new" in cluster.service.requests)
+    await cluster.eventually(lambda: live(cluster, "new").answer.num_generated_tokens > 3)
+    budget._limit_bytes = budget.reserved_bytes
+    assert (await newest).reason == "JOURNAL_FULL"
+    budget._limit_bytes = 1 << 30
+    cluster.decode.step_seconds = 0.0
+    assert len((await tasks[0]).token_ids()) == 400
+    assert seen.failures() == {"JOURNAL_FULL": 1}
+    assert sorted(seen.kept, key=str) == [("JOURNAL_FULL", False, True), (None, True, True)]
+    await cluster.is_empty()
