@@ -30,13 +30,13 @@ class Enqueue:
 
 @dataclass(frozen=True, slots=True)
 class ChangeDemand:
-    """The request that waits needs another place now; it keeps its turn."""
+    """Wait for another kind of place from now on, with the same turn."""
 
     demand: Demand
 
 
 class LeaveQueue(NamedTuple):
-    """The place is not wanted any more, also if it was just given."""
+    """Leave the queue, and return a place that was just given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Hedge:
 
 @dataclass(frozen=True, slots=True)
 class ReturnPlace:
-    """Nobody wants the place of this event any more."""
+    """Release the place of a `Placed` that came too late."""
 
     place: Any
 
@@ -91,7 +91,7 @@ class Retarget:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePrefill:
-    """The prompt is computed, or the decode node computes it."""
+    """Release the prefill node: the prompt is computed, or the decode node computes it."""
 
     sequence_group_id: bytes
 
@@ -115,7 +115,7 @@ class CloseAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A node of the attempt has failed it: keep other requests away from that node."""
+    """Keep other requests away from a node that has failed the attempt."""
 
     sequence_group_id: bytes
     role: NodeRole
@@ -125,7 +125,7 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Forgive:
-    """These nodes' processes were blamed for what the request itself causes."""
+    """Take back the blame for processes of nodes: the request itself is the cause."""
 
     incarnations: tuple[bytes, ...]
 
@@ -144,7 +144,7 @@ class StopTimer:
 
 
 class Deliver(NamedTuple):
-    """The answer has taken tokens, of which `num_new` are new: charge their memory, record them."""
+    """Record tokens that the answer has taken, and charge the memory of the `num_new` that it did not have."""
 
     tokens: SampleTokens
     num_new: int
@@ -163,7 +163,7 @@ class RecordKv:
 
 @dataclass(frozen=True, slots=True)
 class RecordMigration:
-    """The next tokens come from another node than this one, or are computed with the help of another."""
+    """Record that the next tokens come from another node than this one, or are computed with the help of another."""
 
     node: str
     cause: str  # a label of `outrider:moves_total`
@@ -171,7 +171,7 @@ class RecordMigration:
 
 
 class RecordEnd(NamedTuple):
-    """The last sample has ended."""
+    """Record that the last sample has ended."""
 
 
 class Summarize(NamedTuple):
@@ -179,12 +179,12 @@ class Summarize(NamedTuple):
 
 
 class SettleRequest(NamedTuple):
-    """Nothing is computed any more: write the receipt, settle the account. Once in a request's life."""
+    """Write the receipt and settle the account: nothing is computed any more. Once in a request's life."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeName:
-    """The request holds nothing any more, its name is free. Once, and last."""
+    """The request holds nothing any more: free its name. It comes once, as the last instruction."""
 
     has_client_left: bool
 
