@@ -153,7 +153,7 @@ class AnswerBudget:
         self._num_expected_bytes += num_expected
 
     def grow(self, account: AnswerAccount, num_tokens: int) -> None:
-        """The answer has so many tokens more. Nothing once the account is closed: its flow is about to be cancelled.
+        """Charges an answer for so many tokens more. Does nothing once its account is closed.
 
         Raises: CapacityError when there is no room now; InvalidRequestError when this answer alone fills the budget.
         """

@@ -107,7 +107,7 @@ class Attempt:
     def close(
         self, why: str, *, rejected: Rejected | None = None, frees_hedge: bool = False, keeps_prefill: bool = False
     ) -> None:
-        """Frees all that it holds; the arguments are those of `do.CloseAttempt`. Once."""
+        """Frees all that it holds, and then does nothing. The arguments are those of `do.CloseAttempt`."""
         if self.state is not AttemptState.COMPLETED:
             self._stop_timer()
             frees_hedge = frees_hedge and self.is_hedge and not self.has_tokens
@@ -117,7 +117,7 @@ class Attempt:
             self._stop_prefill()
 
     def cancel_ended_samples(self) -> on.Outcome | None:
-        """Cancels those that have ended by what the router knows."""
+        """Cancels the samples that have ended as far as the router knows."""
         if self.hold is not None:  # there is more to come than tokens
             return None
         samples = self.shared.answer.samples
@@ -128,7 +128,7 @@ class Attempt:
         return self._discard(*ended)
 
     def blame(self, role: NodeRole, incarnation: bytes, cause: str) -> None:
-        """A node has failed it. A request that fails on two nodes is the cause itself."""
+        """Blames a node that has failed it. A request that fails on two nodes is the cause itself."""
         suspects, may_be_request = self.shared.failures.suspects, cause not in NODE_CAUSES
         self._do(do.Blame(self.group_id, role, incarnation, may_be_request))
         if may_be_request:
@@ -171,7 +171,7 @@ class Attempt:
         return on.Lost(self._error(f"does not answer {command}"), "decode_silent")
 
     def _take_kv(self, ready: KvReady) -> on.Outcome | None:
-        """The reservation is filled, perhaps by a transfer that had been given up."""
+        """Takes the word that the reservation is filled, perhaps by a transfer that had been given up."""
         self._do(do.RecordKv(ready))
         self.is_kv_ready = True
         if self.hold is None:
@@ -256,9 +256,9 @@ class Attempt:
         self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
     def _keeps_received(self) -> bool:
-        """Whether tokens that have arrived whole may stay: whoever computes the rest has equal numerics."""
+        """Whether KV that has arrived whole may stay: its next node has equal numerics, and scores no prompt."""
         node = self.decode if self.prefill is None else self.prefill
-        return self.prefill_numerics == node.numerics and self.hold is None
+        return self.prefill_numerics == node.numerics and self.opened.options.prompt_logprobs is None
 
     def _start_decoding(self) -> None:
         self.state = AttemptState.DECODING
@@ -290,11 +290,11 @@ class Attempt:
         return self._discard(done.sample) or on.Changed()
 
     def _take_own_logprobs(self, event: PromptLogprobs) -> on.Outcome | None:
-        """The decode node has computed the prompt itself. Nothing where its logprobs are not wanted."""
+        """Takes logprobs of a decode node that computes the prompt itself, if they are wanted."""
         return None if self.hold is None else self._end_hold(are_whole=self.hold.take(event.packed))
 
     def _end_hold(self, *, are_whole: bool) -> on.Outcome | None:
-        """Once the prompt's logprobs are whole, the tokens count that have waited for them."""
+        """Takes the tokens that have waited for the prompt's logprobs, once these are whole."""
         hold = self.hold
         if hold is None or not are_whole:
             return None
@@ -330,7 +330,7 @@ class Attempt:
         return on.Changed()
 
     def _ignore(self, _event: object) -> None:
-        """The event is of a transfer that was given up, or comes too late to matter."""
+        """Does nothing: the event is of a transfer that was given up, or comes too late to matter."""
 
     def _error(self, message: str) -> PeerLostError:
         return PeerLostError(f"decode node {self.decode.name}: {message}", node=self.decode.name)

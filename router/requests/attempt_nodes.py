@@ -25,7 +25,7 @@ _log = get_logger("attempts")
 
 
 def node_of(link: NodeLink) -> on.Node:
-    """The node's process as it is now."""
+    """Returns the node's process as it is now."""
     return on.Node(link.name, link.incarnation, link.numerics)
 
 
@@ -72,7 +72,7 @@ class AttemptNodes:
         self._feed(event)
 
     def on_lost(self, error: OutriderError) -> None:
-        """The decode node's session broke."""
+        """Tells the machine that the decode node's session broke."""
         lost = error if isinstance(error, PeerLostError) else PeerLostError(error.message)
         self._feed(on.SessionLost(self.id, lost))
 
@@ -145,18 +145,18 @@ class AttemptNodes:
 
     def choose_prefill(self, avoided: frozenset[bytes]) -> None:
         """Reserves another prefill node in place of the one that failed."""
-        self._unwatch()
         place = self.place
         is_chosen = place.change_prefill(replace(place.demand, avoided=avoided))
         chosen = node_of(place.prefill) if is_chosen and place.prefill is not None else None
         self._feed(on.PrefillChosen(self.id, chosen))
 
     def release_prefill(self) -> None:
-        """The prompt is computed, or the decode node computes it."""
+        """Releases the prefill node: the prompt is computed, or the decode node computes it."""
         self._unwatch()
         self.place.release_prefill()
 
     def retarget(self, command: RetargetSequenceGroup) -> None:
+        self._unwatch()
         self.record.ask("for another transfer")
         if self._session is not None:
             self._session.retarget(command)

@@ -115,7 +115,7 @@ class Driver:
     # ------------------------------------------------------------ the loop of events
 
     def feed(self, event: on.Event) -> None:
-        """Has the machine take an event, and performs what it wants done. Events during that wait for their turn."""
+        """Steps the machine, and performs its instructions; events that these bring wait. It raises nothing."""
         self._events.append(event)
         if self._is_stepping:
             return
@@ -127,7 +127,7 @@ class Driver:
             self._is_stepping = False
 
     def _step(self, event: on.Event) -> None:
-        """A bug ends this request, and no other; what its instructions would have freed is freed."""
+        """Takes one event. A bug ends this request alone, and the request still frees all that it holds."""
         request, now = self.request, time.monotonic()
         self._now = now
         try:

@@ -81,7 +81,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The answer is forgotten now. Without an error its client has left."""
+    """The answer is forgotten now. Without an error its client has left, or its window has ended."""
 
     error: OutriderError | None = None
 

@@ -36,14 +36,14 @@ class Enqueue(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ChangeDemand(Instruction):
-    """The request that waits needs another place now; it keeps its turn."""
+    """Wait for another kind of place from now on, with the same turn."""
 
     demand: Demand
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveQueue(Instruction):
-    """The place is not wanted any more, also if it was just given."""
+    """Leave the queue, and return a place that was just given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Hedge(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ReturnPlace(Instruction):
-    """Nobody wants the place of this event any more."""
+    """Release the place of a `Placed` that came too late."""
 
     place: Any
 
@@ -98,7 +98,7 @@ class Retarget(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ReleasePrefill(Instruction):
-    """The prompt is computed, or the decode node computes it."""
+    """Release the prefill node: the prompt is computed, or the decode node computes it."""
 
     sequence_group_id: bytes
 
@@ -122,7 +122,7 @@ class CloseAttempt(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Blame(Instruction):
-    """A node of the attempt has failed it: keep other requests away from that node."""
+    """Keep other requests away from a node that has failed the attempt."""
 
     sequence_group_id: bytes
     role: NodeRole
@@ -132,7 +132,7 @@ class Blame(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Forgive(Instruction):
-    """These nodes' processes were blamed for what the request itself causes."""
+    """Take back the blame for processes of nodes: the request itself is the cause."""
 
     incarnations: tuple[bytes, ...]
 
@@ -152,7 +152,7 @@ class StopTimer(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Deliver(Instruction):
-    """The answer has taken tokens, of which `num_new` are new: charge their memory, record them."""
+    """Record tokens that the answer has taken, and charge the memory of the `num_new` that it did not have."""
 
     tokens: SampleTokens
     num_new: int
@@ -171,7 +171,7 @@ class RecordKv(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RecordMigration(Instruction):
-    """The next tokens come from another node than this one, or are computed with the help of another."""
+    """Record that the next tokens come from another node than this one, or are computed with the help of another."""
 
     node: str
     cause: str  # a label of `outrider:moves_total`
@@ -180,7 +180,7 @@ class RecordMigration(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RecordEnd(Instruction):
-    """The last sample has ended."""
+    """Record that the last sample has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +190,11 @@ class Summarize(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SettleRequest(Instruction):
-    """Nothing is computed any more: write the receipt, settle the account. Once in a request's life."""
+    """Write the receipt and settle the account: nothing is computed any more. Once in a request's life."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeName(Instruction):
-    """The request holds nothing any more, its name is free. Once, and last."""
+    """The request holds nothing any more: free its name. It comes once, as the last instruction."""
 
     has_client_left: bool

@@ -1,4 +1,4 @@
-"""A request by its name: what clients, the registry and the store want of it."""
+"""A request by its name, as clients, the registry and the store see it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = TypeVar("Message")
 
 
 class LiveRequest:
-    """Owned by the event loop.
+    """A request and its answer. Owned by the event loop.
 
     The answer outlives its streams by the resume window; without one it ends with its only stream.
     """
@@ -55,7 +55,7 @@ class LiveRequest:
 
     @property
     def answer(self) -> Answer:
-        """Once the request has started."""
+        """The answer. The request must have started."""
         return self._driver.encoded.answer
 
     @property
@@ -100,7 +100,7 @@ class LiveRequest:
         self.close(error)
 
     def leave(self) -> None:
-        """A call that could read the answer is over. Unless another one reads, the resume window begins."""
+        """Says that a call that could read the answer is over. Unless another one reads, the resume window begins."""
         self._feed(on.ReaderLeft())
 
     async def write(

@@ -35,7 +35,7 @@ STATS_SECONDS = 0.5
 
 
 class Request:
-    """The machine. Whoever calls `step` performs all instructions, in order."""
+    """One request. Whoever calls `step` performs all instructions that it returns, in order."""
 
     def __init__(self, limits: Limits, cluster: Cluster) -> None:
         self.state = State.ENCODING
@@ -44,10 +44,10 @@ class Request:
         self.shared = Shared(limits)
         self._cluster = cluster
         self._completed: Attempt | None = None  # the last one; Invariant: not in `attempts`.
-        self._is_seeking = False  # a place. Invariant: not while two attempts run.
+        self._is_seeking = False  # for a place. Invariant: not while two attempts run.
         self._seeks_second = False  # in the queue, for a second attempt
         self._is_accepted = self._is_kept = False  # see `do.Enqueue`
-        self._timers: set[on.Timer] = set()  # that run
+        self._timers: set[on.Timer] = set()  # those that run
 
     @property
     def answer(self) -> Answer:
@@ -115,7 +115,7 @@ class Request:
         self._completed = attempt
 
     def _take_refusal(self, attempt: Attempt, rejected: Rejected) -> None:
-        """The request goes back to its turn in the queue, unless no node can ever take it."""
+        """Sends the request back to its turn in the queue, unless no node can ever take it."""
         reason = rejected.reason
         self.attempts.remove(attempt)
         no_room = rejected if reason in {RejectReason.NO_ROOM, RejectReason.DRAINING} else None
@@ -133,7 +133,7 @@ class Request:
                 self._end(on.Failed(PeerLostError(message, reason="NO_NODE")))
 
     def _take_loss(self, attempt: Attempt, lost: on.Lost) -> None:
-        """The work goes on from what the answer has, unless too many nodes were lost."""
+        """Goes on from what the answer has, unless too many nodes were lost."""
         failures, is_second = self.shared.failures, attempt is not self.attempts[0]
         failures.look_at(self.answer.num_generated_tokens)
         if lost.is_counted:
@@ -185,7 +185,7 @@ class Request:
             self._do(do.ChangeDemand(self.shared.demand()))
 
     def _seek_second(self, first: Attempt) -> None:
-        """A second attempt may begin where the first is late or its node drains, if both compute the same tokens."""
+        """Begins a second attempt if the node of the first is late or drains, and both compute the same tokens."""
         is_reproducible = self.answer.request.options.is_reproducible and first.has_exact_numerics
         if not (first.is_in_doubt and is_reproducible):
             self._leave_queue()
@@ -279,7 +279,7 @@ class Request:
         self._stop_timer(on.Timer.WINDOW)
 
     def _attach_late(self, _event: on.ReaderAttached) -> None:
-        """What has ended can still be read. Nobody computes the rest."""
+        """Lets the client read what there is. Nobody computes the rest."""
         self.answer.fail(dropped())
 
     def _detach(self, _event: on.ReaderLeft) -> None:
@@ -294,12 +294,12 @@ class Request:
             self._set_timer(on.Timer.WINDOW, self.shared.limits.window_seconds)
 
     def _ignore(self, _event: object) -> None:
-        """The event comes too late to matter."""
+        """Does nothing: the event comes too late to matter."""
 
     # ------------------------------------------------------------ ends
 
     def _conclude(self) -> None:
-        """All samples have ended. The statistics of the last prefill call are worth a short wait."""
+        """Ends the work on a complete answer. Waits a little for the statistics of the last prefill call."""
         self.state = State.CONCLUDING
         self._do(do.RecordEnd())
         for attempt in tuple(self.attempts):
@@ -322,7 +322,7 @@ class Request:
         self._do(do.SettleRequest())
 
     def _end(self, event: on.Failed) -> None:
-        """The request fails. What its answer has can be read until its window ends."""
+        """Fails the request. What its answer has can be read until its window ends."""
         was_active, self.state = self.is_active, State.ENDED
         self._free()
         if was_active:

@@ -85,7 +85,7 @@ class Shared:
         return self.maybe_answer
 
     def demand(self, alongside: Node | None = None) -> Demand:
-        """The demand for the first unfinished sample's tokens: the KV of the others begins alike.
+        """Returns the demand for the first unfinished sample's tokens: the KV of the others begins alike.
 
         `alongside`: the decode node of an attempt that goes on, so that the other one must compute the same tokens
         elsewhere.

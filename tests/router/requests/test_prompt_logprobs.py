@@ -228,3 +228,19 @@ def test_the_bound_of_their_size_holds():
     entry = fake_logprobs([token_id - 1], num_top)[0]
     entry = type(entry)(token_id, -1.5, token_id, tuple((token_id, -1.5) for _ in range(num_top)))
     assert len(pack_logprobs([entry] * 100)) <= most_logprobs_bytes(100, num_top)
+
+
+async def test_no_kv_is_kept_where_logprobs_of_the_prompt_came_before_their_transfer_failed(serving):
+    """The next node is asked for them again, and so has to compute the whole prompt."""
+    serving.prefill.pushes = False
+    task = asyncio.ensure_future(serving.generate(max_tokens=8, output=OUTPUT))
+    await serving.eventually(lambda: serving.prefill.requests and not serving.prefill.num_active)
+    await asyncio.sleep(0.1)  # its answer is here
+    serving.prefill.pushes = True
+    assert serving.decode.fail_transfer(serving.prefill.requests[0].transfer_id)
+    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
+    assert_complete(answer.started)
+    (retarget,) = serving.decode.retargeted
+    assert not retarget.keeps_received
+    assert not serving.prefill.requests[1].may_read_held
+    await serving.is_empty()
