@@ -1,1 +1,1 @@
-"""READ FIRST. One request's life: its answer, its attempts, its readers."""
+"""One request's life: its answer, its attempts, its readers. Read `machine.py` first."""
