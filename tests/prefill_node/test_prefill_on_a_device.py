@@ -108,13 +108,13 @@ def test_times_are_the_device_s(rig):
         computed_at.append(time.monotonic() - job.arrived_at)
     chunks = rig.result(job).chunks
     assert [chunk.amount for chunk in chunks] == [8] * 5
-    for number, chunk in enumerate(chunks):
-        assert chunk.end_seconds - chunk.start_seconds >= 0.015
-        assert rig.stats[number].seconds >= 0.015
+    for number, chunk in enumerate(chunks):  # each ends when it is noticed, which a busy machine delays
+        assert rig.stats[number].seconds == pytest.approx(chunk.end_seconds - chunk.start_seconds, abs=1e-3)
         assert chunk.end_seconds >= computed_at[number] - 0.005
         if number:
             assert chunk.start_seconds == pytest.approx(chunks[number - 1].end_seconds)
     passed = chunks[-1].end_seconds - chunks[0].start_seconds  # the thread may begin after the first sleep
+    assert passed >= 4 * 0.015
     assert rig.result(job).compute_seconds == pytest.approx(passed, abs=1e-3)
 
 
