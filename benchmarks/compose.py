@@ -1,12 +1,12 @@
-"""Figures of `docker compose up`: image, start, memory, end, and throughput beside `outrider up`.
+"""Measures `docker compose up`: image, start, memory, stop, and throughput compared to `outrider up`.
 
-    python benchmarks/compose.py                          # warm start, memory, end
+    python benchmarks/compose.py                          # warm start, memory, stop
     python benchmarks/compose.py --cold                   # and a clone, an image without build cache, a new volume
     python benchmarks/compose.py --throughput --rounds 4  # and both ways of running, pass by pass
 
-Needs a Docker engine with Compose. A project of its own, which is gone afterwards; `--cold`
-builds with --no-cache, so packages may still come from the engine's cache of downloads unless
-`docker builder prune --all` was run before. Timings are of the machine as it is: run it alone.
+Needs a Docker engine with Compose. It uses its own project, which it removes at the end; `--cold`
+builds with --no-cache, but packages may still come from the engine's cache of downloads unless
+`docker builder prune --all` was run before. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The three laws of motion are"
 START_SECONDS = 900.0
 COMMAND_SECONDS = 1800.0
-"""The most that any command may take: the build without a cache is the longest."""
+"""Maximum seconds of any command: the build without a cache takes longest."""
 TAG = "benchmark"
 
 
@@ -75,7 +75,7 @@ def clone(work: Path, figures: dict[str, Any]) -> Path:
 
 
 class Project:
-    """One Compose project on a port that is free now."""
+    """One Compose project, on a free port."""
 
     def __init__(self, tree: Path) -> None:
         self._tree = tree
@@ -103,7 +103,7 @@ class Project:
         figures["image_bytes"] = int(docker("image", "inspect", "--format", "{{.Size}}", f"outrider:{TAG}"))
 
     def measure_starts(self, figures: dict[str, Any], *, num_starts: int) -> None:
-        """The first with a new volume, so with the model's download; up again after each."""
+        """Measures starts, the first one with a new volume and hence the model's download; leaves the project up."""
         starts = []
         for number in range(num_starts):
             if number:
@@ -118,7 +118,7 @@ class Project:
         figures["memory_bytes"] = self.memory()
 
     def memory(self) -> dict[str, int]:
-        """By service, what the engine counts for its container."""
+        """Returns each container's memory as the engine reports it, by service."""
         found = {}
         for container in self.compose("ps", "--quiet").split():
             service = docker("inspect", "--format", '{{index .Config.Labels "com.docker.compose.service"}}', container)
@@ -133,7 +133,7 @@ class Project:
         figures["exit_codes"] = {line.split()[0]: int(line.split()[1]) for line in states if line.strip()}
 
     def compare(self, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-        """Passes of the same load, in turn: the containers', then `outrider up`'s."""
+        """Runs passes of the same load alternately: against the containers, then against `outrider up`."""
         passes = []
         with outrider_up() as target:
             check_same_model(self.target, target)
@@ -146,7 +146,7 @@ class Project:
 
 
 def check_same_model(containers: str, here: str) -> None:
-    """What is compared computes in the same way: without native kernels here, dtypes differ."""
+    """Checks that both compute in the same dtype: without native kernels here, dtypes differ."""
     dtypes = []
     for target in (containers, here):
         with Client(target) as client:
@@ -181,7 +181,7 @@ def wait_until_serving(process: subprocess.Popen[bytes], target: str) -> None:
 
 
 def bench(target: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One pass of `outrider bench` at each concurrency."""
+    """Runs one pass of `outrider bench` at each concurrency."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "outrider.cli.main", "bench", "load", "--target", target, "--json", file.name]
         command += ["--concurrency", arguments.concurrency, "--limit", str(arguments.limit), "--ignore-eos"]
@@ -209,7 +209,7 @@ def timed(figures: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def to_bytes(text: str) -> int:
-    """As `docker stats` writes it: "84.87MiB"."""
+    """Parses a size in the format of `docker stats`: "84.87MiB"."""
     number, unit = re.fullmatch(r"([0-9.]+)([KMG]?i?B)", text).groups()  # type: ignore[union-attr]
     return round(float(number) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit])
 
@@ -237,7 +237,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def by_way(passes: list[dict[str, Any]], level: str) -> tuple[list[float], list[float]]:
-    """Tokens a second of each round, in containers and without."""
+    """Returns tokens per second of each round, in containers and without."""
     found = {way: [one["tokens_per_second"] for one in passes if (one["way"], one["level"]) == (way, level)]
              for way in ("compose", "outrider up")}  # fmt: skip
     return found["compose"], found["outrider up"]

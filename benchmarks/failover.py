@@ -1,11 +1,11 @@
-"""How long clients wait for their next token when a decode node is killed or stopped in the middle of their answers.
+"""Measures the gap in clients' streams if a decode node is killed or stopped in the middle of their answers.
 
     .venv/bin/python benchmarks/failover.py --rounds 5
 
-Local clusters of the default model. With two decode nodes the one with most work is lost; a killed node
-is started again by the supervisor before the next round, a stopped one continued. Prompts were computed
-once before, so that all streams begin together and have contexts of about the same length when the node is
-lost: what they have generated since is computed again elsewhere. `--cold` leaves that out.
+It runs local clusters of the default model. Of two decode nodes, the busier one is lost; the supervisor
+restarts a killed node before the next round, and a stopped one is continued. Prompts were computed once
+before, so that all streams start together and have contexts of about the same length at the loss: only
+what they have generated since is recomputed elsewhere. `--cold` leaves that out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from outrider.node import NodeRole, NodeStatus
 CONTEXT_TOKENS = 500
 BEFORE_TOKENS = 16
 AFTER_TOKENS = 16
-MAX_TOKENS = 1400  # so many that no answer ends while others begin
+MAX_TOKENS = 1400  # enough that no answer ends while others start
 WAIT_SECONDS = 120.0
 LIMITS = {"killed": 1.0, "stopped": 1.5, "stopped, 16 streams": 3.0, "killed, the only one": 5.5}
-"""What was asked for, in seconds."""
+"""Required limits, in seconds."""
 LOSSES = {
     2: {
         "killed": (signal.SIGKILL, 1),
@@ -52,7 +52,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 class Stream:
-    """One greedy answer in a thread; notes when its deltas arrive."""
+    """One greedy answer in a thread, with the arrival times of its deltas."""
 
     def __init__(self, client: Client, number: int) -> None:
         self.arrivals: list[float] = []
@@ -75,7 +75,7 @@ class Stream:
                     break
 
     def gap(self, since: float) -> float | None:
-        """The longest time between two deltas from this moment on; None until enough tokens have come."""
+        """Returns the longest time between two deltas from `since` on; None until enough tokens have arrived."""
         before = [at for at in self.arrivals if at <= since]
         after = [at for at in self.arrivals if at > since]
         if not before or len(after) < AFTER_TOKENS:
@@ -108,7 +108,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def lose(
     cluster: Cluster, client: Client, *, number: signal.Signals, num_streams: int, first: int, is_cold: bool
 ) -> list[float]:
-    """The gap of every stream, in seconds."""
+    """Returns the gap of every stream, in seconds."""
     for index in range(0 if is_cold else num_streams):
         client.complete(prompt_of(first + index), max_tokens=1)
     streams = [Stream(client, first + index) for index in range(num_streams)]

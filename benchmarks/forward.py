@@ -1,14 +1,14 @@
-"""One forward pass of the default model by itself: its shapes, where its time goes, and how it grows.
+"""Measures one forward pass of the default model: by shape, by phase, and by batch size and context.
 
     .venv/bin/python benchmarks/forward.py [--variants native,int8,float32,torch] [--growth | --trees] [--svg FILE]
 
 Variants are interleaved, shape by shape. A shape is sequences x rows: 16x5 verifies four
-draft tokens for each of sixteen sequences. Times are medians, with the least in brackets,
-in milliseconds. The floor is the time to read the first variant's weights once, at the speed at
-which memory is read by itself, measured in turns with the rest: compare medians with medians.
-`--growth` instead takes one variant through batches of 1 to 64 sequences and contexts
+draft tokens for each of sixteen sequences. Times are medians, with the minimum in brackets,
+in milliseconds. The floor is the time to read the first variant's weights once, at the memory's
+read speed, measured alternately with the rest: compare medians with medians.
+`--growth` instead runs one variant through batches of 1 to 64 sequences and contexts
 of 100 to 8000 tokens, and `--svg` draws both curves. `--trees` compares draft trees of six
-tokens with a chain of as many.
+tokens with chains of six.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ BLOCK_SIZE = 16
 CONTEXT = 300
 VARIANTS = {
     "native": {},
-    "mapped": {},  # the same, with weights mapped from the cache as nodes have them
-    "features": {},  # mapped, and three taps reduced to a feature of each row
+    "mapped": {},  # the same, with weights mapped from the cache as in nodes
+    "features": {},  # mapped, and three taps reduced to one feature per row
     "int8": {"weights": "int8"},
     "float32": {"dtype": "float32"},
     "torch": {"kernels": "torch"},
@@ -57,7 +57,7 @@ TREES = {
     "six siblings": (-1, -1, -1, -1, -1, -1),
 }
 TREE_CONTEXTS = (100, 300, 2000)
-SECONDS_FOR_SHAPE = 0.6  # in each round
+SECONDS_FOR_SHAPE = 0.6  # per round
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ SHAPES = (Shape(1, 1), Shape(1, 5), Shape(4, 1), Shape(4, 5), Shape(16, 1), Shap
 
 
 class Variant:
-    """A loaded model and a cache whose sequences hold `most` tokens each."""
+    """A loaded model, and a cache in which each sequence holds `most` tokens."""
 
     def __init__(self, name: str, *, num_seqs: int, most: int) -> None:
         self.name = name
@@ -105,7 +105,7 @@ class Variant:
         return self._forward(rows)
 
     def phases(self, shape: Shape, passes: int = 5) -> dict[str, float]:
-        """Milliseconds of one pass by phase, in the calling thread; empty where nothing can be told."""
+        """Returns milliseconds of one pass by phase, in the calling thread; empty if phases are unknown."""
         self.runner.phases.start()
         for _ in range(passes):
             self.seconds(shape)
@@ -201,7 +201,7 @@ def measure_trees(name: str, rounds: int) -> int:
 def measure(
     variants: Sequence[Variant], shapes: Sequence[Shape], rounds: int, memory: MemoryReader
 ) -> tuple[dict[tuple[str, Shape], list[float]], list[float]]:
-    """Seconds of each pass, and bytes a second of memory in between."""
+    """Returns seconds of each pass, and memory bandwidths in bytes per second measured in between."""
     times: dict[tuple[str, Shape], list[float]] = {(v.name, shape): [] for v in variants for shape in shapes}
     bandwidths: list[float] = []
     for _ in range(rounds):
@@ -209,7 +209,7 @@ def measure(
             bandwidths.append(memory.bytes_per_second())
             for variant in variants:
                 until = time.perf_counter() + SECONDS_FOR_SHAPE
-                variant.seconds(shape)  # the first one finds another shape's rows in the caches
+                variant.seconds(shape)  # warm-up: caches hold another shape's rows
                 while not times[variant.name, shape] or time.perf_counter() < until:
                     times[variant.name, shape].append(variant.seconds(shape))
     return times, bandwidths
@@ -232,7 +232,7 @@ def in_words(seconds: Sequence[float]) -> str:
 
 
 def draw(charts: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
-    """Charts beside each other as SVG: milliseconds over a size, both from zero."""
+    """Draws charts side by side as SVG: milliseconds over a size, both from zero."""
     width, height, margin = 360, 240, 50
     parts = []
     for index, (title, points) in enumerate(charts):

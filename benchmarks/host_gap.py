@@ -1,10 +1,10 @@
-"""The host's time between two steps of a decode node on a GPU: from the tokens' arrival to the next launch.
+"""Measures the host's time between two steps of a decode node on a GPU: from the tokens' arrival to the next launch.
 
     python -m benchmarks.host_gap [--sequences 1,8,32,128] [--context 512] [--steps 200]
 
-The loop, scheduler, block tables, sampling states, batches, and their padding and work lists for CUDA graphs are the
-node's own; the device computes nothing, and the tokens are always the same. Times are of the thread's processor, the
-median of all steps, without drafts. What the driver takes to launch a graph is not in them.
+The loop, scheduler, block tables, sampling states, and batches with their padding and work lists for CUDA graphs are
+the node's own; the device computes nothing, and the tokens are always the same. Times are the thread's CPU time, the
+median of all steps, without drafts. They exclude the driver's time for a graph launch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ VOCAB_SIZE = 512
 TOKEN_ID = 7
 WARM_UP_STEPS = 20
 TARGET = (0.3, 5.0)
-"""Milliseconds, and microseconds a sequence."""
+"""Target in milliseconds, and in microseconds per sequence."""
 
 
 class FixedSampler(Sampler):
-    """Always the same token. Notes the thread's time when the tokens are there."""
+    """Always returns the same token. Records the thread's time when the tokens are available."""
 
     arrived_at = 0
 
@@ -62,7 +62,7 @@ class FixedSampler(Sampler):
 
 
 class Device:
-    """In place of a ModelRunner that replays CUDA graphs. Notes the thread's time from tokens to the next launch."""
+    """Replaces a ModelRunner that replays CUDA graphs. Records the thread's time from tokens to the next launch."""
 
     is_asynchronous = True
 
@@ -88,10 +88,10 @@ class Device:
 
 
 class RunningLoop:
-    """A decode node's loop without routers, drafters or transfers: it computes prompts itself, and tells nobody."""
+    """A decode node's loop without routers, drafters or transfers: it computes prompts itself, and sends nothing."""
 
     def __init__(self, engine: Engine, *, context: int, max_tokens: int, max_sequences: int) -> None:
-        """`max_tokens`: of each answer, behind prompts of `context` tokens."""
+        """`max_tokens` is that of each answer, after prompts of `context` tokens."""
         self._engine = engine
         self._context = context
         self._max_tokens = max_tokens
@@ -121,7 +121,7 @@ class RunningLoop:
         self.step = self._loop.iterate
 
     def grow(self, num_sequences: int, **sampling: Any) -> None:
-        """Until so many sequences decode, whose prompts share no block."""
+        """Runs until `num_sequences` sequences decode, whose prompts share no block."""
         scheduler = self._engine.scheduler
         for number in range(scheduler.num_running, num_sequences):
             opened = OpenSequenceGroup(
@@ -138,7 +138,7 @@ class RunningLoop:
 
 
 def measure(num_sequences: int, *, context: int, num_steps: int) -> tuple[float, float]:
-    """Microseconds of the gap, and of a whole step of the engine thread."""
+    """Returns microseconds of the gap, and of a whole step of the engine thread."""
     max_tokens = num_steps + WARM_UP_STEPS + 2 * num_sequences + 8
     num_blocks = num_sequences * ((context + max_tokens) // BLOCK_SIZE + 2)
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")

@@ -1,9 +1,9 @@
-"""What the OpenAI gateway adds to an answer of one token: gRPC, HTTP and OpenAI's SDK ask in turns.
+"""Measures what the OpenAI gateway adds to an answer of one token: gRPC, HTTP and OpenAI's SDK ask alternately.
 
     .venv/bin/python benchmarks/openai_gateway.py --rounds 300
 
-A local cluster of the default model; the same short chat each time, so that its prompt is cached. Times are those of a
-client with an open connection; the order of the three changes from round to round.
+It runs a local cluster of the default model with the same short chat each time, so that its prompt is cached. Times
+are those of a client with an open connection; the order of the three changes from round to round.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ QUESTION = "Why is the sky blue?"
 WARM_UP_ROUNDS = 20
 WAIT_SECONDS = 60.0
 LIMIT_MS = 3.0
-"""What was asked for: the most that the gateway adds to the median."""
+"""Required limit: maximum milliseconds that the gateway adds to the median."""
 
 
 def by_http(url: str, model: str) -> Callable[[], None]:
-    """One request over a connection that stays open, as curl sends several."""
+    """Makes a request over a persistent connection, as curl does with several."""
     address, path = url.removeprefix("http://").split("/", 1)
     connection = http.client.HTTPConnection(address, timeout=WAIT_SECONDS)
     body = json.dumps(
@@ -50,7 +50,7 @@ def by_http(url: str, model: str) -> Callable[[], None]:
 
 
 def measure(cluster: Cluster, num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds by client."""
+    """Returns milliseconds by client."""
     url = cluster.openai_url
     with (
         Client(cluster.router_address) as client,

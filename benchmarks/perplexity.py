@@ -1,8 +1,8 @@
-"""What rounding costs: perplexity of texts, and how often another token is the likeliest than in the first variant.
+"""Measures the cost of rounding: perplexity, and how often the likeliest token differs from the first variant's.
 
     .venv/bin/python benchmarks/perplexity.py [--variants float32,native,int8] [--tokens 6144] [FILE ...]
 
-Each text is cut into pieces of 512 tokens, which the model reads one by one. By default the texts are this
+Each text is cut into pieces of 512 tokens, which the model reads independently. By default the texts are this
 repository's: prose, a license and source code. KL is the mean divergence from the first variant's probabilities.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
         for start in range(0, len(ids), PIECE)
     ]
     pieces = [ids for ids in pieces if len(ids) > 1]
-    expected: list[Tensor] = []  # of the first variant
+    expected: list[Tensor] = []  # from the first variant
     for name in arguments.variants.split(","):
         loss, divergence, num_same, num_tokens = 0.0, 0.0, 0, 0
         for index, (ids, logits) in enumerate(zip(pieces, forwards(name, pieces), strict=True)):
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def forwards(variant: str, pieces: Sequence[list[int]]) -> Iterator[Tensor]:
-    """Logits [num_tokens, vocab_size] of each piece."""
+    """Yields the logits [num_tokens, vocab_size] of each piece."""
     loaded = load_model(ModelConfig(**VARIANTS[variant]))
     blocks = range(PIECE // BLOCK_SIZE)
     cache = PagedKVCache(loaded.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)

@@ -1,9 +1,9 @@
-"""Takes the pictures of the router's page: docs/figures/page-cluster.png and page-request.png.
+"""Takes screenshots of the router's page: docs/figures/page-cluster.png and page-request.png.
 
     .venv/bin/python -m benchmarks.pictures
 
-A local cluster of the default model with two decode nodes, one of which is killed in the middle of the answer whose
-timeline is shown, and frozen for the overview. Needs Chromium (`make browser`).
+It runs a local cluster of the default model with two decode nodes, one of which is killed in the middle of the answer
+whose timeline is shown, and frozen for the overview. Needs Chromium (`make browser`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Stream:
         return not self._thread.is_alive()
 
     def end(self) -> None:
-        """Aborts the answer, if it goes on."""
+        """Aborts the answer if it is still running."""
         self._is_over.set()
         wait_for(lambda: self.has_ended, "an answer has not ended")
 
@@ -93,7 +93,7 @@ def take(page: str, fragment: str, name: str) -> None:
 
 @contextlib.contextmanager
 def company(client: Client, number: int) -> Iterator[None]:
-    """Other answers that run meanwhile."""
+    """Runs other answers at the same time."""
     streams = [Stream(client, f"Write a story about {index + 2} foxes.", 2000) for index in range(number)]
     try:
         wait_for(lambda: all(stream.num_tokens for stream in streams), "answers do not begin")
@@ -108,7 +108,7 @@ def all_serve(client: Client) -> Callable[[], bool]:
 
 
 def picture_request(cluster: Cluster, client: Client, page: str) -> None:
-    """An answer beside others, whose decode node is killed."""
+    """Takes the picture of an answer, with another one running, whose decode node is killed."""
     with company(client, 1):
         stream = Stream(client, QUESTION, MAX_TOKENS)
         wait_for(lambda: stream.num_tokens >= BEFORE_TOKENS, "the answer does not begin")
@@ -121,13 +121,13 @@ def picture_request(cluster: Cluster, client: Client, page: str) -> None:
 
 
 def picture_cluster(cluster: Cluster, client: Client, page: str) -> None:
-    """Answers run, and one of the decode nodes is frozen."""
+    """Takes the picture of a cluster with running answers and one frozen decode node."""
     with company(client, NUM_COMPANY):
         frozen = busiest_decode_node(cluster, client)
         cluster.kill(frozen, signal.SIGSTOP)
         try:
             wait_for(lambda: not all_serve(client)(), "the frozen node is not missed")
-            time.sleep(1.0)  # figures of the others after that
+            time.sleep(1.0)  # so that the other nodes' figures are newer
             take(page, "", "page-cluster.png")
         finally:
             cluster.kill(frozen, signal.SIGCONT)

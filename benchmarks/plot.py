@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/plot.py
 
-The figures are those of the log entry that the data file names. A bar is the mean of the rounds, a dot is one round.
-Every axis begins at zero.
+The figures are those of the log entry named in the data file. A bar is the mean of the rounds, a dot is one round.
+Every axis starts at zero.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ DATA = ROOT / "benchmarks" / "data" / "peers.json"
 FIGURE = ROOT / "docs" / "figures" / "peers.svg"
 
 COLUMNS = 3
-NAMES_WIDTH, BARS_WIDTH, LABEL_WIDTH, GAP = 160, 150, 52, 14  # pixels, as all that follow
+NAMES_WIDTH, BARS_WIDTH, LABEL_WIDTH, GAP = 160, 150, 52, 14  # pixels, like all that follow
 BAR_HEIGHT, BAR_STEP, TITLE_HEIGHT, PANEL_GAP = 14, 22, 44, 22
 MARGIN, CAPTION_HEIGHT = 16, 40
 OURS, OTHERS, ROUND, QUIET = "#0b62c4", "#b4bcc6", "#1c2733", "#5b6673"
 
 
 def draw(data: dict[str, Any]) -> str:
-    """The chart as SVG: one panel a measure, one bar a server; the first server is ours."""
+    """Returns the chart as SVG: one panel per measure, one bar per server; the first server is Outrider."""
     servers, panels = data["servers"], data["panels"]
     panel_height = TITLE_HEIGHT + BAR_STEP * len(servers) + PANEL_GAP
     width = 2 * MARGIN + NAMES_WIDTH + COLUMNS * (BARS_WIDTH + LABEL_WIDTH) + (COLUMNS - 1) * GAP

@@ -1,9 +1,9 @@
-"""What this machine and transformers itself make of the same prompts: the measure for `outrider bench`.
+"""Measures this machine, and transformers with the same prompts, as the reference for `outrider bench`.
 
     python benchmarks/reference.py [--json FILE]
 
-Three figures, all in tokens a second. The floor: weight bytes over the measured read
-bandwidth, what a single stream could reach if nothing but reading weights took time.
+It prints three figures, all in tokens per second. The floor: measured read bandwidth over weight
+bytes, the speed of a single stream if only reading weights took time.
 `generate`: transformers' own loop, one prompt after the other. Continuous batching:
 transformers' `generate_batch` with 16 prompts at once. Run it right before and after a
 benchmark; machines differ, and so does one machine from hour to hour.
@@ -38,18 +38,18 @@ from outrider.model_hub.kernels import choose_model_kernels, resolve_device
 from outrider.model_hub.load import resolve_dtype
 from outrider.model_hub.locate import locate_model
 
-BANDWIDTH_BYTES = 1 << 29  # well beyond any cache
+BANDWIDTH_BYTES = 1 << 29  # much larger than any cache
 BANDWIDTH_PASSES = 8
 PAGE_SIZE_TOKENS = 64
 BATCH_TOKENS = 1024
 
 TokenIds = list[int]
-Model = Any  # a transformers model; its own types are partial
+Model = Any  # a transformers model, whose own types are partial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """Reading every weight once for each token, and nothing else."""
+    """The speed if each token takes only the reading of every weight once."""
 
     weight_bytes: int
     bandwidth_bytes_per_second: float
@@ -58,11 +58,11 @@ class Floor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleStream:
-    """Prompts one after the other."""
+    """Prompts in sequence."""
 
     num_prompts: int
     num_generated_tokens: int
-    tokens_per_second: float  # all tokens over all time, prefill included
+    tokens_per_second: float  # all tokens over all time, including prefill
     decode_tokens_per_second: float  # median over prompts, after the first token
     ttft_seconds: float  # median
     others_cpu_share: float
@@ -70,7 +70,7 @@ class SingleStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batched:
-    """Many prompts at once."""
+    """Many concurrent prompts."""
 
     num_prompts: int
     max_requests_per_batch: int
@@ -146,7 +146,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load(directory: Path, config: ModelConfig) -> tuple[Model, str]:
-    """The model as transformers itself runs it, and its dtype's name."""
+    """Returns the model as transformers itself runs it, and the name of its dtype."""
     device = resolve_device(config.device)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
     dtype = resolve_dtype(
@@ -169,13 +169,13 @@ def _encode_one(tokenizer: Any, prompt: BenchPrompt) -> TokenIds:
 
 
 def spread(prompts: Sequence[TokenIds], count: int) -> list[TokenIds]:
-    """`count` of them, evenly from the first to the last: all kinds are among them."""
+    """Returns `count` of them at even distances from first to last, so that all kinds are included."""
     count = min(count, len(prompts))
     return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
 def measure_floor(model: Model, *, num_threads: int) -> Floor:
-    """Tied weights count once: the embedding is read as a whole only as the output layer."""
+    """Measures the floor. Tied weights count once: the embedding is read completely only as the output layer."""
     storages = {p.untyped_storage().data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     weight_bytes = sum(storages.values())
     bandwidth = read_bandwidth(num_threads)
@@ -187,7 +187,7 @@ def measure_floor(model: Model, *, num_threads: int) -> Floor:
 
 
 class MemoryReader:
-    """Reads a large buffer in several ways, to see how fast this machine's memory can be read at the moment."""
+    """Reads a large buffer in several ways, to measure the current read speed of this machine's memory."""
 
     def __init__(self, num_threads: int) -> None:
         buffer = np.ones(BANDWIDTH_BYTES // 8, dtype=np.int64)
@@ -208,17 +208,17 @@ class MemoryReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives the buffer and the threads back."""
+        """Releases the buffer and the threads."""
         self._pool.shutdown()
         self._ways = ()
 
     def bytes_per_second(self) -> float:
-        """The best of the ways, each gone once."""
+        """Returns the best of the ways, each run once."""
         return BANDWIDTH_BYTES / min(_seconds(way) for way in self._ways)
 
 
 def read_bandwidth(num_threads: int) -> float:
-    """Bytes a second, the best of several passes."""
+    """Returns bytes per second, the best of several passes."""
     with MemoryReader(num_threads) as memory:
         return max(memory.bytes_per_second() for _ in range(BANDWIDTH_PASSES))
 
@@ -230,7 +230,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 class _TokenClock(BaseStreamer):
-    """Notes when each token comes; the first call brings the prompt."""
+    """Records when each token arrives; the first call has the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -245,7 +245,7 @@ class _TokenClock(BaseStreamer):
 
 def greedy(max_new_tokens: int, model: Model) -> Any:
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    make: Any = GenerationConfig  # untyped
+    make: Any = GenerationConfig  # its constructor is untyped
     return make(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=0)
 
 
@@ -278,7 +278,7 @@ def measure_generate(model: Model, prompts: Sequence[TokenIds], *, max_new_token
 
 
 def batching_config(*, longest_tokens: int, max_requests_per_batch: int) -> ContinuousBatchingConfig:
-    """Room for so many sequences of so many tokens, prompt and answer, at once."""
+    """Returns a configuration for concurrent sequences of `longest_tokens` tokens each, prompt plus answer."""
     return ContinuousBatchingConfig(
         page_size=PAGE_SIZE_TOKENS,
         num_blocks=max_requests_per_batch * math.ceil(longest_tokens / PAGE_SIZE_TOKENS) + max_requests_per_batch,
@@ -292,7 +292,7 @@ def batching_config(*, longest_tokens: int, max_requests_per_batch: int) -> Cont
 def measure_batched(
     model: Model, prompts: Sequence[TokenIds], *, max_new_tokens: int, max_requests_per_batch: int
 ) -> Batched:
-    """Raises: RuntimeError when a prompt was not answered."""
+    """Raises: RuntimeError if a prompt was not answered."""
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     config = batching_config(longest_tokens=longest, max_requests_per_batch=max_requests_per_batch)
     model.generate_batch(

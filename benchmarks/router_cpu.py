@@ -1,14 +1,14 @@
-"""CPU time of the router for each streamed token, beside a bare gRPC server that writes the same messages.
+"""Measures the router's CPU time per streamed token, compared to a bare gRPC server that writes the same messages.
 
     python -m benchmarks.router_cpu [--streams 16] [--tokens 1000] [--step-ms 10] [--rounds 3]
 
-The router is the real process; its nodes are scripted ones (`tests.support.router_fakes`), one token of
-every stream in each step, so that nothing but the router is measured. The bare server is a
-grpc.aio server on uvloop that writes one prepared message for each token at the same pace:
-what gRPC itself costs. The relay is a bare server whose pace comes from another process: it
-reads a message of a session's size for each step, and looks at none of it. No router on
-grpc.aio can cost less. Rounds alternate. CPU time grows when other programs share the
-caches: compare the columns, not runs of different hours.
+The router is the real process; its nodes are scripted (`tests.support.router_fakes`) and send one token
+per stream and step, so that only the router is measured. The bare server is a grpc.aio server on
+uvloop that writes one prepared message per token at the same pace: the cost of gRPC itself.
+The relay is a bare server whose pace comes from another process: it reads a message of a
+session's size per step, without parsing it. No router on grpc.aio can cost less. Rounds
+alternate. CPU time grows if other programs share the caches: compare the columns, not runs
+at different times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GENERATE = "/outrider.v1.RouterService/Generate"
 PACE = "/benchmark.Pacemaker/Pace"
 SESSION_BYTES_OF_A_STREAM = 30
-"""Of one token in a message of a decode node's session, its share of the report included."""
+"""Bytes of one token in a message of a decode node's session, including its share of the report."""
 START_SECONDS = 60
 STREAM_SECONDS = 600
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Alternates router and bare server; prints CPU milliseconds for each token of either."""
+    """Alternates router and bare server; prints CPU milliseconds per token of each."""
     this = [
         sys.executable,
         "-m",
@@ -86,7 +86,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "relay": (relay, relay_said["address"]),
                 "bare": (bare, bare_said["address"]),
             }
-            for process, address in servers.values():  # once, not counted: the first calls import and connect
+            for process, address in servers.values():  # warm-up: the first calls import and connect
                 drive(process, address, arguments.streams, min(50, arguments.tokens))
             for _ in range(arguments.rounds):
                 for name, (process, address) in servers.items():
@@ -102,7 +102,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def drive(process: psutil.Process, address: str, num_streams: int, num_tokens: int) -> tuple[float, int]:
-    """(CPU seconds of the process, messages) of so many streams. The client reads bytes and looks into none."""
+    """Returns CPU seconds of the process, and messages, of `num_streams` streams. The client parses no messages."""
     request = router_pb2.GenerateRequest(text="a prompt")
     request.sampling.max_tokens = num_tokens
     request.stop.ignore_eos = True
@@ -119,7 +119,7 @@ def drive(process: psutil.Process, address: str, num_streams: int, num_tokens: i
 
 @contextmanager
 def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
-    """The process, and the first JSON line on its standard output (a router's log: the line that says it serves)."""
+    """Yields the process, and its first JSON line on standard output (of a router's log: that it is serving)."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -137,7 +137,7 @@ def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[ps
         else:
             raise RuntimeError(f"{command} ended before it served")
         with ThreadPoolExecutor(1) as drain:
-            drain.submit(lambda: [None for _ in lines])  # a full pipe would stop it
+            drain.submit(lambda: [None for _ in lines])  # a full pipe would block it
             try:
                 yield psutil.Process(process.pid), said
             finally:
@@ -148,7 +148,7 @@ def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[ps
 
 
 async def serve_nodes(arguments: argparse.Namespace) -> None:
-    """A scripted decode node, a prefill node that nobody needs, and the relay's pacemaker."""
+    """Runs a scripted decode node, an unused prefill node, and the relay's pacemaker."""
     from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
 
     model = fake_model_info(max_model_len=arguments.tokens + 64)
@@ -179,7 +179,7 @@ async def serve_bare(arguments: argparse.Namespace) -> None:
 
 
 async def serve_relay(arguments: argparse.Namespace) -> None:
-    """Writes whenever a message of the pacemaker has come."""
+    """Writes whenever a message of the pacemaker arrives."""
     step = await serve_steps()
     async with grpc.aio.insecure_channel(arguments.pacemaker) as channel:
         async for _ in channel.unary_stream(PACE)(b""):
@@ -188,7 +188,7 @@ async def serve_relay(arguments: argparse.Namespace) -> None:
 
 
 async def serve_steps() -> asyncio.Event:
-    """Writes a delta of one token at each step, as many as are asked for, to every stream."""
+    """Writes a delta of one token per step to every stream, up to the requested number."""
     message = router_pb2.GenerateResponse(
         delta=router_pb2.Delta(start_position=500, token_ids=[97], text="a")
     ).SerializeToString()
@@ -204,9 +204,9 @@ async def serve_steps() -> asyncio.Event:
 
 
 async def start_server(method: str, behaviour: Callable[[bytes, grpc.aio.ServicerContext], Awaitable[None]]) -> str:
-    """A grpc.aio server with one method, which streams bytes. Returns its address."""
+    """Starts a grpc.aio server with one method, which streams bytes. Returns its address."""
     server = grpc.aio.server(options=server_options())
-    SERVED.append(server)  # without references it would shut itself down
+    SERVED.append(server)  # without a reference it would shut itself down
     service, _, name = method[1:].partition("/")
     handler = grpc.unary_stream_rpc_method_handler(behaviour)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))

@@ -1,9 +1,9 @@
-"""What a step's decisions cost, by numpy, torch and the native kernels: milliseconds for several logits and settings.
+"""Measures the sampling of a step, by numpy, torch and the native kernels: milliseconds by logits and settings.
 
     python benchmarks/sampler.py [--vocab-size 49152] [--threads 2] [--rounds 200]
 
-Medians over rounds, the kinds interleaved, with everything that Python does for a step. Run it
-on a quiet machine: a decision takes some ten microseconds, less than a time slice of another
+Prints medians over rounds, with the kinds interleaved, including all Python work of a step. Run it
+on a quiet machine: sampling takes some ten microseconds, less than a time slice of another
 process.
 """
 
@@ -38,20 +38,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "min_p 0.05": {"min_p": 0.05},
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.3},
 }
-STEPS = ((1, 1), (1, 5), (16, 1), (16, 5))  # sequences, rows of each
+STEPS = ((1, 1), (1, 5), (16, 1), (16, 5))  # sequences, rows per sequence
 PROMPT_TOKENS = 1000
 POSITIONS_BETWEEN_ROUNDS = 5
 
 
 def like_a_language_model(rng: np.random.Generator, num_rows: int, vocab_size: int) -> Logits:
-    """Most tokens far below some ten that hold nearly everything."""
+    """Makes logits with most tokens far below some ten that have nearly all probability."""
     rows = rng.standard_normal((num_rows, vocab_size)) * 2.2
     rows += np.where(rng.random(rows.shape) < 10 / vocab_size, rng.uniform(5, 14, rows.shape), 0)
     return rows.astype(np.float32)
 
 
 def flat(rng: np.random.Generator, num_rows: int, vocab_size: int) -> Logits:
-    """Every token about as likely as any other: the hardest for top_p."""
+    """Makes logits with nearly equal probabilities: the hardest case for top_p."""
     return (rng.standard_normal((num_rows, vocab_size)) * 0.01).astype(np.float32)
 
 

@@ -1,10 +1,10 @@
-"""How long services take to serve, each alone and all of them by `outrider up`, and what memory they then hold.
+"""Measures the start of services, each alone and all by `outrider up`, and their memory afterwards.
 
     .venv/bin/python benchmarks/startup.py --rounds 5
 
-Times run from the start of the process. Proportional set sizes (PSS) divide a page among the
-processes that map it; resident set sizes (RSS) count it in each. Core seconds are the processor
-time that the services had taken when they served, which other programs on the machine change least.
+Times are from the start of the process. Proportional set sizes (PSS) divide a page among the
+processes that map it; resident set sizes (RSS) count it in each. Core seconds are the CPU time
+that the services had used when they were serving; other programs on the machine affect them least.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ END_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What some processes have taken so far."""
+    """Resources that processes have used so far."""
 
     core_seconds: float
     rss: float  # MiB
@@ -59,7 +59,7 @@ class Start:
 
 
 def start_role(role: str) -> Start:
-    """One service by itself, without peers."""
+    """Starts one service alone, without peers."""
     reading, writing = os.pipe()
     started = time.monotonic()
     command = [sys.executable, "-m", role, "--set", "server.port=0"]
@@ -79,7 +79,7 @@ def start_role(role: str) -> Start:
         for said in announcements(reading):
             if "address" in said and not said.get("serving"):
                 listening = time.monotonic() - started
-            if said.get("serving") or (role == "router" and "address" in said):  # a router serves with its first nodes
+            if said.get("serving") or (role == "router" and "address" in said):  # a router is serving only with nodes
                 serving = time.monotonic() - started
                 usage = Usage.of([psutil.Process(process.pid)])
                 break
@@ -97,7 +97,7 @@ def announcements(descriptor: int) -> Iterator[dict[str, object]]:
 
 
 def start_all() -> Start:
-    """`outrider up` to its line "serving on"."""
+    """Runs `outrider up` to its line "serving on"."""
     started = time.monotonic()
     command = [sys.executable, "-m", "outrider.cli.main", "up", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def in_words(seconds: list[float]) -> str:
-    """Median, and the least and the most in brackets."""
+    """Formats the median, with minimum and maximum in brackets."""
     return f"{median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
 
 

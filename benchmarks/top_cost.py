@@ -1,13 +1,13 @@
-"""What `outrider top` costs the cluster that it shows: tokens a second with and without it, in turns.
+"""Measures the cost of `outrider top` to its cluster: tokens per second with and without it, alternately.
 
     .venv/bin/python benchmarks/top_cost.py [--streams 200] [--pairs 12] [--seconds 10]
 
-A local cluster of the default model decodes as many of the streams as fit into its batch, without drafts and without
-an end; the others wait. So every window has the same work. In every other window `top` is stopped (SIGSTOP). It draws
-on a pseudo terminal of 120 × 40, whose other end is only read: what a terminal emulator costs is not in it.
+A local cluster of the default model decodes as many streams as fit into its batch, without drafts and endlessly; the
+others wait, so every window has the same work. In every other window `top` is stopped (SIGSTOP). It draws on a pseudo
+terminal of 120 × 40, whose other end is only read: the cost of a terminal emulator is excluded.
 
-Processor time is counted, too: that of `top` itself, and that of the router for each report, from 30 watches of an idle
-cluster that ask ten times a second. Tokens a second do not have the latter: a stopped `top` still gets its reports.
+CPU time is measured, too: that of `top` itself, and that of the router per report, from 30 watches of an idle cluster
+with ten reports per second. Tokens per second exclude the latter: a stopped `top` still gets its reports.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from outrider.cluster.config import ClusterConfig
 from outrider.cluster.plan import Launch
 
 SETTLE_SECONDS = 1.0
-"""Of a window, not counted."""
+"""Seconds at the start of a window that do not count."""
 FULL_SECONDS = 30.0
-"""For the batch to fill."""
-MAX_TOKENS = 6000  # so many that no answer ends
-NUM_WATCHES = 30  # the router allows an address 32
+"""Seconds in which the batch fills."""
+MAX_TOKENS = 6000  # enough that no answer ends
+NUM_WATCHES = 30  # the router allows 32 per address
 WATCH_SECONDS = 10.0
 
 
 class Load:
-    """So many streams; counts the tokens that arrive."""
+    """Runs `num_streams` streams and counts the tokens that arrive."""
 
     def __init__(self, client: AsyncClient, num_streams: int) -> None:
         self.num_tokens = 0
@@ -99,14 +99,14 @@ def processor_seconds(process: psutil.Process) -> float:
 
 
 async def measure_window(load: Load, seconds: float) -> float:
-    """Tokens a second."""
+    """Returns tokens per second."""
     started, num_tokens = time.monotonic(), load.num_tokens
     await asyncio.sleep(seconds)
     return (load.num_tokens - num_tokens) / (time.monotonic() - started)
 
 
 async def seconds_of_a_report(client: AsyncClient, router: psutil.Process) -> float:
-    """Processor time of the router, which is idle otherwise."""
+    """Returns CPU seconds per report of the router, which is otherwise idle."""
     num_reports = 0
 
     async def watch() -> None:
@@ -150,7 +150,7 @@ async def measure(cluster: Cluster, *, num_streams: int, num_pairs: int, seconds
                     shares.append((processor_seconds(top) - before) / seconds)
             os.kill(top.pid, signal.SIGCONT)
         await load.stop()
-        await asyncio.sleep(5.0)  # until nothing runs any more
+        await asyncio.sleep(5.0)  # until nothing is running
         report = await seconds_of_a_report(client, router)
     ratios = [with_it / without for with_it, without in zip(shown, alone, strict=True)]
     spread = stdev(ratios) / num_pairs**0.5

@@ -1,8 +1,8 @@
-"""What traces cost a router for each request: `python benchmarks/trace_cost.py`.
+"""Measures the cost of traces to a router per request: `python benchmarks/trace_cost.py`.
 
-The record that one plain request leaves (five spans) is made again and again, with tracing off, with a caller that does
-not sample, and sampled, sent to a collector in another process. `event loop` is what a request waits for at most;
-`processor` is the time of all threads, the exporter's included.
+The record of one plain request (five spans) is made repeatedly, with tracing off, with a caller that does not sample,
+and sampled, with export to a collector in another process. `event loop` is the longest delay of a request; `processor`
+is the CPU time of all threads, including the exporter's.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ DECODE_NODE = SimpleNamespace(name="decode-0", stamp=NodeStamp("decode-0", "deco
 PREFILL_NODE = SimpleNamespace(name="prefill-0", stamp=NodeStamp("prefill-0", "prefill", "1", "exact"))
 PREFILLED = PrefillFigures(num_computed_tokens=240)
 REQUESTS = 400
-"""Of a round: what one batch of the exporter takes in two, so that nothing is dropped."""
+"""Requests per round: the exporter takes them in two batches, so that nothing is dropped."""
 ROUNDS = 15
 
 
 def serve_one(records: Records, tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Records one request: what tracing adds to it, and the record itself, which is there without it."""
+    """Records one request: the work of tracing, and the record itself, which is also made without it."""
     tracer.enter(metadata)
     record = records.begin("a-request", METRICS)
     record.take_request(REQUEST, model="m")
@@ -68,7 +68,7 @@ def serve_one(records: Records, tracer: Tracer, metadata: tuple[tuple[str, str],
 
 
 def measure(tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> tuple[float, float]:
-    """(event loop, processor) in microseconds for one request, medians of the rounds."""
+    """Returns (event loop, processor) in microseconds per request, medians of the rounds."""
     records = Records(256, tracer=tracer)
     walls, processors = [], []
     for _ in range(ROUNDS):
@@ -77,7 +77,7 @@ def measure(tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> tuple[floa
             serve_one(records, tracer, metadata)
         walls.append((time.perf_counter() - wall) / REQUESTS * 1e6)
         if isinstance(tracer, OtelTracer):
-            tracer._provider.force_flush()  # noqa: SLF001 what is sent later is the round's all the same
+            tracer._provider.force_flush()  # noqa: SLF001 later exports belong to the round, too
         processors.append((time.process_time() - processor) / REQUESTS * 1e6)
     return statistics.median(walls), statistics.median(processors)
 

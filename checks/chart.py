@@ -1,11 +1,11 @@
-"""The Helm chart: lint, what it renders, its schema of settings, and docs/helm-values.md.
+"""Checks the Helm chart: lint, the rendered objects, its schema of settings, and docs/helm-values.md.
 
     python -m checks.chart            # checks
-    python -m checks.chart --write    # writes tests/deploy/golden, values.schema.json's settings and the table
+    python -m checks.chart --write    # writes tests/deploy/golden, the settings in values.schema.json, and the table
 
-For each set of values in deploy/helm/outrider/ci: Helm's own lint, the rendered objects against the schemas of two
-versions of Kubernetes (kubernetes-validate, strict) or, for the kinds of others, those in checks/schemas, and the
-render as it was when somebody last looked at it. No cluster is asked.
+For each set of values in deploy/helm/outrider/ci, it runs Helm's own lint, validates the rendered objects against the
+schemas of two versions of Kubernetes (kubernetes-validate, strict) or, for other kinds, those in checks/schemas, and
+compares them with the reviewed golden renders. It needs no cluster.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ PAGE = ROOT / "docs" / "helm-values.md"
 SCHEMA = CHART / "values.schema.json"
 BEGIN, END = "<!-- made by `make chart` -->", "<!-- end -->"
 VERSIONS = ("1.27", "1.37")
-"""The oldest that has all that the chart uses, and the newest whose schemas there are."""
+"""The oldest version that has everything the chart uses, and the newest one with schemas."""
 OTHERS = {
     "ScaledObject": "keda-scaledobject.json",
     "Certificate": "cert-manager-certificate.json",
     "PodMonitor": "podmonitor.json",
 }
-"""Kinds that are not Kubernetes' own, and their files in checks/schemas."""
+"""Kinds that do not belong to Kubernetes, and their files in checks/schemas."""
 ICON = "icon is recommended"
 INFO = 1
-"""Helm's severity of what may stay."""
+"""The severity of Helm's acceptable messages."""
 
-# It reads a file of a megabyte for every object.
+# Without a cache, it reads a file of one megabyte for every object.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 def faults() -> Iterator[str]:
-    """What is wrong, a line each."""
+    """Yields faults, one per line."""
     for name, values in value_sets().items():
         report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
         yield from (f"{name}: lint: {error}" for error in report["errors"])
@@ -69,7 +69,7 @@ def faults() -> Iterator[str]:
 
 
 def faults_of(found: dict[str, Any]) -> Iterator[str]:
-    """Where one object differs from its schema."""
+    """Yields the differences between one object and its schema."""
     what = f"{found['kind']} {found['metadata']['name']}"
     if found["kind"] in OTHERS:
         schema = json.loads((ROOT / "checks" / "schemas" / OTHERS[found["kind"]]).read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def faults_of(found: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_text() -> str:
-    """The chart's schema, in which `settings` and each role's `extraSettings` are those of our configuration files."""
+    """Returns the chart's schema, with our settings' schema for `settings` and each role's `extraSettings`."""
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     settings = {name: value for name, value in config_schema(sections_of(None)).items() if name != "$schema"}
     schema["$defs"]["settings"] = settings
@@ -97,7 +97,7 @@ def schema_text() -> str:
 
 
 def page(text: str) -> str:
-    """The document with fresh tables."""
+    """Returns the document with regenerated tables."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
@@ -121,7 +121,7 @@ def tables() -> str:
     ]
     lines += ["", "| key | default | meaning |", "| -- | -- | -- |"]
     for key, found in schema["$defs"].items():
-        if key == "settings":  # docs/settings.md has them
+        if key == "settings":  # documented in docs/settings.md
             continue
         by_role = {role: defaults[role][key] for role in roles if key in schema["properties"][role]["properties"]}
         lines.append(_row(f"ROLE.{key}", _default_of(by_role, roles), found["description"]))
@@ -138,7 +138,7 @@ def _rows(name: str, found: dict[str, Any], default: Any) -> Iterator[str]:
 
 
 def _default_of(by_role: dict[str, Any], roles: list[str]) -> str:
-    """One for all roles, or each value with the roles that have it."""
+    """Formats one default for all roles, or each value with its roles."""
     texts: dict[str, list[str]] = {}
     for role, value in by_role.items():
         texts.setdefault(json.dumps(value), []).append(role)
@@ -156,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the golden renders and the table of values")
     if parser.parse_args().write:
-        SCHEMA.write_text(schema_text(), encoding="utf-8")  # renders are checked by it
+        SCHEMA.write_text(schema_text(), encoding="utf-8")  # renders are validated against it
         GOLDEN.mkdir(exist_ok=True)
         for name, values in value_sets().items():
             (GOLDEN / f"{name}.yaml").write_text(render_text(values), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The figures of docs/ that explain: a request, drafting ahead, the hand-off of KV, failover. Drawn by references.py.
+"""The explanatory figures of docs/: a request, drafting ahead, KV transfer, failover. Drawn by references.py.
 
-Each has a white ground, so that it can be read on a dark page too.
+Each has a white background, so that it is legible on a dark page, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 900  # pixels, as all that follow
+WIDTH = 900  # pixels, like all that follow
 TOP, ROW, HEAD = 24, 30, 40
 INK, QUIET, LINE, EDGE, FILL = "#1c2733", "#5b6673", "#3d4a58", "#8794a3", "#f3f6f9"
 FONT = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
@@ -26,7 +26,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something that one of them does."""
+    """Work that one of the actors does."""
 
     at: int
     text: str
@@ -41,7 +41,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Around the rows that follow, as many as `num_rows`."""
+    """A frame around the next `num_rows` rows."""
 
     text: str
     num_rows: int
@@ -61,7 +61,7 @@ def box(x: float, y: float, width: float, height: float, *, fill: str = FILL, ed
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, *, color: str = LINE, extra: str = "") -> str:
-    """With a head in its own colour at its end."""
+    """Draws an arrow with a head in its own colour at its end."""
     return (
         f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" fill="none" stroke="{color}" stroke-width="1.5" '
         f'marker-end="url(#{color[1:]})"{extra}/>'
@@ -69,7 +69,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, *, color: str = LINE, extr
 
 
 def picture(title: str, height: int, parts: Sequence[str], notes: Sequence[str] = ()) -> str:
-    """The whole file, with notes below the parts."""
+    """Returns the whole file, with notes below the parts."""
     below = [text(20, height + 18 * line, note, color=QUIET, anchor="start") for line, note in enumerate(notes)]
     height += 18 * len(notes)
     heads = "".join(
@@ -92,7 +92,7 @@ def picture(title: str, height: int, parts: Sequence[str], notes: Sequence[str] 
 
 
 def sequence(title: str, actors: Sequence[str], rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
-    """Who tells whom what, downwards in time."""
+    """Draws a sequence diagram, in which time runs downwards."""
     step = WIDTH / len(actors)
     places = [step * (index + 0.5) for index in range(len(actors))]
     bottom = TOP + HEAD + ROW * (len(rows) + 1)
@@ -131,7 +131,7 @@ def _drawn(row: Row, y: float, places: Sequence[float]) -> Iterator[str]:
 
 
 def _ground(x: float, y: float, words: str) -> str:
-    """White behind a text, which lifelines would cross."""
+    """Draws white behind a text, so that no lifeline crosses it."""
     width = 6 * len(words)
     return f'<rect x="{x - width / 2:g}" y="{y - 10:g}" width="{width:g}" height="13" fill="#fff"/>'
 
@@ -206,7 +206,7 @@ def failover() -> str:
 
 
 def chips(x: float, y: float, tokens: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Tokens in their colours, side by side; a rejected one is crossed out."""
+    """Draws tokens in their colours, side by side; a rejected one is crossed out."""
     for word, color in tokens:
         width = 7 * len(word) + 14
         yield box(x, y, width, 22, fill="#fff", edge=color)

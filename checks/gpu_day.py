@@ -1,24 +1,24 @@
-"""What a machine with a GPU shows about this project, in one script: stages, each a process with a time limit.
+"""Tests this project on a machine with a GPU, in one script: stages, each a process with a time limit.
 
     python3 checks/gpu_day.py --out OUT                       # everything, 400 s at most
     python3 checks/gpu_day.py --out OUT --stages env,steps    # some stages, in this order
     python3 checks/gpu_day.py --out OUT --device cpu          # the same on a CPU, with small shapes
 
-Each result is one line of JSON in OUT/results.jsonl, written as it comes. OUT/STAGE.out has what a stage printed. A
-stage that fails does not stop the others; the exit status is 1 then. CONTRIBUTING.md says what a machine without a
-package index needs besides the checkout. What to look for, in the order of the stages:
+Each result is one line of JSON in OUT/results.jsonl, written at once. OUT/STAGE.out has a stage's output. A failed
+stage does not stop the others, but makes the exit status 1. CONTRIBUTING.md says what a machine without a package
+index needs besides the checkout. What to check, by stage:
 
 - the end of the output: how each stage ended, then every line with `"kind": "failure"`
-- env: the two ceilings `copy_gb_s`, of which floors are made, and `tflops`
+- env: the two ceilings `copy_gb_s`, which floors are computed from, and `tflops`
 - smoke: `numerics` begin with `exact` in deterministic mode; graphs are `equal` to eager steps; 0 of 200 answers are
   `differing` at any batch size
-- steps: `ms` of one sequence; `times_floor` beside `predicted_ms`; `busy` from 0.9 up, the `pause_ms` between steps,
+- steps: `ms` of one sequence; `times_floor` and `predicted_ms`; `busy` from 0.9 up, the `pause_ms` between steps,
   and which kernels take `longest`
 - cluster: 8 of 8 the `same` with drafts and after a kill, with `attempts` above 1; `acceptance`, `ttft_ms`,
   `ms_a_token`
 - train: `samples_per_second`
 - handoff: `gb_s` by connector, or why one is `unavailable`
-- kernels: `failed_test`; a kernel that computes something else makes the figures above worthless
+- kernels: `failed_test`; a wrong kernel makes the figures above worthless
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from checks.gpu_stages.day import Day, write_line  # noqa: E402 found by the lin
 
 SECONDS = 400.0
 STAGES = {"env": 40, "smoke": 60, "steps": 100, "cluster": 75, "train": 70, "handoff": 20, "kernels": 35}
-"""Each stage's part of SECONDS, in the order of what is learnt from each. What one leaves is for those that follow, so
-the last, which compiles most, usually has more than twice its part."""
+"""Each stage's part of SECONDS, in order of the stages' value. Time that a stage leaves goes to later ones, so the
+last one, which compiles most, usually has more than twice its part."""
 SHOWN_BYTES = 600
-"""Of what a stage printed last, in the line that says how it failed."""
-SCRATCH_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 a folder of our own is made there
+"""Bytes from the end of a stage's output in the line that reports its failure."""
+SCRATCH_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 only parents of the script's own folder
 WEIGHTS_BYTES = 20 << 30
-"""Room for the random models, and what is written beside them."""
+"""Space for the random models, and for files written next to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a process ended."""
 
-    status: str  # "passed", "failed", or "cut off" at its limit
+    status: str  # "passed", "failed", or "cut off" at its time limit
     exit_status: int
     seconds: float
 
 
 def run_limited(command: Sequence[str], *, seconds: float, log: Path, environ: Mapping[str, str]) -> Outcome:
-    """Runs a command, and kills its whole process group when its time is over. Its output goes to the file `log`."""
+    """Runs a command, and kills its process group at the time limit. Its output goes to the file `log`."""
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        # Not a session of its own: where ours is ended as a whole, this group is, too.
+        # Not a session of its own: if this script's session is killed, the group is killed, too.
         child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=dict(environ), process_group=0)
         status = "cut off"
         try:
@@ -75,7 +75,7 @@ def run_limited(command: Sequence[str], *, seconds: float, log: Path, environ: M
         except subprocess.TimeoutExpired:
             file.write(f"\ncut off after {seconds:.0f} s\n")
         finally:
-            with contextlib.suppress(ProcessLookupError):  # of those that a stage left behind
+            with contextlib.suppress(ProcessLookupError):  # also kills processes that a stage left behind
                 os.killpg(child.pid, signal.SIGKILL)
             exit_status = child.wait()
     return Outcome(status, exit_status, time.monotonic() - started)
@@ -90,16 +90,16 @@ def run_day(
     environ: Mapping[str, str],
     node_logs: Path | None = None,
 ) -> dict[str, str]:
-    """Runs the command of each stage, all within `seconds`; returns how each ended: see `Outcome`.
+    """Runs the command of each stage, all within `seconds`; returns how each ended (see `Outcome`).
 
     Args:
-        commands: by stage, in their order.
-        parts: by stage: its time in proportion to the others'. It has what those before it leave, too.
-        out: the folder for results and for what stages print.
-        seconds: for all stages.
+        commands: by stage, in order.
+        parts: by stage: its share of the time, relative to the others'. It also gets what earlier stages left.
+        out: the folder for results and the stages' output.
+        seconds: for all stages together.
         environ: of the commands.
-        node_logs: a folder in which a stage's nodes write their logs, under the stage's name. What they end with is
-            added to the output of a stage that did not pass.
+        node_logs: a folder in which a stage's nodes write their logs, under the stage's name. Their ends are added to
+            the output of a stage that did not pass.
     """
     unit = seconds / sum(parts[stage] for stage in commands)
     ends_at = time.monotonic()
@@ -121,7 +121,7 @@ def run_day(
 
 
 def _append_ends(log: Path, folder: Path) -> None:
-    """The last lines of each file in `folder`."""
+    """Appends the last lines of each file in `folder`."""
     with log.open("a", encoding="utf-8") as file:
         for each in sorted(folder.rglob("*.log")):
             lines = each.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -129,14 +129,14 @@ def _append_ends(log: Path, folder: Path) -> None:
 
 
 def run_stage(stage: str, day: Day) -> int:
-    """One stage in this process. Returns the exit status."""
+    """Runs one stage in this process. Returns the exit status."""
     with day.part(stage):
         importlib.import_module(f"checks.gpu_stages.{stage}").run(day)
     return 1 if day.failures else 0
 
 
 def choose_scratch() -> Path:
-    """A folder for weights: an earlier call's, or in memory where there is room, as they are read several times."""
+    """Returns a folder for weights: an earlier run's, or one in memory if it fits, as they are read several times."""
     parents = [parent for parent in SCRATCH_PARENTS if os.access(parent, os.W_OK)]
     folders = [parent / f"outrider-gpu-day-{os.getuid()}" for parent in parents]
     with_room = [folder for folder in folders if shutil.disk_usage(folder.parent).free > WEIGHTS_BYTES]
@@ -165,11 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages = arguments.stages.split(",")
     if unknown := [stage for stage in stages if stage not in STAGES]:
         parser.error(f"--stages {','.join(unknown)}: choose from {', '.join(STAGES)}")
-    # As a module: the folder of a script comes first in its path, and libraries would find our kernels.py there.
+    # As a module: a script's folder comes first in its path, and libraries would import its kernels.py.
     own = [sys.executable, "-m", "checks.gpu_day", "--out", str(out), "--scratch", str(scratch)]
     own += ["--device", arguments.device, "--model", arguments.model]
-    (out / "results.jsonl").unlink(missing_ok=True)  # of an earlier day
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running stage is ended
+    (out / "results.jsonl").unlink(missing_ok=True)  # from an earlier run
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running stage is stopped
     ended = run_day(
         {stage: [*own, "--stage", stage] for stage in stages},
         STAGES,
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _environ(scratch: Path) -> dict[str, str]:
-    """The checkout is found by the processes that a stage starts, too, and what one has compiled others read."""
+    """Returns an environment in which subprocesses of a stage find the checkout, and share compiled kernels."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     paths = [*filter(None, kept.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}

@@ -1,10 +1,10 @@
-"""How long a step of a Llama must take on a GPU by its bytes, and how long it is expected to take by its kernels.
+"""Computes a Llama step's minimum time on a GPU, from its bytes, and its expected time, from its kernels.
 
     python3 checks/gpu_floor.py                  # the table for Llama-3.1-8B on an H100, in Markdown
-    python3 checks/gpu_floor.py --kernels 42 --products 7 --host-ms 0.5 --host-us 20    # of other code
+    python3 checks/gpu_floor.py --kernels 42 --products 7 --host-ms 0.5 --host-us 20    # for other code
 
-The floor is the time to read all weights but the embedding, and the keys and values of the running sequences, once at
-the speed of a large copy. What is added to it is an estimate: see `Machine`.
+The floor is the time to read all weights except the embedding, and the keys and values of the running sequences, once,
+at the speed of a large copy. The rest of the expected time is an estimate: see `Machine`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 BATCHES = (1, 8, 32, 128)
 OTHER_KERNELS = 4
-"""Outside of layers: embedding, choice of rows, last norm, logits as float32."""
+"""Kernels outside of layers: embedding, choice of rows, last norm, logits as float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a decoder of the Llama shape, as transformers' configuration names them."""
+    """The sizes of a decoder of the Llama shape, named as in transformers' configuration."""
 
     hidden_size: int
     intermediate_size: int
@@ -34,7 +34,7 @@ class Sizes:
 
     @property
     def kv_size(self) -> int:
-        """Elements of a token's key in one layer, and of its value."""
+        """Elements of a token's key, or of its value, in one layer."""
         return self.num_key_value_heads * (self.head_dim or self.hidden_size // self.num_attention_heads)
 
     @property
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def layer_weights(self) -> tuple[int, ...]:
-        """Elements of the weights of a layer's products, joined: query-key-value, output, gate-up, down."""
+        """Elements of the weights of a layer's fused products: query-key-value, output, gate-up, down."""
         hidden, middle = self.hidden_size, self.intermediate_size
         return (
             hidden * (self.query_size + 2 * self.kv_size),
@@ -54,7 +54,7 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int:
-        """That a step reads: all but the embedding's rows. The output layer is read, tied or not."""
+        """Bytes of weights that a step reads: all except the embedding's. It reads the output layer, tied or not."""
         weights = self.num_hidden_layers * sum(self.layer_weights) + self.hidden_size * self.vocab_size
         return self.itemsize * weights
 
@@ -63,7 +63,7 @@ class Sizes:
         return 2 * self.num_hidden_layers * self.kv_size * self.itemsize
 
     def step_bytes(self, num_seqs: int, context: int) -> int:
-        """That a step of so many sequences, each of `context` tokens, reads at least."""
+        """Returns the least bytes that a step of `num_seqs` sequences, each of `context` tokens, reads."""
         return self.weight_bytes + num_seqs * context * self.kv_bytes_per_token
 
 
@@ -81,26 +81,26 @@ LLAMA_8B = Sizes(
 class Machine:
     """A GPU and the overheads of its kernels. Times are guesses until they are measured; bytes are exact.
 
-    Small kernels: 1.3 µs between two kernels of a graph on an H100, as Hazy Research measured (27 May 2025), and what a
-    kernel of a few kilobytes takes itself.
+    Small kernels: 1.3 µs between two kernels of a graph on an H100, as Hazy Research measured (27 May 2025), plus the
+    time of a kernel of a few kilobytes itself.
     """
 
     bytes_per_second: float = 3.0e12
     flops: float = 0.8e15  # of bfloat16 products
-    product_overhead: float = 1.08  # of the time for its bytes
-    product_us: float = 1.5  # to start one
+    product_overhead: float = 1.08  # relative to the time for its bytes
+    product_us: float = 1.5  # to launch one
     small_us: float = 1.9
     small_us_a_row: float = 0.0055
     attention_overhead: float = 1.15
-    attention_us: float = 9.0  # of a layer, at least
+    attention_us: float = 9.0  # minimum per layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """What a step launches, and what the host does between two steps."""
+    """What a step launches, and the host's work between two steps."""
 
     products_per_layer: int = 4
-    kernels_per_layer: int = 10  # products, attention and the merge of its splits included
+    kernels_per_layer: int = 10  # including products, attention and the merge of its splits
     host_ms: float = 0.1  # half of it measured by benchmarks.host_gap; the other half for the driver's launch and read
     host_us_per_seq: float = 0.7
     sampler_ms: float = 0.06
@@ -109,7 +109,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one step, in milliseconds."""
+    """The times of one step, in milliseconds."""
 
     floor: float
     products: float
@@ -128,12 +128,12 @@ class Prediction:
 
 
 def floor_ms(sizes: Sizes, num_seqs: int, context: int, bytes_per_second: float) -> float:
-    """No step is faster, unless its data are in a cache."""
+    """Returns the floor: no step is faster, unless its data are in a cache."""
     return 1e3 * sizes.step_bytes(num_seqs, context) / bytes_per_second
 
 
 def predict(sizes: Sizes, num_seqs: int, context: int, *, machine: Machine, code: Code) -> Prediction:
-    """A decoding step of so many sequences with one row each."""
+    """Predicts a decoding step of `num_seqs` sequences with one row each."""
 
     def product_ms(weights: float) -> float:
         bytes_ms = 1e3 * weights * sizes.itemsize / machine.bytes_per_second * machine.product_overhead
@@ -141,7 +141,7 @@ def predict(sizes: Sizes, num_seqs: int, context: int, *, machine: Machine, code
         return max(bytes_ms, flops_ms) + 1e-3 * machine.product_us
 
     layers = sizes.num_hidden_layers
-    # Products that are not joined read the same bytes in more launches.
+    # Unfused products read the same bytes in more launches.
     products = layers * sum(map(product_ms, sizes.layer_weights)) + product_ms(sizes.hidden_size * sizes.vocab_size)
     products += 1e-3 * layers * (code.products_per_layer - len(sizes.layer_weights)) * machine.product_us
     small = layers * (code.kernels_per_layer - code.products_per_layer - 1) + OTHER_KERNELS
@@ -157,7 +157,7 @@ def predict(sizes: Sizes, num_seqs: int, context: int, *, machine: Machine, code
 
 
 def table(machine: Machine, code: Code, context: int) -> str:
-    """Markdown."""
+    """Returns the table in Markdown."""
     lines = [
         "| sequences | floor, ms | products | small kernels | attention | sampler | host | step, ms | × floor |",
         "| -- | -- | -- | -- | -- | -- | -- | -- | -- |",

@@ -1,8 +1,8 @@
-"""Compiles our Triton kernels for three generations of GPUs and prints what they use; needs neither GPU nor driver.
+"""Compiles the Triton kernels for three generations of GPUs and prints their resources; needs neither GPU nor driver.
 
-Exits with 1 if a kernel has a fused product and sum outside of tensor cores, which would round differently from one
-kernel to the next, or if it uses more than its bounds. The bounds are those of the pinned Triton's compiler: of another
-version's, it prints what exceeds them, and that is no failure.
+Exits with 1 if a kernel has a fused multiply-add outside of tensor cores, which would round differently from one kernel
+to the next, or exceeds its bounds. The bounds are for the pinned Triton's compiler: with another version, it prints
+what exceeds them, without failing.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Case:
 
     name: str
     kernel: Any
-    types: Mapping[str, str]  # of arguments that are no constants
+    types: Mapping[str, str]  # of arguments other than constants
     constants: Mapping[str, Any]
-    most_shared: int  # bytes; 48 KiB fit three programs on each multiprocessor of an A100
-    most_spilled: int  # bytes stored by a thread
-    most_registers: int = 255  # of a thread, which can have no more: then `most_spilled` is the bound
+    most_shared: int  # bytes; at 48 KiB, three programs fit on each multiprocessor of an A100
+    most_spilled: int  # bytes stored per thread
+    most_registers: int = 255  # per thread, the hardware's maximum: `most_spilled` is the bound then
     num_warps: int = 4
     num_stages: int = 2
-    multiples_of_16: tuple[str, ...] = ()  # numbers of which the launch would see that
+    multiples_of_16: tuple[str, ...] = ()  # numbers that the launch would specialise as such
 
 
 @dataclass(frozen=True)
 class Use:
-    """What one compiled kernel takes."""
+    """The resources of one compiled kernel."""
 
-    registers: int  # of a thread
+    registers: int  # per thread
     shared: int  # bytes
     spilled: int  # bytes
     fused: int  # instructions
@@ -55,7 +55,7 @@ class Use:
 
 
 def cases() -> Iterator[Case]:
-    """Every kernel, with the sizes of an 8B model of the Llama family."""
+    """Yields every kernel, with the sizes of an 8B model of the Llama family."""
     types = dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16")
     types |= dict.fromkeys(("split_values", "split_largest", "split_totals"), "*fp32")
     types |= dict.fromkeys(("block_tables", "plan"), "*i32")
@@ -73,7 +73,7 @@ def cases() -> Iterator[Case]:
             types,
             sizes | flags,
             most_shared=48 << 10,
-            most_spilled=256 if has_paths else 8,  # of 8.0 alone
+            most_spilled=256 if has_paths else 8,  # only on 8.0
             num_warps=TILE.num_warps,
             num_stages=TILE.num_stages,
         )
@@ -146,7 +146,7 @@ def cases() -> Iterator[Case]:
 
 
 def _decoder_kernels() -> Iterator[Case]:
-    """Between products and attention. Norms with as many weights as a layer of Gemma 3 has."""
+    """Yields kernels between products and attention. Norms have as many weights as a layer of Gemma 3."""
     types = dict.fromkeys(("residual", "added", "total", "output", "weight", "added_weight"), "*bf16")
     for width in (4096, 8192):
         for has_added_norm in (False, True):
@@ -209,7 +209,7 @@ def _filters() -> Iterator[Case]:
 
 
 def compile_case(case: Case, capability: int) -> Use:
-    """Compiles to PTX, and that with ptxas to machine code."""
+    """Compiles to PTX, and with ptxas to machine code."""
     names = case.kernel.arg_names
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     types = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
@@ -239,14 +239,14 @@ def compile_case(case: Case, capability: int) -> Use:
         registers=max(map(int, re.findall(r"Used (\d+) registers", report))),
         shared=compiled.metadata.shared,
         spilled=max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
-        # Of bfloat16, capability 8.0 has sums and products as such instructions only, with 1 or -0.
+        # For bfloat16, capability 8.0 has sums and products only as such instructions, with 1 or -0.
         fused=len(re.findall(r"\bfma\.(?!rn\.bf16)", ptx)),
         products=len(re.findall(r"\b(?:mma|wgmma|tcgen05\.mma)\.\S*sync", ptx)),
     )
 
 
 def pinned_version() -> str:
-    """Of Triton, in constraints.txt."""
+    """Returns the version of Triton in constraints.txt."""
     constraints = (Path(__file__).resolve().parent.parent / "constraints.txt").read_text(encoding="utf-8")
     found = re.search(r"^triton==(\S+)$", constraints, re.MULTILINE)
     assert found is not None, "constraints.txt pins triton"

@@ -1,4 +1,4 @@
-"""The native kernels compile without a warning, for every instruction path, also those that this machine cannot run."""
+"""Checks that the native kernels compile without warnings, for all instruction paths, even unsupported ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/protos.md: the calls and messages of protos/, one line each. The sources describe every field."""
+"""Generates docs/protos.md: the calls and messages of protos/, one line each. The sources describe every field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = """# Messages
 `router.proto` is the public contract; the other files are between services. The sources describe every field. Order of
 messages, limits and failures are in [protocol](protocol.md)."""
 METHOD, MESSAGE, ENUM, SERVICE, SYNTAX = 2, 4, 5, 6, 12
-"""Field numbers in descriptor.proto, of which the paths of SourceCodeInfo consist."""
+"""Field numbers in descriptor.proto, which the paths of SourceCodeInfo consist of."""
 
 Table = Callable[..., Iterator[str]]
 
@@ -27,7 +27,7 @@ Table = Callable[..., Iterator[str]]
 def describe_messages(table: Table) -> Iterator[str]:
     """Yields the page's lines. `table` makes a table of a head and rows.
 
-    Raises: SystemExit when protoc refuses the sources.
+    Raises: SystemExit if protoc rejects the sources.
     """
     yield HEAD
     for file in sorted(_describe_files(), key=lambda file: (PUBLIC not in file.name, file.name)):

@@ -1,6 +1,6 @@
-"""Pages that are made of the code: settings, command line, metrics, messages; and drawn figures.
+"""Generates pages from the code (settings, command line, metrics, messages), and draws figures.
 
-Fails if one is stale; `--write` writes.
+Fails if one is stale; `--write` writes them.
 
 .venv/bin/python checks/references.py [--write]
 """
@@ -30,9 +30,9 @@ from outrider.service.telemetry.metrics import EngineMetrics, PrefillMetrics, Ro
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STYLE = {"wrap": 120, "number": True, "plugin": {"tables": {"compact_tables": True}}}
-"""As in .mdformat.toml."""
+"""The same as in .mdformat.toml."""
 
-KINDS = {  # of values without limits, as they are written in YAML
+KINDS = {  # of values without limits, as written in YAML
     "bool": "true or false",
     "pathlib.Path | None": "path or null",
     "str": "text",
@@ -56,7 +56,7 @@ where vLLM has them. Every series has the label `model_name` too. A histogram ex
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Of Markdown, with an empty line before it."""
+    """Yields a Markdown table, after an empty line."""
     yield ""
     for cells in (head, ["--"] * len(head), *rows):
         yield f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
@@ -111,7 +111,7 @@ def command_page() -> Iterator[str]:
 def _commands(
     name: str, summary: str, parser: argparse.ArgumentParser, verb: str
 ) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """Yields the name, summary and parser of a command, then those of its own commands."""
+    """Yields the name, summary and parser of a command, then those of its subcommands."""
     command = _commands_of(parser)[verb]
     yield name, summary, command
     helps = {
@@ -122,13 +122,13 @@ def _commands(
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Returns a command's own arguments, without its help and its commands."""
+    """Returns a command's own arguments, without help and subcommands."""
     nested = _commands_of(parser)
     return [each for each in parser._actions if each.dest != "help" and each.choices is not nested]
 
 
 def _commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """By name; empty for a command without commands of its own."""
+    """Returns subcommands by name; empty if there are none."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
@@ -144,7 +144,7 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
 
 
 def _options_of_service(role: str) -> str:
-    """Of its help, without the settings, which have a page."""
+    """Returns the options in its help, without the settings, which have their own page."""
     text = StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         parse_role_arguments(role, sections_of(role), ["--help"], environ={})
@@ -165,7 +165,7 @@ def metrics_page() -> Iterator[str]:
 
 
 def _metrics(make: Callable[..., object]) -> Iterator[tuple[str, str, str, str]]:
-    """Rows of what it registers. Values of labels are those that are known from the start."""
+    """Yields a row for each metric that `make` registers. Only initial label values are listed."""
     registry = CollectorRegistry()
     make(model_name="", registry=registry)
     for collector in registry._collector_to_names:
@@ -192,7 +192,7 @@ PAGES = {
 
 
 def render(lines: Iterable[str]) -> str:
-    """As mdformat leaves it."""
+    """Returns the page as mdformat formats it."""
     head, *rest = "\n".join(lines).split("\n\n", 1)
     text = "\n\n".join([head, "Generated from the code by `make references`.", *rest])
     return mdformat.text(text, options=STYLE, extensions={"gfm"})
@@ -200,7 +200,7 @@ def render(lines: Iterable[str]) -> str:
 
 def main() -> int:
     for variable in [name for name in os.environ if name.startswith("OUTRIDER_")]:
-        del os.environ[variable]  # defaults of flags
+        del os.environ[variable]  # it could change defaults of flags
     os.environ["COLUMNS"] = "110"
     pages = {DOCS / name: render(lines()) for name, lines in PAGES.items()}
     pages |= {DOCS / "figures" / name: draw() for name, draw in FIGURES.items()}

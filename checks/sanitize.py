@@ -1,7 +1,7 @@
-"""Runs the tests of the native kernels over libraries with address and undefined-behaviour sanitizers.
+"""Runs the native kernels' tests with libraries that have address and undefined-behaviour sanitizers.
 
-First shows that they would see something: two small libraries with a mistake each must
-be caught in the same environment. Arguments go to pytest.
+First verifies the sanitizers: two small libraries with one bug each must be caught in the
+same environment. Arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "engine" / "cpu_kernels"
 TURNS = TESTS.parent / "test_cpu_turns.py"
-NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py", "test_team.py")  # they run compilers, or have their own
+NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py", "test_team.py")  # they run compilers, or have own libraries
 SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 MISTAKES = {
     "heap-buffer-overflow": "int outrider_mistake(int n) { int* p = new int[n]; int x = p[n]; delete[] p; return x; }",
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def sanitizer_environment(compiler: Compiler) -> dict[str, str]:
-    """Python itself is not sanitized: the runtime must be there first, and the C++ one, whose throw it wraps, next."""
+    """Returns variables for an unsanitized Python: the runtime must load first, then C++'s, whose throw it wraps."""
     runtimes = [
         subprocess.run(
             [*compiler.command, f"-print-file-name={library}"], check=True, capture_output=True, text=True
@@ -59,7 +59,7 @@ def sanitizer_environment(compiler: Compiler) -> dict[str, str]:
     ]
     return {
         "LD_PRELOAD": " ".join(runtimes),
-        # Leaks would be Python's own, at its end; memory that cannot be had is an error that tests ask for.
+        # Leaks would be Python's own, at exit; a failed allocation is an error that tests provoke.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }

@@ -1,9 +1,8 @@
-"""Hooks of mkdocs: links work on the site as they do where the repository is read.
+"""Hooks of mkdocs that make links work on the site as they do in the repository.
 
-A document links to others, and to files outside docs/, by paths in the repository. What is linked to from the site
-becomes part of it: Markdown as a page, a picture as it is, source text as a page that shows it, a folder without a
-README.md as a list of its documents. A link to what does not exist is left as it is, and `mkdocs build --strict`
-refuses it.
+A document links to others, and to files outside docs/, by paths in the repository. Linked files become part of the
+site: Markdown as a page, a picture unchanged, source text as a page that shows it, a folder without a README.md as a
+list of its documents. A link to a missing file is left unchanged, and `mkdocs build --strict` rejects it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 README = "overview.md"
-"""Its page on the site, where index.md is the front."""
+"""The README's page on the site, where index.md is the front page."""
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 PICTURES = (".svg", ".png")
@@ -27,7 +26,7 @@ LANGUAGES = {".proto": "protobuf", ".py": "python", ".yaml": "yaml", ".json": "j
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """A folder in the navigation stands for the list of its documents, and these, by name."""
+    """Expands a folder in the navigation to the list of its documents, followed by these, by name."""
     for entry in config.nav or ():
         for title, place in entry.items():
             if isinstance(place, str) and place.endswith("/"):
@@ -36,10 +35,10 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what documents link to outside docs/, and what that links to."""
+    """Adds files outside docs/ that documents link to, and those that these link to."""
     to_read = [_repository_path(file.src_uri) for file in files if file.src_uri.endswith(".md")]
     to_read += ["README.md"]
-    for document in to_read:  # grows meanwhile
+    for document in to_read:  # grows during the loop
         for path in (document, *_linked(document)):
             uri = _site_uri(path)
             if files.get_file_from_path(uri) is None and (made := _make_file(path, uri, config)) is not None:
@@ -61,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return f"]({posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or '.')}{match[2] or ''})"
 
-    # In tables, GitHub takes \| for a bar in code as well; Python-Markdown takes the bar there, without the backslash.
+    # In tables, GitHub reads \| as a bar in code, too; Python-Markdown wants the bar without the backslash there.
     rows = re.compile(r"^\|.*\|$", re.MULTILINE)
     return _outside_fences(
         markdown,
@@ -72,7 +71,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _linked(document: str) -> list[str]:
-    """Paths in the repository that a document links to."""
+    """Returns the repository paths that a document links to."""
     found: list[str] = []
 
     def note(text: str) -> str:
@@ -85,13 +84,13 @@ def _linked(document: str) -> list[str]:
 
 
 def _resolve(document: str, target: str) -> str:
-    """A link's path in the repository; of a folder its README.md."""
+    """Returns a link's path in the repository; for a folder, that of its README.md."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(document), target))
     return f"{path}/README.md" if (ROOT / path).is_dir() else path
 
 
 def _site_uri(path: str) -> str:
-    """Where a file of the repository is on the site, as mkdocs names sources."""
+    """Returns the place of a repository file on the site, as mkdocs names sources."""
     if path == "README.md":
         return README
     if path.startswith("docs/"):
@@ -109,7 +108,7 @@ def _repository_path(uri: str) -> str:
 
 
 def _make_file(path: str, uri: str, config: MkDocsConfig) -> File | None:
-    """None where the repository has nothing of that path."""
+    """Returns None if the repository has nothing at the path."""
     source = ROOT / path
     if path.startswith("../"):
         return None

@@ -1,4 +1,4 @@
-"""Stubs in outrider/v1 are what protoc makes of protos/: checks it, or writes them with --write."""
+"""Checks that the stubs in outrider/v1 are those that protoc generates from protos/, or writes them with --write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def generate(target: Path) -> None:
-    """Raises: SystemExit when protoc refuses the sources."""
+    """Raises: SystemExit if protoc rejects the sources."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "outrider").rglob("*.proto"))
     arguments = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
     well_known = files("grpc_tools") / "_proto"
@@ -42,7 +42,7 @@ def generate(target: Path) -> None:
 
 
 def differing(*, fresh: Path, committed: Path) -> list[str]:
-    """File names that differ, are missing, or are left over."""
+    """Returns names of files that differ, are missing, or are left over."""
     names = {path.name for folder in (fresh, committed) for pattern in GENERATED for path in folder.glob(pattern)}
     _, different, missing = filecmp.cmpfiles(fresh, committed, sorted(names), shallow=False)
     return sorted([*different, *missing])

@@ -1,9 +1,9 @@
-"""Runs every test there is, and says at the end what was left out and why. Arguments go to pytest.
+"""Runs all tests, and reports at the end which were skipped and why. Arguments go to pytest.
 
-The suite with whole matrices and long soaks, the native kernels' tests over sanitized
-libraries, the GPU kernels compiled ahead of time, and clusters of containers. What this
-machine cannot run is left out and named, and is no failure; a part that fails does not
-keep the next from running.
+These are the suite with complete matrices and long soaks, the native kernels' tests with
+sanitized libraries, the GPU kernels compiled ahead of time, and clusters of containers. Parts
+that this machine cannot run are skipped and named, which is not a failure; a failed part does
+not stop the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_TESTS_COLLECTED = 5  # pytest's exit status
 
 @dataclass
 class Part:
-    """One command that runs tests, and what came of it."""
+    """One command that runs tests, and its results."""
 
     name: str
     command: list[str]
@@ -36,7 +36,7 @@ class Part:
     seconds: float = 0.0
     num_passed: int = 0
     num_failed: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)  # by reason: tests
+    skipped: Counter[str] = field(default_factory=Counter)  # number of tests by reason
 
     def run(self, folder: Path) -> None:
         report = folder / f"{len(list(folder.iterdir()))}.xml"
@@ -47,7 +47,7 @@ class Part:
         self.seconds = time.monotonic() - started_at
         if report.exists():
             self._read(report)
-        if self.status == NO_TESTS_COLLECTED:  # the arguments choose among another part's
+        if self.status == NO_TESTS_COLLECTED:  # the arguments select tests of another part
             self.status, self.why_left_out = 0, "no test is chosen by the arguments"
         elif self.status == 0 and self.num_passed == 0 and self.skipped:
             self.why_left_out = "; ".join(self.skipped)
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def why_no_sanitizers() -> str:
-    """Empty where there is a compiler that has them."""
+    """Returns the reason, or "" if there is a compiler with sanitizers."""
     compiler = find_compiler()
     if compiler is None:
         return "no C++ compiler here"

@@ -1,9 +1,9 @@
-"""Talks to a draft node alone: drafts for any engine that can verify them (docs/protocol.md, "Draft stream").
+"""Uses a draft node alone: drafts for any engine that can verify them (docs/protocol.md, "Draft stream").
 
 python examples/draft_client.py HOST:PORT
 
-No target model is needed here: a fixed text plays its part. The client sends the text's beginning as a prompt and then,
-step by step, what a target would have committed. It prints branches as they come, those ahead of the text too.
+It needs no target model: a fixed text stands in for one. The client sends the text's beginning as a prompt and then,
+step by step, the tokens that a target would have committed. It prints branches as they arrive, including look-ahead.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ PROTOCOL_VERSION = 3
 SEQUENCE_ID = 1
 NUM_WANTED = 4
 PERIOD = [11, 42, 7, 93, 120, 5, 66]
-TEXT = [*(PERIOD * 10)[:64], 17, 3, *(PERIOD * 2)]  # repeats itself, but for two tokens
+TEXT = [*(PERIOD * 10)[:64], 17, 3, *(PERIOD * 2)]  # repeats itself, except for two tokens
 PROMPT_LENGTH = 24
 
 
 def prefix_hash(token_ids: Sequence[int]) -> int:
-    """xxh3-64 over the ids, each as four little-endian bytes."""
+    """Returns the xxh3-64 of the ids, each as four little-endian bytes."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(token_ids)}I", *token_ids))
 
 
 def hello(model: node_pb2.ModelInfo) -> draft_pb2.DraftUpdate:
-    """An engine gives its own vocabulary, and the node refuses another one. This client takes the node's."""
+    """Makes the first message. An engine sends its own vocabulary, which must match; this client sends the node's."""
     return draft_pb2.DraftUpdate(
         hello=draft_pb2.DraftHello(
             protocol_version=PROTOCOL_VERSION,
@@ -48,7 +48,7 @@ def hello(model: node_pb2.ModelInfo) -> draft_pb2.DraftUpdate:
 
 
 def update(num_committed: int, num_acknowledged: int) -> draft_pb2.DraftUpdate:
-    """The newest state: what the node does not have yet, and how much is wanted after it."""
+    """Makes the newest state: the tokens that the node lacks, and the number of draft tokens wanted after them."""
     sequence = draft_pb2.SequenceUpdate(
         sequence_id=SEQUENCE_ID,
         start_length=num_acknowledged,
@@ -57,7 +57,7 @@ def update(num_committed: int, num_acknowledged: int) -> draft_pb2.DraftUpdate:
         prefix_hash=prefix_hash(TEXT[:num_committed]),
         num_wanted=NUM_WANTED,
     )
-    if num_acknowledged == 0:  # the node knows nothing: how the sequence samples, too
+    if num_acknowledged == 0:  # the node knows nothing: send the sampling parameters, too
         sampling = router_pb2.SamplingParams(temperature=0.0, seed=7, max_tokens=len(TEXT) - PROMPT_LENGTH)
         options = node_pb2.RequestOptions(sampling=sampling)
         sequence.start.CopyFrom(draft_pb2.SequenceStart(options=options, prompt_length=PROMPT_LENGTH))
@@ -65,7 +65,7 @@ def update(num_committed: int, num_acknowledged: int) -> draft_pb2.DraftUpdate:
 
 
 def num_accepted(branch: draft_pb2.Branch, num_committed: int) -> int:
-    """How many tokens a target that writes TEXT would accept after what is committed; 0 for another prefix."""
+    """Returns how many tokens a target that writes TEXT would accept after the committed ones; 0 for another prefix."""
     if branch.length > num_committed or branch.prefix_hash != prefix_hash(TEXT[: branch.length]):
         return 0
     num_agreeing = 0
@@ -77,7 +77,7 @@ def num_accepted(branch: draft_pb2.Branch, num_committed: int) -> int:
 
 
 class Outbox:
-    """What is still to be written, as the iterator that gRPC reads it from."""
+    """The messages to send, as the iterator that gRPC reads them from."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[draft_pb2.DraftUpdate | None] = queue.SimpleQueue()
@@ -86,7 +86,7 @@ class Outbox:
         self._messages.put(message)
 
     def close(self) -> None:
-        """Ends the sequence, then the stream."""
+        """Closes the sequence, then the stream."""
         self.put(draft_pb2.DraftUpdate(sequences=[draft_pb2.SequenceUpdate(sequence_id=SEQUENCE_ID, closed=True)]))
         self._messages.put(None)
 
@@ -103,19 +103,19 @@ def main(target: str) -> None:
         outgoing.put(update(PROMPT_LENGTH, 0))
         incoming = draft_pb2_grpc.DraftServiceStub(channel).Draft(iter(outgoing), timeout=60)
         num_committed = PROMPT_LENGTH
-        for message in incoming:  # the first has the node's hello, and no answers
+        for message in incoming:  # the first has the node's hello and no answers
             for answer in message.sequences:
                 for branch in answer.branches:
                     print(f"  after {branch.length:3}: {list(branch.token_ids)}")
                 match answer.status:
                     case draft_pb2.DRAFT_STATUS_AHEAD | draft_pb2.DRAFT_STATUS_CATCHING_UP:
-                        continue  # no answer, or not the last one
+                        continue  # not an answer, or not the last one
                     case draft_pb2.DRAFT_STATUS_UNKNOWN_PREFIX:
                         outgoing.put(update(num_committed, 0))
                         continue
                     case draft_pb2.DRAFT_STATUS_NO_ROOM:
                         sys.exit("the node has no room")
-                # A step of the target: the accepted tokens and one more. An engine keeps branches for later steps.
+                # A target step commits the accepted tokens and one more. An engine keeps branches for later steps.
                 best = max((num_accepted(branch, num_committed) for branch in answer.branches), default=0)
                 num_committed = min(num_committed + best + 1, len(TEXT))
                 print(f"{best} accepted, {num_committed} tokens committed")

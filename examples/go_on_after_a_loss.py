@@ -1,6 +1,6 @@
-"""An answer that survives the loss of its node: what came so far is sent back with the next try.
+"""An answer that survives the loss of its node: the tokens so far are sent back with the next attempt.
 
-With a seed (or temperature 0) the answer is the one that the undisturbed call would have given.
+With a seed (or temperature 0) the answer is the same as that of an undisturbed call.
 
 python examples/go_on_after_a_loss.py [HOST:PORT]
 """

@@ -1,4 +1,4 @@
-"""Several prompts at the same time, each with three samples.
+"""Several concurrent prompts, each with three samples.
 
 python examples/many_at_once.py [HOST:PORT]
 """

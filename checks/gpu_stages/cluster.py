@@ -1,6 +1,6 @@
-"""Router, prefill node, draft model and two decode nodes on one GPU, in deterministic mode.
+"""Runs a router, prefill node, draft model and two decode nodes on one GPU, in deterministic mode.
 
-Answers are the same with drafts and without, and after `kill -9` of a decode node while they are written.
+Answers must be the same with drafts and without, and after `kill -9` of a decode node during the answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START_SECONDS = 100.0
 NUM_ANSWERS = 8
 TEMPERATURES = (0.0, 0.8)
 KILL_SHARE = 0.4
-"""Of the time that the answers took before: then all of them are being written."""
+"""Share of the time of the previous answers after which a node is killed: all answers are then in progress."""
 
 
 def run(day: Day) -> None:
@@ -36,7 +36,7 @@ def run(day: Day) -> None:
     settings += ["model.deterministic=true"]
     try:
         _ask(day, model, settings)
-    except OutriderError as error:  # the sizes that a user gets without a setting
+    except OutriderError as error:  # with default sizes, as users get them
         day.expect(f"a cluster on one GPU with default memory: {error}", False)
         _ask(day, model, [*settings, "kv_cache.memory=4GiB"])
 
@@ -51,7 +51,7 @@ def _ask(day: Day, model: Path, settings: list[str]) -> None:
         with Client(cluster.router_address) as client, ThreadPoolExecutor(NUM_ANSWERS) as pool:
 
             def answer(number: int, *, speculation: bool) -> Any:
-                """Of token ids that no prompt of the others has in common with it."""
+                """Completes token ids that share no prefix with the other prompts."""
                 return client.complete(
                     [(index * 37 + number * 101) % 900 + 3 for index in range(prompt_tokens)],
                     temperature=TEMPERATURES[number % len(TEMPERATURES)],
@@ -68,7 +68,7 @@ def _ask(day: Day, model: Path, settings: list[str]) -> None:
                     cluster.kill("decode-0")
                 return [each.result() for each in asked]
 
-            answers(speculation=True)  # whatever is compiled or allocated late
+            answers(speculation=True)  # warm-up: late compilations and allocations
             plain = answers(speculation=False)
             _tell(day, "plain", plain, plain, num_tokens)
             drafted = answers(speculation=True)
@@ -103,7 +103,7 @@ def _tell(day: Day, kind: str, expected: list[Any], results: list[Any], num_toke
 
 
 def open_cluster(day: Day, model: Path, settings: list[str]) -> Cluster:
-    """As `outrider up` makes it."""
+    """Makes a cluster as `outrider up` does."""
     day.logs.mkdir(parents=True, exist_ok=True)
     parser = argparse.ArgumentParser()
     add_cluster_arguments(parser, port=0)

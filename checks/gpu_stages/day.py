@@ -1,4 +1,4 @@
-"""What every stage of `checks/gpu_day.py` is given: where results go, the device, and models with random weights."""
+"""The context of every stage of `checks/gpu_day.py`: the results file, the device, and models with random weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 WINDOW = 4096
-"""Of the random models, in tokens."""
+"""Context length of the random models, in tokens."""
 FAILURE_LENGTH = 400
-"""Characters in a line of results. The stage's output has all: of a kernel that is not compiled, pages."""
+"""Characters of a failure in the results. The stage's output has all: pages if a kernel does not compile."""
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {  # Llama-3.1-8B
         "hidden_size": 4096,
@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128_256,
     },
-    "0.5b": {  # of Qwen2.5-0.5B, as a Llama
+    "0.5b": {  # Qwen2.5-0.5B, as a Llama
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
@@ -44,14 +44,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 1024,
     },
 }
-"""Sizes of the random models, as transformers' configuration names them."""
+"""Sizes of the random models, named as in transformers' configuration."""
 INITIAL_RANGES = {"8b": 0.01, "0.5b": 0.02, "tiny": 0.05}
-"""Standard deviations of the weights. With larger ones a deep and wide model amplifies rounding, so that loading it
-would compare it with float32 on the CPU (see `check_paged_forward`), for half a minute."""
+"""Standard deviations of the weights. With larger ones, deep and wide models amplify rounding, so that loading would
+compare them with float32 on the CPU (see `check_paged_forward`), which takes half a minute."""
 
 
 def write_line(path: Path, **values: Any) -> None:
-    """Appends one line of JSON, and waits until it is on the disk: whatever comes next may kill the machine."""
+    """Appends one line of JSON, and waits until it is on disk: the next operation may crash the machine."""
     line = json.dumps({"at": round(time.time(), 1), **values})
     print(line, flush=True)
     with path.open("a", encoding="utf-8") as file:
@@ -62,14 +62,14 @@ def write_line(path: Path, **values: Any) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Day:
-    """One stage's surroundings."""
+    """The context of one stage."""
 
     out: Path  # results, at most eight files
     device: str  # "cuda" or "cpu"
     stage: str
     scratch: Path  # weights, logs of nodes
     model: str = ""  # a model's folder or id for the stage `steps`; empty: random weights
-    failures: list[str] = field(default_factory=list)  # of what was expected
+    failures: list[str] = field(default_factory=list)  # expectations that did not hold
 
     @property
     def is_gpu(self) -> bool:
@@ -77,32 +77,32 @@ class Day:
 
     @property
     def logs(self) -> Path:
-        """A folder for the logs of this stage's nodes."""
+        """The folder for logs of this stage's nodes."""
         return self.scratch / "logs" / self.stage
 
     def tell(self, kind: str, **values: Any) -> None:
-        """A result."""
+        """Records a result."""
         write_line(self.out / "results.jsonl", stage=self.stage, kind=kind, **values)
 
     def expect(self, what: str, holds: bool) -> None:  # noqa: FBT001 a claim and whether it is true
-        """A claim; the stage fails at its end unless it holds."""
+        """Records an expectation; if it does not hold, the stage fails at its end."""
         if not holds:
             self.failures.append(what)
             self.tell("failure", what=what[:FAILURE_LENGTH])
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of a stage. An error in it does not end the stage, which then fails at its end."""
+        """Wraps a part of a stage. An error in it lets the stage continue, but fail at its end."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 the next part may show something else
+        except Exception as error:  # noqa: BLE001 the next part may still give results
             traceback.print_exc()
             self.expect(f"{name}: {type(error).__name__}: {error}", False)
 
     def random_model(self, shape: str) -> Path:
-        """A checkpoint of random weights in bfloat16, made on the device, and kept for other stages.
+        """Returns a checkpoint of random bfloat16 weights, made on the device and kept for other stages.
 
-        The tokenizer knows every id: the sampler chooses among known ones only.
+        The tokenizer has every id, because the sampler chooses only known ones.
         """
         import torch
         from tokenizers import Tokenizer
@@ -117,8 +117,8 @@ class Day:
         if (path / "complete").exists():
             return path
         started = time.monotonic()
-        shutil.rmtree(path, ignore_errors=True)  # of a stage that was cut off
-        make_tiny_model(path)  # tokenizer and chat template
+        shutil.rmtree(path, ignore_errors=True)  # from a stage that was cut off
+        make_tiny_model(path)  # for its tokenizer and chat template
         (path / "model.safetensors").unlink()
         tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         vocab = tokenizer["model"]["vocab"]
@@ -128,7 +128,7 @@ class Day:
         torch.manual_seed(1)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(path, max_shard_size="2GB")  # files are hashed side by side
+        model.save_pretrained(path, max_shard_size="2GB")  # files are hashed in parallel
         (path / "complete").touch()
         self.tell("weights", shape=shape, seconds=round(time.monotonic() - started, 1), folder=str(path))
         return path

@@ -1,4 +1,4 @@
-"""Models opened as nodes open them, for stages that run steps by themselves."""
+"""Opens models as nodes do, for stages that run steps themselves."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from outrider.model_hub.open import open_model
 
 @dataclass(frozen=True, slots=True)
 class OpenEngine:
-    """A model with a cache of its own."""
+    """A model with its own KV cache."""
 
     loaded: LoadedModel
     cache: PagedKVCache
     runner: ModelRunner
 
     def forward(self, rows: Sequence[SequenceRows]) -> Any:
-        """Logits, which the next forward overwrites."""
+        """Returns logits, which the next forward overwrites."""
         return self.runner.forward(build_input_batch(rows, self.cache.block_size))
 
     def fill(self) -> None:
-        """Random keys and values on a GPU: zeros would make it faster than it is."""
+        """Fills the cache with random keys and values on a GPU: zeros would make it faster than it is."""
         for plane in self.loaded.spec.planes:
             for layer in self.cache.layers(plane.name):
                 layer.normal_()
@@ -49,9 +49,9 @@ def open_engine(
     num_rows: int = 256,
     loaded: LoadedModel | None = None,
 ) -> OpenEngine:
-    """`num_rows`: of the largest step. `loaded`: by an earlier call with the same arguments, to load it once.
+    """`num_rows` is that of the largest step. `loaded` is an earlier call's model for the same arguments.
 
-    On a CPU torch computes the model, but in deterministic mode, which only our native kernels have there.
+    On a CPU torch computes the model, except in deterministic mode, for which only the native kernels work there.
     """
     config = ModelConfig(
         id=str(model),
@@ -70,13 +70,13 @@ def open_engine(
         num_rows=num_rows,
         graphs=GraphShapes() if graphs else None,
     )
-    if day.is_gpu:  # else a node only warns
+    if day.is_gpu:  # elsewhere a node only warns
         day.expect(f"the decoder is fused, not {loaded.kernels}", loaded.fused is not None)
         day.expect("steps are captured as graphs", bool(runner.padded_rows) == graphs)
     return OpenEngine(loaded, cache, runner)
 
 
 def tables(num_seqs: int, num_tokens: int, block_size: int) -> Iterator[range]:
-    """Block tables for sequences of so many tokens, side by side."""
+    """Returns contiguous block tables for sequences of `num_tokens` tokens."""
     num_blocks = -(-num_tokens // block_size)
     return (range(seq * num_blocks, (seq + 1) * num_blocks) for seq in range(num_seqs))

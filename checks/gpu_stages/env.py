@@ -1,4 +1,4 @@
-"""What the machine has, and its two ceilings: memory bandwidth and matrix products."""
+"""The machine's hardware and software, and its two ceilings: memory bandwidth and matrix products."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(day: Day) -> None:
 
 
 def bytes_per_second(device: str) -> float:
-    """Of a large copy, reads and writes together: the best of ten."""
+    """Returns the bandwidth of a large copy, reads plus writes: the best of ten."""
     import time
 
     import torch
@@ -79,7 +79,7 @@ def bytes_per_second(device: str) -> float:
 
 
 def _product_flops() -> float:
-    """Floating-point operations a second of a large product in bfloat16: the median of six."""
+    """Returns floating-point operations per second of a large bfloat16 product: the median of six."""
     import torch
 
     left = torch.randn((PRODUCT_SIZE, PRODUCT_SIZE), device="cuda", dtype=torch.bfloat16)
@@ -95,10 +95,10 @@ def _product_flops() -> float:
 
 
 def adopt_kernels() -> dict[str, str]:
-    """Native CPU kernels by instruction path: "here", "carried" or "absent".
+    """Returns the state of native CPU kernels by instruction path: "here", "carried" or "absent".
 
-    Their names depend on the C library's version, and those that were built elsewhere, against an older one, work here
-    too: they get this machine's name.
+    Their names depend on the C library's version. Those built elsewhere, against an older one, work here, too: they are
+    renamed for this machine.
     """
     from outrider.engine.cpu_kernels.compiler import path_flags
     from outrider.engine.cpu_kernels.library_cache import CACHED_LIBRARY, _key, libraries_directory
@@ -115,7 +115,7 @@ def adopt_kernels() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """Empty: it is not installed."""
+    """Returns the version, or "" if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def _version(package: str) -> str:
 
 
 def _free_gib(folder: Path) -> int | None:
-    """None: there is no such folder."""
+    """Returns None if there is no such folder."""
     try:
         return shutil.disk_usage(folder).free >> 30
     except OSError:

@@ -1,7 +1,7 @@
-"""KV of Llama-3.1-8B from one process to another on the same machine, by each connector.
+"""Transfers KV of Llama-3.1-8B between two processes of this machine, by each connector.
 
-Both sides are what nodes have: a `KvPush` over one cache, a `KvReceiver` over the other. A rate is of whole pushes,
-from connecting to the commit's answer. Afterwards the receiver's keys and values must be the sender's.
+Both sides are those of nodes: a `KvPush` over one cache, a `KvReceiver` over the other. A rate is for whole pushes,
+from connecting to the reply to the commit. Afterwards the receiver's keys and values must equal the sender's.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PLANES = tuple(PlaneSpec(name, 32, 8, 128, "bfloat16") for name in ("k", "v"))
 INCARNATION = b"g" * 16
 BLOCK_SIZE = 16
 AT_ONCE = (1, 4)
-"""Pushes at the same time."""
+"""Numbers of concurrent pushes."""
 NUM_ROUNDS = 5
 PUSH_SECONDS = 20.0
-"""For one round, at most."""
+"""Time limit of one round, in seconds."""
 
 
 def run(day: Day) -> None:
@@ -63,16 +63,16 @@ def measure(
     num_rounds: int = NUM_ROUNDS,
     num_tokens: int,
 ) -> Iterator[dict[str, Any]]:
-    """Figures for each connector and number of pushes at once, as JSON has them.
+    """Yields figures for each connector and number of concurrent pushes, as JSON values.
 
-    In their place, "unavailable" says why this machine does not have a connector, and "error" what went wrong.
+    In their place, "unavailable" says why this machine lacks a connector, and "error" what went wrong.
 
     Args:
         device: of the sender's cache.
-        to_device: of the receiver's cache, which is another process's.
+        to_device: of the receiver's cache, in another process.
         connectors: as in settings, without "auto".
-        at_once: how many prompts are pushed at the same time.
-        num_rounds: that count, after one that connects and takes memory.
+        at_once: numbers of prompts that are pushed concurrently.
+        num_rounds: measured rounds, after one that connects and allocates memory.
         num_tokens: of each prompt, a multiple of BLOCK_SIZE.
     """
     cache = _open_cache(device, max(at_once) * num_tokens)
@@ -114,7 +114,7 @@ def _measure_pushes(
     for _ in range(1 + num_rounds):
         specs = [_new_spec(num_tokens) for _ in range(num_pushes)]
         peer.send(specs)
-        peer.recv()  # they are expected now
+        peer.recv()  # the receiver now expects them
         outcomes, seconds = _push_all(connector, config, cache, address, specs)
         if errors := [each.error for each in outcomes if each.error is not None]:
             return {"error": str(errors[0])}
@@ -134,7 +134,7 @@ def _measure_pushes(
 def _push_all(
     connector: Connector, config: KvTransferConfig, cache: PagedKVCache, address: str, specs: Sequence[TransferSpec]
 ) -> tuple[list[PushOutcome], float]:
-    """All at once; (how each ended, seconds until the last one was committed)."""
+    """Pushes all at once; returns their outcomes, and the seconds until the last one was committed."""
     outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()
     groups = LayerGroups.of(PLANES, frame_bytes=config.frame_bytes)
     started = time.perf_counter()
@@ -148,7 +148,7 @@ def _push_all(
             on_ended=outcomes.put,
         )
         push.start()
-        for layer in range(groups.num_layers):  # as after the forward of a whole prompt
+        for layer in range(groups.num_layers):  # as after the forward pass of a whole prompt
             if (layers := groups.ending_at(layer, num_tokens=spec.end_token)) is not None:
                 push.offer(layers, 0, spec.end_token)
         push.finish()
@@ -167,13 +167,13 @@ def _new_spec(num_tokens: int) -> TransferSpec:
 
 
 def _blocks(place: int, num_tokens: int) -> range:
-    """The blocks of one of several pushes at once, in either cache."""
+    """Returns the blocks of one of several concurrent pushes, in either cache."""
     num_blocks = num_tokens // BLOCK_SIZE
     return range(place * num_blocks, (place + 1) * num_blocks)
 
 
 def _digest(cache: PagedKVCache, blocks: range) -> str:
-    """Of all keys and values in these blocks."""
+    """Returns the digest of all keys and values in these blocks."""
     digest, slots = xxhash.xxh3_64(), slots_of(blocks, len(blocks) * BLOCK_SIZE, BLOCK_SIZE)
     for plane in cache.planes:
         for layer in range(plane.num_layers):
@@ -196,7 +196,7 @@ def _receiving_process(device: str, num_blocks: int) -> Iterator[Connection]:
 
 
 def _receive(peer: Connection, device: str, num_blocks: int) -> None:
-    """The receiving process: sends its port, opens the transfers that it is sent, and sends digests when sent None."""
+    """Runs the receiving process: sends its port, opens transfers that it is sent, and replies to None with digests."""
     cache = _open_cache(device, num_blocks * BLOCK_SIZE)
     receiver = KvReceiver(
         incarnation=INCARNATION,
@@ -219,7 +219,7 @@ def _receive(peer: Connection, device: str, num_blocks: int) -> None:
             for layer in cache.layers(plane.name):
                 layer.zero_()
         if cache.copies is not None:
-            torch.cuda.synchronize(device)  # frames are written on another stream
+            torch.cuda.synchronize(device)  # another stream writes the frames
         for place, each in enumerate(specs):
             receiver.inbox.open(each, ReservedBlocks(cache, _blocks(place, each.end_token)))
         peer.send(len(specs))

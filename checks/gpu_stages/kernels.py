@@ -1,7 +1,7 @@
-"""The project's own tests of GPU kernels: on a GPU all of them, in several processes, since Triton compiles in each.
+"""Runs the project's tests of GPU kernels: on a GPU all of them, in several processes, since Triton compiles in each.
 
-On a CPU a few run in Triton's interpreter. That of Triton 3.6 needs numpy below 2.4, which `make gpu-replica` puts into
-a folder of its own: the machine's numpy is newer, and compiled kernels do not mind.
+On a CPU a few run in Triton's interpreter. That of Triton 3.6 needs numpy below 2.4, which `make gpu-replica` installs
+into its own folder, since the machine's numpy is newer; compiled kernels work with either.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from checks.gpu_stages.day import Day
 
 GPU_TESTS = ("tests/gpu", "tests/engine/gpu_kernels", "tests/contract/test_attention_backends.py")
 CHOSEN = "frames_arrive or bits_in_a_tree_and_in_a_chain or (waits_for_the_gpu_once and triton)"
-"""On a CPU."""
+"""The tests that run on a CPU."""
 NUM_WORKERS = 12
 TEST_SECONDS = 90
 MAX_NAMED = 40
-"""Failed tests with a line of their own."""
+"""Maximum number of failed tests that are listed, one per line."""
 INTERPRETER_PACKAGES = Path(sys.prefix, "interpreter")
 
 
@@ -27,12 +27,12 @@ def run(day: Day) -> None:
     if day.is_gpu:
         _run_tests(day, "-m", "gpu", "-n", str(NUM_WORKERS), "--dist", "worksteal", *GPU_TESTS)
         return
-    # All of the GPU's are collected, too, so a package that they miss is noticed.
+    # The GPU's are all collected, too, so that missing packages are noticed.
     _run_tests(day, "-m", "not gpu", "-n", "0", "-k", CHOSEN, *GPU_TESTS, "tests/engine/test_gpu_step.py")
 
 
 def _run_tests(day: Day, *arguments: str) -> None:
-    # -v: a line for each test as it ends, so that a run that is cut off has them too.
+    # -v prints a line for each test as it ends, so that a run that is cut off has results, too.
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
     command += ["--timeout", str(TEST_SECONDS), *arguments]
     environ = dict(os.environ)
@@ -55,9 +55,10 @@ def _run_tests(day: Day, *arguments: str) -> None:
 
 
 def failed_test(line: str) -> str:
-    """The test, or file, that a line of pytest's says has failed; empty for other lines.
+    """Returns the failed test, or file, in a line of pytest's output; empty for other lines.
 
-    With -v such a line is "tests/x.py::test FAILED [ 5%]", of several processes "[gw0] [ 5%] FAILED tests/x.py::test".
+    With -v such a line is "tests/x.py::test FAILED [ 5%]", or "[gw0] [ 5%] FAILED tests/x.py::test" with several
+    processes.
     """
     words = line.split()
     if not {"FAILED", "ERROR"} & set(words[:4]):

@@ -1,4 +1,4 @@
-"""The decode node's own loop on a GPU, without sockets: a step with all that the host does between two."""
+"""Times the decode node's own loop on a GPU, without sockets: a step with all of the host's work between two."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NUM_WARM_UP_STEPS = 20
 NUM_STEPS = 60
 NUM_PROFILED_STEPS = 10
 MIN_BUSY = 0.9
-"""The least share of the time in which the GPU has to compute."""
+"""Minimum share of the time in which the GPU must compute."""
 
 
 def measure_loop(
     day: Day, engine: OpenEngine, batches: Sequence[int], *, context: int, sizes: Sizes, bandwidth: float
 ) -> None:
-    """Plain decoding of so many sequences, rising, at temperature 0.8."""
+    """Measures plain decoding with each number of sequences, in ascending order, at temperature 0.8."""
     cache = engine.cache
     pool = BlockPool(num_blocks=cache.num_blocks, block_size=cache.block_size, hash_seed=b"")
     steps_of_each = NUM_WARM_UP_STEPS + NUM_STEPS + NUM_PROFILED_STEPS
@@ -39,7 +39,7 @@ def measure_loop(
             sampler=engine.loaded.open_sampler(),
         ),
         context=context,
-        max_tokens=len(batches) * steps_of_each + 2 * most * -(-context // 256),  # steps with prompts, too
+        max_tokens=len(batches) * steps_of_each + 2 * most * -(-context // 256),  # includes steps with prompts
         max_sequences=most,
     )
     for num_seqs in batches:
@@ -55,7 +55,7 @@ def measure_loop(
         floor = floor_ms(sizes, num_seqs, context, bandwidth)
         expected = predict(sizes, num_seqs, context, machine=Machine(bytes_per_second=bandwidth), code=Code())
         busy = None
-        if day.is_gpu:  # the profiler slows the host down, so the share is of a step without it
+        if day.is_gpu:  # the profiler slows the host down, so the share is relative to an unprofiled step
             busy_us, _ = busy_and_pauses([span[:2] for span in kernel_spans(loop.step, NUM_PROFILED_STEPS)])
             busy = round(1e-3 * busy_us / NUM_PROFILED_STEPS / ms, 3)
         day.tell(

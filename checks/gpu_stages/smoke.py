@@ -1,7 +1,7 @@
-"""The whole path once, with a small model, deterministic or not: load, checks, capture, forward, sample.
+"""Runs the whole path once, with a small model, deterministic or not: load, checks, capture, forward, sample.
 
-In deterministic mode a row has the same bits in any company, as a graph and without: answers are compared over batch
-sizes, in other company and with prompts in other chunks each time.
+In deterministic mode a row has the same bits in any batch, as a graph and without: answers are compared over batch
+sizes, each time with other sequences in the batch and prompts cut into other chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER_TOKENS = 12
 BATCH_SIZES = (1, 3, 16, 64)
 MAX_PROMPT_TOKENS = 40
 MAX_BLOCKS = 4
-"""Of one answer with its prompt."""
+"""Blocks of one answer with its prompt."""
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -73,7 +73,7 @@ def _run(day: Day, path: Path, *, deterministic: bool) -> None:
 
 
 def _compare(graphed: OpenEngine, plain: OpenEngine) -> tuple[int, float, int]:
-    """(steps with equal logits, largest difference, steps): prompts, decoding, verification, and all in one step."""
+    """Returns (steps with equal logits, largest difference, steps): prompts, decoding, verification, mixed steps."""
     import torch
 
     num_equal, worst, num_all = 0, 0.0, 0
@@ -85,7 +85,7 @@ def _compare(graphed: OpenEngine, plain: OpenEngine) -> tuple[int, float, int]:
             [5] * num_seqs,
             [1 + 8 * (seq == 0) for seq in range(num_seqs)],
         ):
-            # The first step writes the keys and values that the others see.
+            # The first step writes the keys and values that the others read.
             start = 0 if num_all % 4 == 0 else 9
             rows = [
                 SequenceRows([7 + seq + index for index in range(length)], start, table, 1 if start == 0 else length)
@@ -99,7 +99,7 @@ def _compare(graphed: OpenEngine, plain: OpenEngine) -> tuple[int, float, int]:
 
 
 def _step_seconds(day: Day, engine: OpenEngine, num_seqs: int) -> float:
-    """Of decoding: the median of 20 forwards."""
+    """Returns seconds of a decoding step: the median of 20 forward passes."""
     import torch
 
     rows = [SequenceRows([5], 40, table, 1) for table in tables(num_seqs, 16 * MAX_BLOCKS, 16)]
@@ -145,7 +145,7 @@ def _compare_answers(day: Day, engine: OpenEngine) -> None:
 def _answer(
     engine: OpenEngine, sampler: Sampler, group: Sequence[int], prompts: Sequence[Sequence[int]], cuts: Sequence[int]
 ) -> dict[int, list[int]]:
-    """Answers of one batch, by number of the prompt. `cuts`: tokens of each prompt in the first of two chunks."""
+    """Returns answers of one batch, by prompt number. `cuts` are tokens of each prompt in the first of two chunks."""
     places = dict(zip(group, tables(len(group), 16 * MAX_BLOCKS, 16), strict=True))
     states = {
         each: sampler.start(
@@ -162,7 +162,7 @@ def _answer(
         for each, cut in zip(group, cuts, strict=True):
             tokens = [*prompts[each], *answers[each]]
             end = cut if step == 0 else len(tokens)
-            if computed[each] == end:  # the first chunk was the whole prompt, of which nothing is sampled yet
+            if computed[each] == end:  # the first chunk was the whole prompt, and nothing was sampled from it
                 computed[each] -= 1
             wants = end == len(tokens) and step > 0
             rows.append(SequenceRows(tokens[computed[each] : end], computed[each], places[each], int(wants)))

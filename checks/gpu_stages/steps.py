@@ -1,6 +1,6 @@
-"""Steps of the 8B shape against the floor of their bytes: as graphs, where the time goes, prompts, and without graphs.
+"""Times steps of the 8B shape against the floor of their bytes: with graphs and without, profiled, and with prompts.
 
-A step is timed whole: batch, forward, race, and its tokens on the host. Then the decode node's loop runs such steps.
+A step is timed completely: batch, forward, race, and its tokens on the host. The decode node's loop then runs them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CHUNK = 32
 """Prompt tokens in a mixed step."""
 LONGEST_PROMPT = WINDOW - 16
 SHOWN_KERNELS, SHOWN_NAME = 12, 48
-"""How many kernels a profile shows, and how many characters of their names."""
+"""Number of kernels that a profile shows, and of characters of their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step: `num_rows` of each sequence behind `context` tokens, and a chunk of one more prompt."""
+    """A step: `num_rows` of each sequence after `context` tokens, and a chunk of one more prompt."""
 
     name: str
     num_seqs: int
@@ -121,7 +121,7 @@ class _Steps:
             self._profile(case)
 
     def _measure(self, case: Case, sampling: dict[str, Any]) -> None:
-        """The median of 30 steps, 8 without graphs and 3 on a CPU, after three that do not count."""
+        """Measures the median of 30 steps, 8 without graphs and 3 on a CPU, after three uncounted ones."""
         times = self._times(self._step_of(case, sampling), 3 if not self._day.is_gpu else 30 if self._graphs else 8)
         ms = 1e3 * median(times)
         floor = floor_ms(self._sizes, case.num_seqs, case.context, self._bandwidth)
@@ -139,9 +139,9 @@ class _Steps:
         )
 
     def _profile(self, case: Case) -> None:
-        """Tells how many kernels a step has, for which share of it the device computes, and which take longest.
+        """Records how many kernels a step has, the share of it that the device computes, and the longest kernels.
 
-        The profiler slows the host down, so the share is of a step without it. Its own record has only the pauses.
+        The profiler slows the host down, so the share is of an unprofiled step; only pauses come from the profile.
         """
         num_steps = 5
         step = self._step_of(case, {})
@@ -161,14 +161,14 @@ class _Steps:
             step_ms=round(1e3 * step_seconds, 3),
             pause_ms=round(1e-3 * median(sorted(pauses_us)[1 - num_steps :]), 3),  # between two steps
             kernels=len(kernels) // num_steps,
-            longest=[  # name, how often, µs a step
+            longest=[  # name, count, µs per step
                 (name, len(times) // num_steps, round(sum(times) / num_steps)) for name, times in longest
             ],
         )
 
     @staticmethod
     def _times(step: Callable[[], None], num_steps: int) -> list[float]:
-        """Seconds of each step, after three that do not count."""
+        """Returns seconds of each step, after three uncounted ones."""
         times = []
         for _ in range(3 + num_steps):
             started = time.perf_counter()
@@ -194,7 +194,7 @@ class _Steps:
 
 
 def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:
-    """Whole prompts, each in one forward; the host's part is the time until it is queued."""
+    """Times whole prompts, each in one forward pass; the host's part is the time until it is queued."""
     import torch
 
     for length in (64, 512, LONGEST_PROMPT) if day.is_gpu else (64,):

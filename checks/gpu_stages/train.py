@@ -1,6 +1,6 @@
-"""`outrider train-head` for a model with random weights: it must run to its report, and how fast it learns is recorded.
+"""Runs `outrider train-head` for a model with random weights up to its report, and records the training speed.
 
-The head itself is worth nothing, as its target says nothing.
+The head itself is useless, because its target's output is random.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BATCH_SIZE = 6
 
 
 def _texts(number: int) -> Iterator[str]:
-    """A model of random weights would write longer ones than are learnt from."""
+    """Yields texts: a model with random weights would write longer ones than training uses."""
     rng = random.Random(1)  # noqa: S311 no secret
     return ("".join(rng.choices("abcdefghij ", k=rng.randint(20, 80))) for _ in range(number))
 
@@ -61,12 +61,12 @@ def run(day: Day) -> None:
 
 
 def texts_of(line: str) -> tuple[int, int] | None:
-    """(texts, tokens) whose features are computed, where train-head says so."""
+    """Returns (texts, tokens) whose features are computed, if the line of train-head reports them."""
     found = re.search(r"features of (\d+) texts, (\d+) tokens", line)
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def steps_of(line: str) -> tuple[int, int] | None:
-    """(seconds, steps) of training until now, where train-head says so."""
+    """Returns (seconds, steps) of training so far, if the line of train-head reports them."""
     found = re.search(r"training (\d+) s, step (\d+)", line)
     return None if found is None else (int(found[1]), int(found[2]))

@@ -1,4 +1,4 @@
-"""Sends prompts, closed loop or open loop, and records what each answer did when."""
+"""Sends prompts, closed loop or open loop, and records the timing of each answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """How hard the system is driven: `value` clients (closed loop) or `value` requests a second (open loop)."""
+    """The load: `value` clients (closed loop) or `value` requests per second (open loop)."""
 
     is_open_loop: bool
     value: float
@@ -34,22 +34,22 @@ class RequestRecord:
     kind: str
     sent_at: float
     finished_at: float
-    token_times: tuple[tuple[float, int], ...] = ()  # (arrival of a delta, its number of tokens)
+    token_times: tuple[tuple[float, int], ...] = ()  # (arrival of a delta, number of its tokens)
     token_ids: tuple[int, ...] = ()  # of sample 0
-    error: str = ""  # empty: answered; else the reason
+    error: str = ""  # the reason; empty if answered
     error_message: str = ""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples."""
+        """Tokens of all samples."""
         return sum(count for _, count in self.token_times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Records of some prompts that were sent together, and how long all of them took."""
+    """Records of prompts that were sent together, and the time that all of them took."""
 
     records: tuple[RequestRecord, ...]
     wall_seconds: float
@@ -61,24 +61,24 @@ OnDone = Callable[[RequestRecord], None]
 
 
 class Asker(Protocol):
-    """Gets one answer. `benchmarks/peers` has askers of other servers."""
+    """Gets one answer. `benchmarks/peers` has askers for other servers."""
 
     async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
-        """An answer that fails is a record with `error`, never an exception."""
+        """Returns the answer; a failed one is a record with `error`, never an exception."""
 
 
 class LoadGenerator:
-    """Drives one server through one asker. Not thread-safe: one event loop."""
+    """Sends load to one server through one asker. Not thread-safe: it belongs to one event loop."""
 
     def __init__(self, asker: Asker, *, seed: int = 0) -> None:
-        """`seed`: of open-loop arrivals."""
+        """`seed` is for open-loop arrivals."""
         self._asker = asker
         self._seed = seed
 
     async def run(
         self, prompts: Sequence[BenchPrompt], level: Level, *, speculation: bool, on_done: OnDone = lambda _: None
     ) -> Pass:
-        """Sends every prompt once. An answer that fails is a record with `error`, never an exception."""
+        """Sends every prompt once. A failed answer is a record with `error`, never an exception."""
         started_at = time.monotonic()
         if level.is_open_loop:
             records = await self._open_loop(prompts, level.value, speculation=speculation, on_done=on_done)
@@ -89,7 +89,7 @@ class LoadGenerator:
     async def _closed_loop(
         self, prompts: Sequence[BenchPrompt], num_clients: int, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
-        """Each client sends its next prompt when its last answer has ended."""
+        """Runs clients, each of which sends its next prompt when its last answer has ended."""
         waiting = iter(enumerate(prompts))
         records: dict[int, RequestRecord] = {}
 
@@ -106,7 +106,7 @@ class LoadGenerator:
     async def _open_loop(
         self, prompts: Sequence[BenchPrompt], rate: float, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
-        """Poisson arrivals (the same ones in every run): late answers hold no arrival back."""
+        """Sends at Poisson arrivals (the same in every run): late answers delay no arrival."""
         gaps = random.Random(self._seed)  # noqa: S311 arrivals, not secrets
 
         async def client(index: int, prompt: BenchPrompt) -> RequestRecord:
@@ -125,7 +125,7 @@ class LoadGenerator:
 
 
 class RouterAsker:
-    """Asks a router. One event loop."""
+    """Asks a router. It belongs to one event loop."""
 
     def __init__(self, client: AsyncClient, options: AnswerOptions) -> None:
         self._client = client
@@ -140,7 +140,7 @@ class RouterAsker:
             async with stream:
                 async for delta in stream:
                     if delta.token_ids:
-                        token_times.append((time.monotonic(), len(delta.token_ids)))  # noqa: PERF401 what came before an error counts
+                        token_times.append((time.monotonic(), len(delta.token_ids)))  # noqa: PERF401 events before an error count
         except OutriderError as failure:
             error, error_message = failure.reason, str(failure)
         else:

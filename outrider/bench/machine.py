@@ -1,4 +1,4 @@
-"""The machine under a benchmark: what it is, and how much of it other programs took meanwhile."""
+"""The machine of a benchmark: its hardware, and the CPU share that other programs took."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outrider.engine.processor import about_processor, usable_cpus, within_quota
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineInfo:
-    """What a figure depends on."""
+    """Facts about the machine that figures depend on."""
 
     processor: str
     num_cores: int
     memory_bytes: int
     system: str
     python: str
-    commit: str  # of the working tree; "-dirty" behind it when it has changes; empty outside git
+    commit: str  # of the working tree, with "-dirty" if it has changes; empty outside git
 
 
 def describe_machine() -> MachineInfo:
@@ -49,14 +49,14 @@ def _commit() -> str:
 
 
 class CpuMeter:
-    """Needs psutil. Splits the machine's busy CPU time into ours (this process, the cluster's) and everybody else's.
+    """Splits busy CPU time into this process's and the cluster's, and that of other programs. Needs psutil.
 
-    `pids` are processes of the cluster; their descendants count as well. A process that
-    ends before `stop` counts as somebody else's from its last reading on.
+    `pids` are processes of the cluster; their descendants count, too. A process that ends before
+    `stop` counts as another program's from its last reading on.
     """
 
     def __init__(self, pids: tuple[int, ...]) -> None:
-        """It starts."""
+        """Starts measuring."""
         self._pids = (*pids, os.getpid())
         self._started_at = time.monotonic()
         self._busy_seconds = _machine_busy_seconds()
@@ -74,7 +74,7 @@ class CpuMeter:
         )
 
     def _read_own(self) -> dict[int, float]:
-        """CPU seconds by process id."""
+        """Returns CPU seconds by process id."""
         import psutil
 
         seconds: dict[int, float] = {}
@@ -84,14 +84,14 @@ class CpuMeter:
                 for process in (root, *root.children(recursive=True)):
                     times = process.cpu_times()
                     seconds[process.pid] = times.user + times.system
-            except psutil.Error:  # it has ended
+            except psutil.Error:  # the process has ended
                 continue
         return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuReading:
-    """CPU time of a span."""
+    """CPU time of one interval."""
 
     elapsed_seconds: float
     own_cpu_seconds: float
@@ -100,7 +100,7 @@ class CpuReading:
 
 
 def others_cpu_share(readings: Sequence[CpuReading]) -> float:
-    """0 to 1: what others took of all cores over these spans."""
+    """Returns the share, 0 to 1, of all cores that other programs took over these intervals."""
     available = sum(reading.elapsed_seconds * reading.num_cores for reading in readings)
     return sum(reading.others_cpu_seconds for reading in readings) / available
 
@@ -109,15 +109,15 @@ def _machine_busy_seconds() -> float:
     import psutil
 
     times = psutil.cpu_times()
-    # guest time is part of user time already
+    # user time includes guest time
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
 
 
 def pids_behind(target: str) -> tuple[int, ...]:
-    """The process of `outrider up` whose router listens at `target`, from which all nodes descend.
+    """Returns the process of `outrider up` whose router listens at `target`, the ancestor of all nodes.
 
-    Empty when the cluster is elsewhere, or was not started so, and where nodes are not installed: then nobody knows
-    whose CPU time is whose.
+    Empty if the cluster is elsewhere, or was started otherwise, or if packages of nodes are not installed: CPU time
+    cannot be attributed then.
     """
     host, _, port = target.rpartition(":")
     if not port.isdigit() or host not in {"127.0.0.1", "localhost", "[::1]"} or find_spec("psutil") is None:

@@ -1,4 +1,4 @@
-"""Figures from records of answers."""
+"""Computes figures from records of answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.bench.machine import CpuReading, others_cpu_share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Of a number of durations in seconds, by linear interpolation between neighbours."""
+    """Percentiles of durations in seconds, linearly interpolated between neighbours."""
 
     p50: float
     p90: float
@@ -22,7 +22,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles | None:
-        """None without values."""
+        """Returns None if there are no values."""
         if not values:
             return None
         hundredths = quantiles(values if len(values) > 1 else [*values] * 2, n=100, method="inclusive")
@@ -37,7 +37,7 @@ class LevelFigures:
     speculation: bool
     num_requests: int
     errors: Mapping[str, int]  # by reason
-    error_messages: Mapping[str, str]  # by reason, the first
+    error_messages: Mapping[str, str]  # by reason, the first one
     num_generated_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -48,18 +48,18 @@ class LevelFigures:
     ttft_seconds: Percentiles | None  # request sent to first tokens
     itl_seconds: Percentiles | None  # between consecutive deltas of an answer
     e2e_seconds: Percentiles | None
-    acceptance_rate: float  # accepted over drafted
+    acceptance_rate: float  # accepted / drafted
     mean_acceptance_length: float  # 1 + accepted / verifications with drafts
     look_ahead_hit_rate: float
     kv_bytes: int
     kv_connectors: tuple[str, ...]
-    others_cpu_share: float | None  # None: the cluster's processes are not known
+    others_cpu_share: float | None  # None: the cluster's processes are unknown
 
 
 def figures_of(
     level: Level, passes: Sequence[Pass], *, speculation: bool, cpu: Sequence[CpuReading] = ()
 ) -> LevelFigures:
-    """Figures of one level over all its passes. `cpu`: of each, if known."""
+    """Computes figures of one level over all its passes. `cpu` has a reading per pass, if known."""
     records = [record for one in passes for record in one.records]
     answered = [record for record in records if not record.error]
     wall_seconds = sum(one.wall_seconds for one in passes)
@@ -96,7 +96,7 @@ def figures_of(
 
 
 def stream_rate(record: RequestRecord) -> float | None:
-    """Tokens a second after the first delta; None for an answer of one delta."""
+    """Returns tokens per second after the first delta; None for an answer of one delta."""
     if len(record.token_times) < 2:
         return None
     (first_at, first_count), (last_at, _) = record.token_times[0], record.token_times[-1]
@@ -104,14 +104,14 @@ def stream_rate(record: RequestRecord) -> float | None:
 
 
 def gaps(record: RequestRecord) -> list[float]:
-    """Seconds between consecutive deltas."""
+    """Returns seconds between consecutive deltas."""
     times = [at for at, _ in record.token_times]
     return [later - earlier for earlier, later in pairwise(times)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Speculation over plain decoding at one level, medians over the pairs of interleaved passes."""
+    """Speculation relative to plain decoding at one level: medians over the pairs of interleaved passes."""
 
     level: str
     num_pairs: int
@@ -119,19 +119,19 @@ class Comparison:
     stream_tokens_per_second_ratio: float
     ttft_ratio: float  # below 1: speculation is faster
     num_identical_answers: int
-    num_compared_answers: int  # 0 where the modes had different prompts
+    num_compared_answers: int  # 0 if the modes had different prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     figures: tuple[LevelFigures, ...]
-    comparisons: tuple[Comparison, ...]  # one for each level when both modes ran
+    comparisons: tuple[Comparison, ...]  # one per level if both modes ran
 
 
 def compare(
     level: Level, plain: Sequence[Pass], speculative: Sequence[Pass], *, are_answers_comparable: bool
 ) -> Comparison:
-    """`plain[i]` and `speculative[i]` ran one after the other, with the same prompts apart from their marks."""
+    """Compares passes: `plain[i]` and `speculative[i]` ran consecutively, with equal prompts except for their marks."""
     pairs = [
         (figures_of(level, [a], speculation=False), figures_of(level, [b], speculation=True))
         for a, b in zip(plain, speculative, strict=True)

@@ -1,6 +1,6 @@
-"""Requests of a benchmark: prompts from a JSONL file, {text} or {messages} a line, and options.
+"""Requests of a benchmark: prompts from a JSONL file, with {text} or {messages} per line, and options.
 
-A line may have an id, which is otherwise its number, and a kind, by which figures can be grouped.
+A line may have an id, by default its number, and a kind, by which figures can be grouped.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ DEFAULT_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What is asked of every answer."""
+    """Options common to all requests."""
 
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = 0  # request i is drawn with seed + i
+    seed: int = 0  # request i uses seed + i
     ignore_eos: bool = False
     timeout_seconds: float = 600.0
 
@@ -41,7 +41,7 @@ class BenchPrompt:
     content: Prompt
 
     def salted(self, salt: str) -> BenchPrompt:
-        """The same behind a short mark, so that no prefix cache knows it."""
+        """Returns the prompt with a short mark in front, so that no prefix cache has it."""
         if isinstance(self.content, str):
             return replace(self, content=f"{salt}\n{self.content}")
         first, *others = self.content
@@ -49,13 +49,13 @@ class BenchPrompt:
         return replace(self, content=(ChatMessage(first.role, f"{salt}\n{first.content}"), *others))
 
     def to_message(self, options: AnswerOptions, *, index: int, speculation: bool) -> router_pb2.GenerateRequest:
-        """The index-th request of a pass."""
+        """Returns the message for request `index` of a pass."""
         values = {**asdict(options), "seed": options.seed + index, "speculation": speculation}
         return make_request(self.content, cast("GenerateOptions", values))
 
 
 def load_prompts(path: Path) -> tuple[BenchPrompt, ...]:
-    """In the file's order. Raises: InvalidRequestError naming the line; OSError."""
+    """Loads prompts in file order. Raises: InvalidRequestError naming the line; OSError."""
     prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():

@@ -1,4 +1,4 @@
-"""A benchmark from warm-up to figures: levels one after the other, modes interleaved within each."""
+"""Runs a benchmark from warm-up to figures: levels in sequence, modes interleaved within each."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WARM_UP_PROMPTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """What to run. Modes: True is with speculation, False is plain."""
+    """What to run. A mode of True is with speculation, False is plain."""
 
     prompts: tuple[BenchPrompt, ...]
     levels: tuple[Level, ...]
     modes: tuple[bool, ...]
     rounds: int = 1
-    # Both modes get the very same prompts, so that answers can be compared; then the
-    # second one finds its prompts in the prefix caches. Otherwise each prompt is new.
+    # Both modes get identical prompts, so that answers can be compared, but the second mode
+    # finds them in the prefix caches. Otherwise each prompt is new.
     same_prompts: bool = False
-    # In front of every prompt, so that a router that has seen an earlier run does not know it.
+    # A prefix of every prompt, so that a router that has seen an earlier run does not know it.
     run_mark: str = ""
 
 
@@ -38,7 +38,7 @@ async def run_bench(
     cluster_pids: tuple[int, ...],
     progress: LineProgress,
 ) -> BenchResult:
-    """Runs the plan. Passes of one level alternate between the modes, and the mode that goes first alternates too."""
+    """Runs the plan. Passes of one level alternate between the modes, as does the mode that goes first."""
     await _warm_up(client, plan, options, progress=progress)
     load = LoadGenerator(RouterAsker(client, options), seed=options.seed)
     figures: list[LevelFigures] = []
@@ -62,20 +62,20 @@ async def run_bench(
 
 
 def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchPrompt, ...]]:
-    """The prompts cut into passes: small ones where modes are interleaved and few clients run.
+    """Cuts the prompts into passes: small ones if modes are interleaved and few clients run.
 
-    A pass is at least four prompts for each client, so that its ragged end, where fewer
-    clients run than asked for, stays short against the whole.
+    A pass has at least four prompts per client, so that its ragged end, when fewer clients run
+    than asked for, is short compared to the whole.
     """
     if len(plan.modes) == 1 or level.is_open_loop:
         return [plan.prompts]
     num_groups = max(1, len(plan.prompts) // (4 * int(level.value)))
-    # Every num_groups-th prompt: each pass has all kinds in it.
+    # Every num_groups-th prompt, so that each pass has all kinds.
     return [plan.prompts[first::num_groups] for first in range(num_groups)]
 
 
 async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions, *, progress: LineProgress) -> None:
-    """The same for every mode: a few short answers together, none of them counted."""
+    """Runs a few short answers together in every mode, not counted."""
     short = replace(options, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))
     load = LoadGenerator(RouterAsker(client, short), seed=options.seed)
     level = Level(is_open_loop=False, value=WARM_UP_PROMPTS)

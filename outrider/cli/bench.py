@@ -1,4 +1,4 @@
-"""`outrider bench load` and `outrider bench compare`: load tests of a running cluster, or of one that is started."""
+"""`outrider bench load` and `outrider bench compare`: load tests of a running cluster, or of a new one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments)
     given = {field.name: getattr(arguments, field.name) for field in fields(AnswerOptions) if field.name in arguments}
     options = AnswerOptions(**given)
-    make_request("", {"top_k": options.top_k, "seed": options.seed, "max_tokens": options.max_tokens})  # or an error
+    make_request("", {"top_k": options.top_k, "seed": options.seed, "max_tokens": options.max_tokens})  # validates them
     if arguments.json:
         check_writable(arguments.json, "json")
     connection = read_connection(arguments)
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> BenchPlan:
-    """Raises: InvalidRequestError for prompts that cannot be read."""
+    """Raises: InvalidRequestError if the prompts cannot be read."""
     compares = arguments.kind == "compare"
     starts_cluster = arguments.target is None
     concurrencies = arguments.concurrency or (() if arguments.rate else DEFAULT_CONCURRENCY)
@@ -137,7 +137,7 @@ def make_plan(arguments: argparse.Namespace) -> BenchPlan:
 
 @contextlib.contextmanager
 def _router(arguments: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A router's address and the process ids of its cluster, as far as they are known."""
+    """Yields a router's address and the process ids of its cluster, if known."""
     if arguments.target is not None:
         yield arguments.target, pids_behind(arguments.target)
         return
@@ -152,7 +152,7 @@ def _router(arguments: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...
 
 
 def describe_model(client: Client) -> dict[str, Any]:
-    """Raises: PeerLostError when the router cannot be reached."""
+    """Returns the model's fields for the report. Raises: PeerLostError if the router cannot be reached."""
     model = client.model()
     return {
         "model": model.name,

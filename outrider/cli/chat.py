@@ -15,7 +15,7 @@ HELP = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an a
 
 
 CHAT_SAMPLING = GenerateOptions(temperature=0.7)
-"""Where neither the user nor the model says how: small models ramble at the contract's 1."""
+"""Defaults if neither the user nor the model sets sampling: small models ramble at the API's default of 1."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
                     sys.stderr.write(" [stopped]")
                 except OutriderError as error:
                     sys.stderr.write(f"{error}\n")
-                    continue  # the message was not answered: it is not part of the conversation
+                    continue  # an unanswered message is not part of the conversation
                 messages += [ChatMessage("user", line), ChatMessage("assistant", stream.text())]
                 sys.stdout.write("\n")
 
 
 def _read_line() -> str | None:
-    """None at the end of the input."""
+    """Returns the next line, or None at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:

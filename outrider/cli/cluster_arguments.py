@@ -1,4 +1,4 @@
-"""The flags of every command that starts a cluster."""
+"""The flags common to commands that start a cluster."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CLUSTER_FLAGS = {
     "gpus": "cluster.gpus",
     "port": "cluster.port",
 }
-"""Settings by the flag that sets them."""
+"""Flags, each with the setting that it sets."""
 WITHOUT_PREFIX_CACHE = "kv_cache.prefix_cache=false"
-"""As `--set` takes it, of commands that send a prompt twice: both runs do the same work, KV transfer included."""
+"""Override for commands that send a prompt twice: both runs then do the same work, including the KV transfer."""
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Flags of every command that starts a cluster. They set settings and override file and environment.
+    """Adds the flags of commands that start a cluster. They set settings and override file and environment.
 
-    `defaults` of flags are the command's own, such as `port=0`.
+    `defaults` are the command's own defaults of flags, such as `port=0`.
     """
     add_setting_flags(parser, CLUSTER_FLAGS, SECTIONS)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`outrider config`: the settings in force, as YAML that can be used as a configuration file; imports; the schema."""
+"""`outrider config`: effective settings as YAML that is a valid configuration file; imports; the JSON schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.errors import ConfigError
 from outrider.service.config import GatewayConfig
 
 SECRETS = ("api_key", "hf_token")
-"""Keys of other servers whose values are not shown."""
+"""Keys of other servers whose values are hidden."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    """Prints the table. Raises: ConfigError with errors, and nothing is written then."""
+    """Prints the table. Raises: ConfigError if a key has an error; nothing is written then."""
     sections = sections_of(arguments.role)
     arguments.imports = []
     explicit = load_arguments(arguments, sections, role=arguments.role)
@@ -83,7 +83,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _table(keys: Sequence[Translated]) -> Iterator[str]:
-    """A line for each key, and one more for each further setting that it is."""
+    """Yields a line for each key, and one for each further setting that it sets."""
     rows = [("line", "key", "value", "result", "setting", "note")]
     for key in keys:
         settings = [f"{name}: {format_value(value)}" for name, value in key.settings.items()] or [""]
@@ -97,7 +97,7 @@ def _table(keys: Sequence[Translated]) -> Iterator[str]:
 
 
 def _written(keys: Sequence[Translated]) -> Iterator[str]:
-    """A configuration file with the origin of each value."""
+    """Yields a configuration file with the origin of each value."""
     origins = {name: key.origin for key in keys for name in key.settings}
     values = {name: value for key in keys for name, value in key.settings.items()}
     sections: dict[str, dict[str, Any]] = {}
@@ -108,9 +108,9 @@ def _written(keys: Sequence[Translated]) -> Iterator[str]:
 
 
 def sections_of(role: str | None) -> dict[str, type]:
-    """The sections that a service reads; without a role, all.
+    """Returns the sections that a service reads, or all without a role.
 
-    Imported lazily: an install of the router lacks what nodes import.
+    Their modules are imported lazily: an install of the router lacks packages that nodes import.
     """
     if role is not None:
         sections: dict[str, type] = importlib.import_module(f"{role}.config").SECTIONS
@@ -122,7 +122,7 @@ def sections_of(role: str | None) -> dict[str, type]:
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:
-    """Of a YAML file with the source of each value, by its key."""
+    """Yields the lines of a YAML file with the source of each value, by its key."""
     indent = "  " * prefix.count(".")
     for name, value in values.items():
         key = f"{prefix}{name}"

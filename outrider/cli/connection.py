@@ -1,4 +1,4 @@
-"""The flags of every command that calls a running service: its address, TLS, a token."""
+"""The flags common to commands that call a running service: address, TLS, token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEM = "system"
 
 
 def targets(text: str) -> str:
-    """Of a flag: as clients take it. Raises: argparse.ArgumentTypeError."""
+    """Parses a flag's targets into the form for clients. Raises: argparse.ArgumentTypeError."""
     try:
         return ",".join(Targets(text).all)
     except ValueError as error:
@@ -24,7 +24,7 @@ def targets(text: str) -> str:
 
 
 def add_target_argument(parser: argparse.ArgumentParser, *, flag: str = "--target") -> None:
-    """Read as `target`, whatever the flag is called."""
+    """Adds the flag, whose `dest` is `target` under any name."""
     parser.add_argument(
         flag,
         dest="target",
@@ -55,7 +55,7 @@ def add_connection_arguments(parser: argparse.ArgumentParser, *, with_token: boo
 
 
 def read_tls(arguments: argparse.Namespace) -> TlsConfig | None:
-    """None: plaintext. Raises: ConfigError for a certificate without its key, or the other way round."""
+    """Returns the TLS settings, or None for plaintext. Raises: ConfigError if certificate or key is missing."""
     certificate, private_key, authority = arguments.certificate, arguments.private_key, arguments.authority
     if arguments.tls is not None:
         if authority or certificate or private_key:
@@ -72,7 +72,7 @@ def read_tls(arguments: argparse.Namespace) -> TlsConfig | None:
 
 
 def read_token(arguments: argparse.Namespace) -> str | None:
-    """Raises: ConfigError for a file that cannot be read or does not contain one token."""
+    """Raises: ConfigError if the file cannot be read or does not contain exactly one token."""
     if arguments.token_file is None:
         return None
     try:
@@ -87,7 +87,7 @@ def read_token(arguments: argparse.Namespace) -> str | None:
 
 
 def read_connection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of a client. Raises: ConfigError, as `read_tls` and `read_token`, and for a token without TLS."""
+    """Returns a client's arguments. Raises: ConfigError as `read_tls` and `read_token`, or for a token without TLS."""
     tls, token = read_tls(arguments), read_token(arguments)
     if token is not None and tls is None:
         raise ConfigError("--token-file needs --tls or --authority: in plaintext everybody on the way could read it")
@@ -95,7 +95,7 @@ def read_connection(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Before the work of an hour is lost. Raises: InvalidRequestError."""
+    """Checks an output path before a long run. Raises: InvalidRequestError."""
     try:
         path.open("ab").close()
     except OSError as error:

@@ -44,7 +44,7 @@ class DemoPrompt:
 DEMO_PROMPTS = tuple(
     DemoPrompt(**json.loads(line)) for line in Path(__file__).with_name("demo_prompts.jsonl").open(encoding="utf-8")
 )
-"""Of different kinds, about 240 tokens each in the default model's chat template; one is sampled, not greedy."""
+"""Prompts of different kinds, of about 240 tokens each in the default model's chat template; one is sampled."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
     cluster = make_cluster(arguments)
     cluster.on_event = lambda event: _show(printer, event)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     printer.say(f"outrider {__version__} demo; logs in {cluster.log_directory}")
     with cluster:
         announce_serving(cluster, printer)
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def summary_line(
     pairs: Sequence[tuple[RequestRecord, RequestRecord]], survivor: RequestRecord, *, is_identical: bool
 ) -> str:
-    """The demo's last line; every figure is measured."""
+    """Returns the demo's last line; every figure is measured."""
     num_steps = sum(fast.metrics.speculation.num_spec_steps for fast, _ in pairs)
     num_accepted = sum(fast.metrics.speculation.num_accepted_draft_tokens for fast, _ in pairs)
     fast_rate, plain_rate = (_rate(answers) for answers in zip(*pairs, strict=True))
@@ -100,13 +100,13 @@ def summary_line(
 
 
 def _rate(answers: Sequence[RequestRecord]) -> float:
-    """Tokens after the first, a second, over all answers."""
+    """Returns tokens per second after the first token, over all answers."""
     seconds = sum(sum(gaps(answer)) for answer in answers)
     return sum(len(answer.token_ids) - 1 for answer in answers) / seconds if seconds > 0 else 0.0
 
 
 def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[RequestRecord, RequestRecord]:
-    """(with speculation, without)."""
+    """Returns the answers with and without speculation."""
     sys.stdout.write(f"\n=== {prompt.name} ===\n{prompt.text}\n")
     return (
         _answer(client, prompt, max_tokens, has_speculation=True),
@@ -115,7 +115,7 @@ def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[
 
 
 def _answer_through_a_loss(cluster: Cluster, client: Client, prompt: DemoPrompt, twin: RequestRecord) -> RequestRecord:
-    """The twin's request again; the decode node that computes it is killed when half of the answer is there."""
+    """Repeats the twin's request, and kills the decode node that computes it after half of the answer."""
     is_alive = True
 
     def kill(num_tokens: int) -> None:
@@ -126,12 +126,12 @@ def _answer_through_a_loss(cluster: Cluster, client: Client, prompt: DemoPrompt,
 
     sys.stdout.write(f"\n=== {prompt.name} again; its decode node will be killed (SIGKILL) ===\n")
     answer = _answer(client, prompt, len(twin.token_ids), has_speculation=True, on_tokens=kill)
-    cluster.wait_serving()  # a node that is stopped while it starts has another exit status
+    cluster.wait_serving()  # a node that is stopped during its start has another exit status
     return answer
 
 
 def _busiest_decode_node(cluster: Cluster, client: Client) -> str:
-    """The cluster's name of the one that runs most. Raises: NotFoundError."""
+    """Returns the cluster's name of the decode node with the most running sequences. Raises: NotFoundError."""
     with contextlib.closing(client.watch_cluster()) as statuses:
         decodes = next(statuses).by_role()[NodeRole.DECODE]
     target = max(decodes, key=lambda node: node.load.num_running).target
@@ -149,7 +149,7 @@ def _answer(
     has_speculation: bool,
     on_tokens: Callable[[int], None] = lambda _num_tokens: None,
 ) -> RequestRecord:
-    """`on_tokens` is told after each delta how many tokens have come."""
+    """`on_tokens` is called after each delta with the number of tokens so far."""
     sys.stdout.write(f"\n--- {prompt.name}, {_mode(has_speculation=has_speculation)} ---\n")
     sys.stdout.flush()
     options = _options(prompt, max_tokens, has_speculation=has_speculation)
@@ -180,7 +180,7 @@ def _options(prompt: DemoPrompt, max_tokens: int, *, has_speculation: bool) -> G
 
 
 def _describe_parting(client: Client, prompt: DemoPrompt, fast: RequestRecord, plain: RequestRecord) -> str:
-    """Where two answers first differ, and how close the two best tokens were there; empty if they are identical."""
+    """Describes where two answers first differ, and how close the two best tokens were; "" if they are identical."""
     index = first_difference(fast.token_ids, plain.token_ids)
     if index is None:
         return ""
@@ -192,7 +192,7 @@ def _describe_parting(client: Client, prompt: DemoPrompt, fast: RequestRecord, p
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or that only one has; None when equal."""
+    """Returns the index of the first token that differs, or that only one has; None if they are equal."""
     return next((index for index, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 

@@ -1,6 +1,6 @@
-"""`outrider fetch`: downloads and verifies the models before anything needs them, and validates all settings.
+"""`outrider fetch`: downloads and verifies the models before they are needed, and validates all settings.
 
-In a cluster of containers it runs once, before the nodes: one download with visible progress.
+In a cluster of containers it runs once, before the nodes, as a single download with visible progress.
 """
 
 from __future__ import annotations

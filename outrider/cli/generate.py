@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         if name in options and not arguments.json:
             raise InvalidRequestError(f"{flag} needs --json", field=name)
     prompt = _prompt(arguments)
-    make_request(prompt, options)  # or an error, before anybody is asked
+    make_request(prompt, options)  # validates them before any request is sent
     connection = read_connection(arguments)
     if arguments.timeout_seconds is not None:
         connection["timeout_seconds"] = arguments.timeout_seconds
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe_stream(stream: GenerateStream) -> str:
-    """One line for people: tokens, speed, times, acceptance, seed."""
+    """Returns one line for people: tokens, speed, times, acceptance, seed."""
     usage, metrics = stream.summary.usage, stream.summary.metrics
     streaming_seconds = max(metrics.e2e_seconds - metrics.ttft_seconds, 1e-9)
     parts = [f"{usage.num_generated_tokens} tokens", f"first after {metrics.ttft_seconds * 1e3:.0f} ms"]
@@ -96,7 +96,7 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
 
 
 def _logprobs_to_json(value: TokenLogprobs) -> dict[str, Any]:
-    """A token's text may be a part of a character: then it has U+FFFD, and its bytes say more."""
+    """Converts to JSON. If a token's text is part of a character, it contains U+FFFD, and only its bytes are exact."""
     entry = dataclasses.asdict(value)
     del entry["token_bytes"], entry["top_bytes"]
     if value.token_bytes:
@@ -108,7 +108,7 @@ def _logprobs_to_json(value: TokenLogprobs) -> dict[str, Any]:
 def _to_json(stream: GenerateStream, logprobs: dict[int, list[Any]]) -> dict[str, Any]:
     prompt_logprobs = [_logprobs_to_json(entry) for entry in stream.started.prompt_logprobs]
     for entry in prompt_logprobs[:1]:
-        entry["logprob"] = None  # the first token follows nothing; NaN is no JSON
+        entry["logprob"] = None  # the first token has no predecessor; NaN is not valid JSON
     return {
         "request_id": stream.summary.request_id,
         "model": stream.started.model,

@@ -35,14 +35,14 @@ ELSEWHERE = {
     **dict.fromkeys(("complete", "completion", "prompt"), "generate"),
     **dict.fromkeys(("stats", "status", "ps"), "top"),
 }
-"""Commands by the names that other servers have for them."""
+"""Commands, by the names that other servers use for them."""
 STARTERS = ("up", "demo", "train-head", "fetch", "bench")
-"""Commands of which what a client has not is what starts nodes."""
+"""Commands for which a client install lacks the packages that start nodes."""
 WRONG_USE, INTERRUPTED = 2, 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says one line for a wrong command line, where argparse says all flags first."""
+    """A parser that reports a wrong command line in one line, where argparse prints all flags first."""
 
     def error(self, message: str) -> Never:
         self.exit(WRONG_USE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(argv, chosen)
         status = int(arguments.run(arguments))
-        sys.stdout.flush()  # an error of it is one of ours
-    except BrokenPipeError:  # the reader of our output is gone
+        sys.stdout.flush()  # its errors are handled here, too
+    except BrokenPipeError:  # the reader of the output is gone
         _drop_output()
         return 1
     except KeyboardInterrupt:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explained(error: OutriderError | ModuleNotFoundError | UnicodeError | OSError, chosen: str) -> str:
-    """In one line, with the way out where there is one. Raises: the error itself if it is a bug of ours."""
+    """Describes the error in one line, with a remedy if there is one. Raises: the error itself if it is a bug."""
     match error:
         case UnauthenticatedError():
             return f"{error}; with a command: --token-file FILE"
@@ -89,21 +89,21 @@ def _explained(error: OutriderError | ModuleNotFoundError | UnicodeError | OSErr
 
 
 def _open_streams() -> None:
-    """A standard stream that is closed is as good as nothing; one without UTF-8 gets question marks."""
+    """Replaces closed standard streams by /dev/null; streams without UTF-8 print question marks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 as long as we live
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 until the process ends
         elif name == "stdout" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
 def _drop_output() -> None:
-    """What standard output does not take any more: the interpreter must not complain of it when it exits."""
+    """Drops what standard output no longer accepts, so that the interpreter does not report it at exit."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         return
-    with contextlib.suppress(OSError, ValueError):  # of a test's stream
+    with contextlib.suppress(OSError, ValueError):  # a test's stream has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -113,7 +113,7 @@ def _say(line: str) -> None:
 
 
 def parse(argv: Sequence[str], chosen: str) -> argparse.Namespace:
-    """Ends the process with one line on stderr and status 2 for a wrong command line."""
+    """Parses the command line. A wrong one ends the process with one line on stderr and status 2."""
     parser = make_parser(chosen)
     if chosen and chosen not in COMMANDS:
         other = ELSEWHERE.get(chosen) or difflib.get_close_matches(chosen, COMMANDS, n=1, cutoff=0.0)[0]
@@ -131,8 +131,8 @@ def parse(argv: Sequence[str], chosen: str) -> argparse.Namespace:
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Also those of its own commands."""
-    for action in parser._actions:  # noqa: SLF001 there is no other way to ask for them
+    """Yields the parser's flags, including those of its subcommands."""
+    for action in parser._actions:  # noqa: SLF001 argparse has no public accessor
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 likewise
             for inner in action.choices.values():
@@ -140,7 +140,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def make_parser(chosen: str) -> argparse.ArgumentParser:
-    """The flags of the chosen command only: the others' imports are not needed."""
+    """Makes a parser with the flags of the chosen command only, to avoid the others' imports."""
     parser = _Parser(prog="outrider", description="A language-model server in four gRPC services.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """On one line, with a question mark for each control character, which a terminal would obey."""
+    """Returns the text on one line, with a question mark for each control character, which a terminal would execute."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,6 +1,6 @@
 """`outrider probe`: a service's health as an exit status, for container health checks and scripts.
 
-It runs frequently beside the service that it checks, so it imports little.
+It runs frequently next to the service that it checks, so it imports little.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`outrider profile`: where the wall clock goes in running nodes and in requests."""
+"""`outrider profile`: how running nodes, and requests, spend the wall-clock time."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.page:
         requests = list(request_times(arguments.page, ended_serials(arguments.page) - ended))
         seconds = time.monotonic() - started_at
-        whole = [each for each in requests if each["age"] <= seconds]  # else some of their steps were not profiled
+        whole = [each for each in requests if each["age"] <= seconds]  # the others had steps before the profile
         _show(["", *request_lines(whole or requests, profiles)])
     if any(not profile.steps for profile in profiles):
         sys.stdout.flush()
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_nodes(router: str, role: str | None, *, tls: TlsConfig | None = None, token: str | None = None) -> list[str]:
-    """host:port of the serving nodes of the role, or of all roles whose engines can be profiled.
+    """Returns host:port of the role's serving nodes, or of all roles whose engines can be profiled.
 
     Raises: NotFoundError; PeerLostError without a router.
     """
@@ -142,7 +142,7 @@ def find_nodes(router: str, role: str | None, *, tls: TlsConfig | None = None, t
 async def _fetch_all(
     targets: Sequence[str], options: ProfileOptions, credentials: grpc.ChannelCredentials | None, server_name: str
 ) -> list[tuple[Profile, bytes]]:
-    """Of all nodes over the same time."""
+    """Profiles all nodes at the same time."""
 
     async def fetch(target: str) -> tuple[Profile, bytes]:
         async with open_channel(target, credentials=credentials, server_name=server_name) as channel:

@@ -1,4 +1,4 @@
-"""The tables of `outrider profile`: engine threads and requests, each adding up to the wall clock."""
+"""The tables of `outrider profile`: engine threads and requests; each adds up to the wall-clock time."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ NAME_WIDTH, COLUMN_WIDTH = 24, 28
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The steps of one kind of one node."""
+    """One node's steps of one kind."""
 
     profile: Profile
     kind: StepKind
     steps: Sequence[ProfiledStep]
 
     def cell(self, nanoseconds: int) -> str:
-        """The share of the node's time, and milliseconds a step: means add up, medians do not."""
+        """Returns the share of the node's time, and milliseconds per step: means add up, medians do not."""
         return f"{nanoseconds / max(covered(self.profile), 1):.1%}{nanoseconds / len(self.steps) / 1e6:>11.3f}"
 
     def spent(self, part: str) -> int:
-        """Nanoseconds in all."""
+        """Returns the total nanoseconds of a part."""
         return sum(step.nanoseconds.get(part, 0) for step in self.steps)
 
 
 def covered(profile: Profile) -> int:
-    """Nanoseconds from the first step's beginning to the last one's end."""
+    """Returns nanoseconds from the first step's beginning to the last one's end."""
     return sum(sum(step.nanoseconds.values()) for step in profile.steps)
 
 
 def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
-    """The engine threads' time by part of a step: the columns of a node add up to 100 % of the wall clock."""
+    """Yields the engine threads' time by part of a step: a node's columns add up to 100 % of the wall-clock time."""
     for profile in profiles:
         yield (
             f"{profile.node}: {len(profile.steps)} steps, which cover {covered(profile) / 1e9:.2f} of "
@@ -66,9 +66,9 @@ def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
 
 
 def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile]) -> Iterator[str]:
-    """A mean request from its arrival to its last token. Steps are split as the engines' own are, on average.
+    """Yields the mean request from arrival to last token. Steps are split in the engines' average proportions.
 
-    What neither the router's timeline nor the steps explain is a row of its own.
+    Time that neither the router's timeline nor the steps explain has its own row.
     """
     if not requests:
         yield (
@@ -102,7 +102,7 @@ def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile])
 
 
 def _mean_step(profiles: Iterable[Profile], nodes: Collection[str]) -> Mapping[str, float]:
-    """Seconds of a step of these nodes by part, without idle time: of a step that a request waits for."""
+    """Returns seconds per step of these nodes by part, without idle time, for a step that a request waits for."""
     steps = [step for profile in profiles if profile.node in nodes for step in profile.steps]
     return {part: fmean(step.nanoseconds.get(part, 0) for step in steps) / 1e9 for part in parts_in_order(steps)}
 
@@ -113,6 +113,6 @@ def _shape(steps: Sequence[ProfiledStep]) -> str:
 
 
 def _row(name: str, cells: Iterable[str]) -> str:
-    """Of a long address the port is left."""
+    """Formats a row; a long address is cut to its end, which has the port."""
     ends = (cell[1 - COLUMN_WIDTH :] for cell in cells)
     return f"  {name:<{NAME_WIDTH}.{NAME_WIDTH}}" + "".join(f"{end:>{COLUMN_WIDTH}}" for end in ends)

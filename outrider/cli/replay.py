@@ -1,4 +1,4 @@
-"""`outrider replay`: computes the answer of a receipt again and compares (docs/replay.md)."""
+"""`outrider replay`: recomputes the answer of a receipt and compares it (docs/replay.md)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from outrider.node_stamp import NodeStamp
 from outrider.receipt import ABORTED, FAILED, Receipt, find_receipt, read_receipts
 
 STORE_SECONDS = 10.0
-"""How long the store may take to find a receipt."""
+"""Seconds that the store may take to find a receipt."""
 IDENTICAL, DIFFERENT, NOT_REPLAYABLE = 0, 1, 3
-"""Exit statuses. 1 is also that of every error."""
+"""Exit statuses. Every error has the status 1, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         for receipt in receipts:
             try:
                 results[_replay(client, receipt)] += 1
-            except (MismatchError, InvalidRequestError) as error:  # the next one may do
+            except (MismatchError, InvalidRequestError) as error:  # the next receipt may still work
                 _say(f"{receipt.request_id}: error: {error}")
                 results[DIFFERENT] += 1
             sys.stdout.flush()
@@ -91,7 +91,7 @@ def _replay(client: Client, receipt: Receipt) -> int:
 
 
 def _say(text: str, file: TextIO | None = None) -> None:
-    """A line on standard output, or in `file`. What receipts and nodes say is not for a terminal to obey."""
+    """Writes a line to standard output or `file`, without control characters of receipts and nodes."""
     (file or sys.stdout).write(f"{printable(text)}\n")
 
 
@@ -109,12 +109,12 @@ def _token_text(client: Client, token_id: int | None) -> str:
         return "the end"
     try:
         return f"{token_id} {client.detokenize([token_id], skip_special_tokens=False)!r}"
-    except OutriderError:  # a receipt may have any number
+    except OutriderError:  # a receipt may contain any number
         return str(token_id)
 
 
 def _node_lines(receipt: Receipt, nodes: tuple[NodeStamp, ...]) -> Iterator[str]:
-    """What differed between the nodes then and now."""
+    """Yields how the nodes then and now differ."""
     if not nodes:
         yield "the router does not say which nodes computed it now"
         return
@@ -129,7 +129,7 @@ def _node_lines(receipt: Receipt, nodes: tuple[NodeStamp, ...]) -> Iterator[str]
 
 
 def _find(arguments: argparse.Namespace) -> Receipt:
-    """By its id. Raises: OutriderErrors."""
+    """Finds a receipt by its id. Raises: OutriderErrors."""
     where, request_id = arguments.receipts, arguments.receipt
     if where is None:
         config = load_arguments(arguments, sections_of("router"), role="router").sections["router"]

@@ -1,4 +1,4 @@
-"""Where the time of requests went, as a router's page tells it (`/api/requests`)."""
+"""Time spent by requests, from a router's page (`/api/requests`)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ MAX_PAGE_BYTES = 32 << 20
 ENDED = "finished"
 BEFORE_PREFILL = ("encode", "queue", "open")
 MAX_NUMBER = 1e9
-"""Of seconds and tokens: a request has fewer, and sums of these are finite."""
+"""Upper limit for seconds and tokens: no request reaches it, and sums below it are finite."""
 
 T = TypeVar("T")
 
 
 RequestTimes = Mapping[str, Any]
-"""Of a request that ended: nodes, counts, and seconds of the router's clock. `encode` to `decoding` are in order."""
+"""A finished request's nodes, counts, and seconds of the router's clock. `encode` to `decoding` are in order."""
 
 
 def ended_serials(page: str) -> set[int]:
-    """Of requests that have ended. Raises: PeerLostError."""
+    """Returns the serials of finished requests. Raises: PeerLostError."""
     return _get(page, "", lambda found: {int(one["serial"]) for one in found["requests"] if one["state"] == ENDED})
 
 
 def request_times(page: str, serials: set[int]) -> Iterator[RequestTimes]:
-    """Of those that a prefill and a decode node computed in one attempt, and that the page still knows from end to end.
+    """Yields times of requests computed in one attempt by a prefill and a decode node, if the page has them completely.
 
     Raises: PeerLostError.
     """
@@ -41,9 +41,9 @@ def request_times(page: str, serials: set[int]) -> Iterator[RequestTimes]:
 
 
 def _times(request: Any) -> RequestTimes | None:
-    """`request`: None where the page does not have it any more.
+    """`request` is None if the page no longer has it.
 
-    Raises: ValueError, TypeError, KeyError or IndexError where it is not of the expected form.
+    Raises: ValueError, TypeError, KeyError or IndexError if it does not have the expected form.
     """
     if request is None or request["attempts"] != 1 or request["num_dropped_steps"]:
         return None
@@ -65,23 +65,23 @@ def _times(request: Any) -> RequestTimes | None:
         **{kind: sum(span["end"] - span["start"] for span in spans.get(kind, ())) for kind in BEFORE_PREFILL},
         "prefill": computed_at - prefills[0]["start"],  # from the call to the end of the last chunk
         "transfer": pushed_at - computed_at,  # until the decode node has acknowledged the last frame of KV
-        "commit": decoding_at - pushed_at,  # until the decode node says that all KV is there
+        "commit": decoding_at - pushed_at,  # until the decode node reports that all KV has arrived
         "first_token": first_token_at - decoding_at,
         "decoding": request["steps"][-1]["at"] - first_token_at,  # from the first token to the last
         "total": request["e2e_seconds"],
         "age": request["age_seconds"],  # from arrival to now
     }
-    if not all(abs(number) <= MAX_NUMBER for number in numbers.values()):  # nor is it so of NaN
+    if not all(abs(number) <= MAX_NUMBER for number in numbers.values()):  # NaN fails as well
         raise ValueError(f"no times of a request: {numbers}")
     return {"prefill_node": str(prefills[0]["node"]), "decode_node": str(decodes[0]["node"]), **numbers}
 
 
 def _get(page: str, path: str, parse: Callable[[Any], T]) -> T:
-    """What `parse` makes of the JSON under this path, or of None where the page has none. Raises: PeerLostError."""
+    """Returns what `parse` makes of the JSON at this path, or of None if the page has none. Raises: PeerLostError."""
     url = f"{page if '://' in page else f'http://{page}'}".rstrip("/") + "/api/requests" + path
     try:
         try:
-            with urllib.request.urlopen(url, timeout=PAGE_SECONDS) as answer:  # noqa: S310 whose scheme the operator chose
+            with urllib.request.urlopen(url, timeout=PAGE_SECONDS) as answer:  # noqa: S310 the operator chose it
                 found = json.loads(answer.read(MAX_PAGE_BYTES))
         except HTTPError as error:
             if error.code != HTTPStatus.NOT_FOUND:

@@ -14,7 +14,7 @@ from outrider.client import GenerateOptions, Model
 
 
 def text_or_file(value: str) -> str:
-    """Raises: argparse.ArgumentTypeError for a file that cannot be read."""
+    """Returns the text, or a file's content for `@FILE`. Raises: argparse.ArgumentTypeError if it is unreadable."""
     if not value.startswith("@"):
         return value
     try:
@@ -33,7 +33,7 @@ def json_object(value: str) -> Any:
 
 
 def seconds(value: str) -> float:
-    """Raises: argparse.ArgumentTypeError; ValueError for what is no number."""
+    """Raises: argparse.ArgumentTypeError; ValueError if it is not a number."""
     if not 0 < (found := float(value)) < math.inf:
         raise argparse.ArgumentTypeError(f"a number of seconds above 0 is needed, not {value}")
     return found
@@ -61,7 +61,7 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags whose `dest` is the option's name."""
+    """Adds flags whose `dest` is the option's name."""
     for name, (kind, metavar, text) in _VALUES.items():
         flag = "--timeout" if name == "timeout_seconds" else "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, metavar=metavar, dest=name, help=text)
@@ -78,11 +78,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(arguments: argparse.Namespace) -> GenerateOptions:
-    """Only the flags that were given."""
+    """Returns only the flags that were given."""
     given = {name: getattr(arguments, name, None) for name in GenerateOptions.__annotations__}
     return cast("GenerateOptions", {name: value for name, value in given.items() if value is not None})
 
 
 def with_defaults_of(model: Model, options: GenerateOptions) -> GenerateOptions:
-    """What is not given is what the model's generation_config.json names, else the default of the public API."""
+    """Fills in options from the model's generation_config.json; the rest have the defaults of the public API."""
     return cast("GenerateOptions", {**model.default_sampling, **options})

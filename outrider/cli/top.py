@@ -1,4 +1,4 @@
-"""`outrider top`: the cluster on a terminal, once a second, as a router sees it (WatchCluster)."""
+"""`outrider top`: the cluster on a terminal, once a second, as a router reports it (WatchCluster)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 DEFAULT_INTERVAL_SECONDS = 1.0
 LEAST_INTERVAL_SECONDS, MOST_INTERVAL_SECONDS = 0.1, 60.0
 PATIENCE_SECONDS = 5.0
-"""How long after it was due a report is waited for, before the next router is asked."""
+"""Seconds that a report may be overdue before the next router is asked."""
 RETRY_SECONDS = 1.0
 STDERR = 2
 TERMINATED = 128 + signal.SIGTERM
 WIDTH_OF_TEXT = 160
-"""At most, where the output is not a terminal."""
+"""Maximum width if the output is not a terminal."""
 
 LATE_SECONDS = 1.5
-"""How long after it was due the figures before it are called old."""
+"""Seconds that a report may be overdue before the last figures are marked as old."""
 
 AWAY = (PeerLostError, CapacityError, AbortedError, InternalError)
-"""What may be over soon: no router there, too many watches, no answer in time, a connection that breaks oddly."""
+"""Temporary errors: no router there, too many watches, no answer in time, a connection that breaks oddly."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_console(*, is_terminal: bool) -> Console:
-    """Raises: ModuleNotFoundError without rich."""
+    """Makes the console. Raises: ModuleNotFoundError without rich."""
     from rich.console import Console
 
     if is_terminal:
@@ -89,10 +89,10 @@ def _make_console(*, is_terminal: bool) -> Console:
 
 
 class WatchedCluster:
-    """The reports of a router; of several targets, those of one that answers."""
+    """The reports of a router, or of one of several targets that answers."""
 
     def __init__(self, targets: str, *, interval_seconds: float, **connection: Any) -> None:
-        """`connection`: arguments of the client. Raises: ValueError without a target."""
+        """`connection` has arguments of the client. Raises: ValueError without a target."""
         self._targets = Targets(targets)
         self.interval_seconds = interval_seconds
         self._connection = connection
@@ -102,7 +102,7 @@ class WatchedCluster:
         self.changed = asyncio.Event()
 
     async def follow(self) -> None:
-        """Goes on until it is cancelled. Raises: OutriderError for what does not pass, such as an unknown token."""
+        """Takes reports until cancelled. Raises: OutriderError for permanent errors, such as an unknown token."""
         while True:
             try:
                 async with aclosing(self._reports()) as reports:
@@ -115,7 +115,7 @@ class WatchedCluster:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def take_one(self) -> None:
-        """Of the first target that answers. Raises: OutriderError of the last one where none does."""
+        """Takes one report of the first target that answers. Raises: the last target's OutriderError if none does."""
         while True:
             try:
                 async with aclosing(self._reports()) as reports:
@@ -128,7 +128,7 @@ class WatchedCluster:
                 return
 
     async def _reports(self) -> AsyncGenerator[None, None]:
-        """Each has been taken into the history. Raises: OutriderError at the end, whatever it is."""
+        """Yields after each report is added to the history. Raises: OutriderError, whenever reports end."""
         target, interval = self._targets.current, self.interval_seconds
         has_model = False
         async with (
@@ -145,7 +145,7 @@ class WatchedCluster:
                 if status is None:
                     raise PeerLostError(f"{target} has ended its reports", node=target)
                 if not has_model:
-                    with suppress(*AWAY):  # it has none before a node serves
+                    with suppress(*AWAY):  # it has none until a node is serving
                         self._model = await client.model()
                         has_model = True
                 self._error = ""
@@ -171,7 +171,7 @@ async def _print(cluster: WatchedCluster, console: Console) -> None:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """The C core of gRPC writes there, across what is drawn. What is raised meanwhile is said afterwards."""
+    """Silences stderr: gRPC's C core writes to it, across the screen. Exceptions are reported afterwards."""
     kept, nowhere = os.dup(STDERR), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, STDERR)
     try:
@@ -183,7 +183,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _mode() -> list[Any] | None:
-    """Of the terminal that keys come from; None: there is none."""
+    """Returns the mode of the terminal that keys come from; None if there is none."""
     return termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
 
 
@@ -193,7 +193,7 @@ def _set_mode(mode: list[Any] | None) -> None:
 
 
 def _pause(live: Live, mode: list[Any] | None) -> None:
-    """Ctrl-Z: the shell gets the terminal as it was, in `mode`."""
+    """Handles Ctrl-Z: the shell gets the terminal back in `mode`."""
     own = _mode()
     live.stop()
     _set_mode(mode)
@@ -203,14 +203,14 @@ def _pause(live: Live, mode: list[Any] | None) -> None:
 
 
 def _read_key(leave: Callable[[], object]) -> None:
-    """Several may come together; arrows begin with Esc, and are none."""
+    """Reads keys, several of which may arrive together; arrows begin with Esc and are ignored."""
     keys = re.sub(rb"\x1b[\[O][0-9;]*[A-Za-z~]", b"", os.read(sys.stdin.fileno(), 64))
     if not {b"q"[0], b"Q"[0], b"\x1b"[0]}.isdisjoint(keys):
         leave()
 
 
 async def _show(cluster: WatchedCluster, console: Console) -> None:
-    """Until it is cancelled. The terminal is as it was afterwards."""
+    """Shows the cluster until cancelled, and then restores the terminal."""
     from rich.live import Live
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -229,12 +229,12 @@ async def _show(cluster: WatchedCluster, console: Console) -> None:
             while not following.done():
                 cluster.changed.clear()
                 live.update(cluster.view(), refresh=True)
-                with suppress(TimeoutError):  # without a report the figures grow old
+                with suppress(TimeoutError):  # without a report, the figures are redrawn as old
                     async with asyncio.timeout(cluster.interval_seconds + LATE_SECONDS):
                         await cluster.changed.wait()
     finally:
         _set_mode(mode)
         following.cancel()
         await asyncio.wait({following})
-    if not following.cancelled():  # by a key
+    if not following.cancelled():  # cancelled by a key
         following.result()

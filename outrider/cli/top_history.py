@@ -1,4 +1,4 @@
-"""What `outrider top` remembers of the last minute: figures that one report does not have."""
+"""The last minute's history of `outrider top`, for figures that a single report lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Point(NamedTuple):
 
 
 class Trail:
-    """The latest value in each of the last buckets of time, however often there are reports."""
+    """The latest value in each of the last time buckets, independent of the rate of reports."""
 
     def __init__(self, *, bucket_seconds: float, num_buckets: int) -> None:
         self._bucket_seconds = bucket_seconds
@@ -33,10 +33,10 @@ class Trail:
             self._points.pop()
         self._points.append(_Point(bucket, at, value))
         while len(self._points) > 2 and self._points[0].bucket <= bucket - self._num_buckets:
-            self._points.popleft()  # two stay, however far reports are apart: a rise is between two
+            self._points.popleft()  # two remain, however far apart reports are: a rise needs two
 
     def add_count(self, at: float, count: float) -> None:
-        """Of a counter: one that has fallen has begun anew."""
+        """Adds a counter's value; a lower value means that the counter was reset."""
         if self._points and count < self._points[-1].value:
             self._points.clear()
         self.add(at, count)
@@ -46,17 +46,17 @@ class Trail:
 
     @property
     def rise(self) -> float:
-        """From the first value to the last."""
+        """The difference between the last value and the first."""
         return self._points[-1].value - self._points[0].value if self._points else 0.0
 
     @property
     def rise_per_second(self) -> float | None:
-        """None: there are no two values yet."""
+        """The rise per second; None until there are two values."""
         seconds = self._points[-1].at - self._points[0].at if self._points else 0.0
         return self.rise / seconds if seconds > 0.0 else None
 
     def by_bucket(self) -> list[float | None]:
-        """Of every bucket, up to the last that has a value; None where there was no report."""
+        """Returns the value of every bucket, up to the last one with a value; None if there was no report."""
         if not self._points:
             return [None] * self._num_buckets
         first = self._points[-1].bucket - self._num_buckets + 1
@@ -68,7 +68,7 @@ class Trail:
 
 
 class NodeTrail:
-    """Of one node, by its name."""
+    """The history of one node."""
 
     def __init__(self) -> None:
         self.steps = Trail(bucket_seconds=1.0, num_buckets=STEP_SECONDS + 1)
@@ -76,7 +76,7 @@ class NodeTrail:
 
 
 class History:
-    """The last report, and what those before it said. Times are seconds of any clock that does not go back."""
+    """The last report, and figures of earlier ones. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self.status: ClusterStatus | None = None
@@ -94,17 +94,17 @@ class History:
             if node.state in (NodeState.SERVING, NodeState.DRAINING):
                 trail.steps.add_count(at, node.step)
             else:
-                trail.steps.clear()  # a lost node's counter shows 0, until it is back
+                trail.steps.clear()  # a lost node's counter shows 0 until the node is back
 
     def change_router(self) -> None:
-        """The next reports come from another process, which counts for itself."""
+        """Resets the counters, because the next reports are from another router, which has its own."""
         self._moves.clear()
 
     @property
     def moves_in_last_minute(self) -> int:
-        """As far as it was watched."""
+        """Migrations in the last minute, as far as it was watched."""
         return int(self._moves.rise)
 
     def of(self, name: str) -> NodeTrail:
-        """Raises: KeyError for a node that is not in the last report."""
+        """Raises: KeyError if the node is not in the last report."""
         return self._nodes[name]

@@ -1,6 +1,6 @@
-"""What `outrider top` shows: a value in, lines of text out. It knows neither a terminal nor a router.
+"""The view of `outrider top`: a value in, lines of text out, independent of terminals and routers.
 
-Names, conditions and errors are others' words: they become `Text`, never markup, and what is not printable in them is
+Names, conditions and errors come from elsewhere: they become `Text`, never markup, and unprintable characters are
 escaped.
 """
 
@@ -18,7 +18,7 @@ from outrider.cli.top_history import History, NodeTrail
 from outrider.node import ClusterStatus, Model, NodeRole, NodeState, NodeStatus
 
 MAX_WORDS = 300
-"""Characters that are shown of what others say."""
+"""Maximum characters shown of text from elsewhere."""
 MAX_PROBLEMS = 6
 LEAST_NAME, MOST_NAME = 12, 32
 FULL_KV = 0.9
@@ -40,12 +40,12 @@ _REPORTING = (NodeState.SERVING, NodeState.DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """A renderable of any width: a narrow one has fewer columns."""
+    """A renderable of any width; a narrow one has fewer columns."""
 
     history: History
     target: str
-    model: Model | None = None  # None: the router has not named one yet
-    error: str = ""  # why there are no new figures; empty while there are
+    model: Model | None = None  # None: the router has not reported one yet
+    error: str = ""  # why there are no new figures; else empty
     age_seconds: float = 0.0  # of the last figures
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -88,7 +88,7 @@ class ClusterView:
             trails = [self.history.of(node.name) for node in nodes]
             peak = max(_finite(rate) for trail in trails for rate in trail.tokens_per_second.by_bucket())
             for node, trail in zip(nodes, trails, strict=True):
-                is_shown = node.state in _REPORTING  # zeros of a node that does not report would look like figures
+                is_shown = node.state in _REPORTING  # zeros of a silent node would look like measurements
                 found = dict(zip(_COLUMNS, _cells(node, trail, peak), strict=True))
                 cells = [found[each] if is_shown or each.is_left else ("", "") for each in columns]
                 yield _row(escaped(node.name), name_width, columns, cells, _STYLES.get(_standing(node), ""))
@@ -118,7 +118,7 @@ def _totals(status: ClusterStatus) -> Text:
 
 
 def _problems(nodes: Sequence[NodeStatus]) -> Iterator[Text]:
-    """A line for each node that is not well, with the whole reason."""
+    """Yields a line for each unhealthy node, with the complete reason."""
     sick = [node for node in nodes if node.condition or node.state is NodeState.LOST]
     for node in sick[:MAX_PROBLEMS]:
         standing = _standing(node)
@@ -139,12 +139,12 @@ _Cell = tuple[str, str]
 class _Column:
     title: str
     width: int
-    rank: int  # of a narrow terminal's columns those of a high rank are left out
-    is_left: bool = False  # words and pictures; numbers stand to the right
+    rank: int  # a narrow terminal omits columns of high rank
+    is_left: bool = False  # for words and pictures; numbers are right-aligned
 
 
 FIRST_EXTRA = 9
-"""The rank from which a column is less wanted than the whole names."""
+"""The rank from which on complete names take precedence over a column."""
 
 _COLUMNS = (
     _Column("STATE", 11, 1, is_left=True),
@@ -161,7 +161,7 @@ _COLUMNS = (
 
 
 def _cells(node: NodeStatus, trail: NodeTrail, peak: float) -> tuple[_Cell, ...]:
-    """Of all columns. `peak`: the role's highest rate of the last minute."""
+    """Returns the cells of all columns. `peak` is the role's highest rate of the last minute."""
     load, standing, length = node.load, _standing(node), node.load.mean_acceptance_length
     used, step_rate = _kv_use(node), trail.steps.rise_per_second
     full = "bold yellow" if used is not None and used >= FULL_KV else ""
@@ -191,7 +191,7 @@ def _sparkline(trail: NodeTrail, peak: float) -> str:
 
 
 def _fitting(width: int, nodes: Sequence[NodeStatus]) -> tuple[int, list[_Column]]:
-    """(the width of names, the columns for which there is room)."""
+    """Returns the width of names, and the columns that fit."""
     longest = max((cell_len(escaped(node.name)) for node in nodes), default=0)
     name_width = min(max(longest, LEAST_NAME), MOST_NAME)
     room = width - LEAST_NAME
@@ -204,7 +204,7 @@ def _fitting(width: int, nodes: Sequence[NodeStatus]) -> tuple[int, list[_Column
 
 
 def _row(name: str, name_width: int, columns: Sequence[_Column], cells: Sequence[_Cell], style: str) -> Text:
-    """Of a name that is too long the end is shown: names differ there."""
+    """Formats a row; of a name that is too long, the end is shown, because names differ there."""
     if cell_len(name) > name_width:
         name = f"…{name[-name_width:]}"
     while cell_len(name) > name_width:
@@ -222,7 +222,7 @@ def _row(name: str, name_width: int, columns: Sequence[_Column], cells: Sequence
 
 
 def escaped(words: str) -> str:
-    """What a terminal shows as it is: control characters, invisible ones and line ends are escaped."""
+    """Escapes control characters, invisible ones and line ends, so that terminals print the text literally."""
     line = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in words[: MAX_WORDS + 1]
@@ -231,7 +231,7 @@ def escaped(words: str) -> str:
 
 
 def _standing(node: NodeStatus) -> str:
-    """In one word: how the router sees the node, where that is worse than what the node says."""
+    """Returns one word for the node's state: the router's view if it is worse than the node's own."""
     said = node.condition.partition(":")[0]
     if said in ("late", "refused") or (said == "unreachable" and node.state is not NodeState.LOST):
         return said
@@ -239,7 +239,7 @@ def _standing(node: NodeStatus) -> str:
 
 
 def _kv_use(node: NodeStatus) -> float | None:
-    """0 to 1; None: it has no KV cache."""
+    """Returns the used share of the KV cache, 0 to 1; None if the node has none."""
     total = node.load.kv_blocks_total
     return min(max(1.0 - node.load.kv_blocks_free / total, 0.0), 1.0) if total else None
 
@@ -249,7 +249,7 @@ def _finite(number: float | None) -> float:
 
 
 def _short(number: float) -> str:
-    """In at most five characters."""
+    """Formats a number in at most five characters."""
     if not isfinite(number) or abs(number) >= 1e15:
         return "?"
     if abs(number) < 9.95:

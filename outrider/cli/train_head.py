@@ -1,4 +1,4 @@
-"""`outrider train-head`: trains a drafter head for a model; it needs nothing but that model.
+"""`outrider train-head`: trains a drafter head for a model, from nothing but that model.
 
 Ctrl-C or a kill loses little: the same command continues where the run stopped.
 """
@@ -20,7 +20,7 @@ from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError
 
-PLAN_ARGUMENTS = {  # by the name of the plan's field: flag, type, metavariable, help
+PLAN_ARGUMENTS = {  # by the plan's field: flag, type, metavariable, help
     "form": ("--form", str, "FORM", "form of the head: eagle3 (default), medusa or mlp"),
     "minutes": ("--minutes", float, "N", "minutes that the whole run should take; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in PLAN_ARGUMENTS if getattr(arguments, name) is not None}
     plan = TrainingPlan(out=arguments.out, model=settings.sections["model"], **given)
     printer = EventPrinter(sys.stdout)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
 
     @contextlib.contextmanager
     def serve() -> Iterator[str]:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         printer.say(f"interrupted; the same command goes on with what {plan.work} keeps")
         raise
     except BrokenPipeError:
-        raise  # of the terminal, not of the run
+        raise  # from the terminal, not from the run
     except OSError as error:  # a full disk
         raise ConfigError(f"{error}; then the same command goes on with what {plan.work} keeps") from error
     return 0

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-hashes",
         dest="router.token_file",
         metavar="FILE",
-        type=lambda text: Path(text).absolute(),  # never null or empty, which would let everybody in
+        type=lambda text: Path(text).absolute(),  # never null or empty, which would disable authentication
         help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
     )
     add_setting_flags(parser, {"openai": "cluster.openai_port"}, SECTIONS)
@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> Cluster:
-    """`tls`: the folder of `--tls`. Writes warnings to stderr.
+    """Makes the cluster; `tls` is the folder of `--tls`. Writes warnings to stderr.
 
-    Raises: ConfigError, also for a setting that only a child would read.
+    Raises: ConfigError, also for settings that only a child would read.
     """
 
     def load(role: str | None) -> ResolvedConfig:
@@ -82,7 +82,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
     by_role = {role: load(role) for role, _ in map(parse_reference, arguments.imports) if role}
     write_warnings("outrider", [text for each in (common, *by_role.values()) for text in each.warnings])
     sections = common.sections
-    drafting = by_role.get(DECODE, common)  # their file says who drafts, for all nodes
+    drafting = by_role.get(DECODE, common)  # its file chooses the drafter, for all nodes
     heads = [text for text in drafting.overrides if text.startswith(f"{HEAD}=")]
     overrides = [*common.overrides, *heads, *given_settings(arguments)]
     if tls is not None:
@@ -93,7 +93,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
         overrides = [*(f"security.tls.{name}={path}" for name, path in files.items()), *overrides]
     config: ClusterConfig = drafting.sections["cluster"]
     _check_heads(getattr(arguments, HEAD), config.draft_choice)
-    if config.port:  # reported at once, not after the weights are loaded
+    if config.port:  # reported at once, not only after the weights are loaded
         for index in range(config.routers):
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
@@ -115,7 +115,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
 
 
 def _check_heads(head: Path | None, draft: DraftChoice) -> None:
-    """What is wrong is said at once, not by each node. Raises: ConfigError."""
+    """Reports errors at once, instead of from each node. Raises: ConfigError."""
     if head and draft.proposer in (NO_PROPOSER, "head"):
         raise ConfigError(f"--head drafts in decode nodes, --draft {draft.proposer} keeps them from it: choose one")
     folder = str(head or (draft.model_id if draft.proposer == "head" else AUTO_HEAD))
@@ -124,7 +124,7 @@ def _check_heads(head: Path | None, draft: DraftChoice) -> None:
 
 
 def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> None:
-    """Raises: ConfigError where the OpenAI gateway would never reach a router."""
+    """Raises: ConfigError if the OpenAI gateway could never reach a router."""
     require_gateway()
     router = sections["router"]
     if has_tls or sections["security"].tls.is_enabled or router.tls.is_enabled:
@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     guard_standard_streams()
     printer = EventPrinter(sys.stdout)
     cluster = make_cluster(arguments, tls=arguments.tls)
-    # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
+    # A SimpleQueue is reentrant: a signal handler's put may interrupt a get in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
     signals: list[int] = []
 
@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
             if has_served and arguments.json_status is not None:
                 try:
                     cluster.write_status(arguments.json_status)
-                except OSError as error:  # the cluster serves all the same
+                except OSError as error:  # the cluster serves anyway
                     printer.say(f"{arguments.json_status} cannot be written: {error.strerror}")
             if is_first:
                 announce_serving(cluster, printer)
@@ -200,7 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
-    """Prints the address, who drafts, and what the decode node reported: numerics, kernels, and other facts."""
+    """Prints the address, the drafters, and what the decode node reported: numerics, kernels, and other facts."""
     described = next((dict(node.description) for node in cluster.nodes if node.role == "decode_node"), {})
     drafting = {node.name: node.description.get("proposer") for node in cluster.nodes if node.role in (DRAFT, DECODE)}
     drafts = [f"{name} by {proposer}" for name, proposer in drafting.items() if proposer not in (None, NO_PROPOSER)]
@@ -217,7 +217,7 @@ def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
 
 
 def announce_openai(cluster: Cluster, printer: EventPrinter) -> None:
-    """Prints the URL for OpenAI's clients, and a request that can be copied."""
+    """Prints the URL for OpenAI's clients, and a request to copy."""
     model = cluster.node("openai").description["model"]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
     printer.say(f"OpenAI API on {cluster.openai_url}, model {model}; for example:")

@@ -1,4 +1,4 @@
-"""Clients of a router, synchronous and asynchronous. Torch-free.
+"""Clients of a router, synchronous and asynchronous. They import no torch.
 
     from outrider.client import ChatMessage, Client
 
@@ -8,7 +8,7 @@
                 print(delta.text, end="", flush=True)
         print(stream.summary.metrics.speculation.mean_acceptance_length)
 
-A prompt is text, token ids, or chat messages. Everything that goes wrong is raised as an
+A prompt is text, token ids, or chat messages. All errors are raised as
 `outrider.errors.OutriderError`.
 """
 

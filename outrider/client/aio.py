@@ -34,11 +34,11 @@ from outrider.wire.cluster import CLUSTER, MODEL
 
 
 class AsyncGenerateStream(BaseStream):
-    """Iterates over the Deltas of one request as they are verified. One reader.
+    """Iterates over the Deltas of one request as they are verified. For one reader.
 
-    A request with a resume window goes on as `GenerateStream` does. Iterating raises
+    A request with a resume window continues as `GenerateStream` does. Iterating raises
     OutriderErrors. Leaving the `async with` block, or `cancel()`, stops the request on all
-    nodes; iteration then just ends. (`break` alone would not: gRPC cancels nothing then.)
+    nodes; iteration then just ends. (`break` alone would not: gRPC does not cancel the call then.)
     """
 
     _cancelled: asyncio.Event
@@ -62,12 +62,12 @@ class AsyncGenerateStream(BaseStream):
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._cancelled.is_set() or (task is not None and task.cancelling()):
-                raise  # it is the task that is cancelled, not this stream
+                raise  # the task was cancelled, not this stream
         finally:
             self.cancel()
 
     async def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
-        """Waits and opens the next call. Raises: OutriderError when there is none."""
+        """Waits and opens the next call. Raises: OutriderError if there is none."""
         step = self._next_step(rpc_error)
         try:
             async with asyncio.timeout(step.pause_seconds):
@@ -76,11 +76,11 @@ class AsyncGenerateStream(BaseStream):
             self._call = self._open()
 
     async def trailers(self) -> dict[str, str]:
-        """Figures at the end of the last call (docs/protocol.md). Waits for it; a call that was cancelled has none."""
+        """Returns the last call's trailing metadata (docs/protocol.md). Waits for its end; empty if cancelled."""
         return {key: value for key, value in await self._call.trailing_metadata() if isinstance(value, str)}
 
     def cancel(self) -> None:
-        """Stops the request everywhere. Idempotent."""
+        """Stops the request on all nodes. Idempotent."""
         was_cancelled = self._cancelled.is_set()
         self._cancelled.set()
         self._call.cancel()
@@ -88,7 +88,7 @@ class AsyncGenerateStream(BaseStream):
             self._aborting = asyncio.create_task(self._abort(self.request_id))
 
     async def wait_stopped(self) -> None:
-        """After `cancel`: until a router has said that the request is stopped, or none can be asked."""
+        """Waits after `cancel` until a router has confirmed that the request is stopped, or no router can be asked."""
         if self._aborting is not None:
             await self._aborting
 
@@ -101,7 +101,7 @@ class AsyncGenerateStream(BaseStream):
 
 
 class AsyncClient(BaseClient[AsyncGenerateStream]):
-    """A router's client for one event loop, with `Client`'s arguments. Raises OutriderErrors, nothing of gRPC's.
+    """A router's client for one event loop, with `Client`'s arguments. Raises OutriderErrors, no gRPC errors.
 
     Cancelling a task that waits for an answer stops the request on all nodes.
     """
@@ -110,15 +110,15 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
     _open_channel = staticmethod(open_channel)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
-        """The same answer at once, at the end."""
+        """Returns the whole answer once it is complete."""
         request = with_request_id(make_request(prompt, options))
         return complete_from_proto(await self._call("Complete", request, options.get("timeout_seconds")))
 
     async def abort(self, request_id: str) -> bool:
-        """Stops a request everywhere. False: unknown or already finished."""
+        """Stops a request on all nodes. Returns False if it is unknown or already finished."""
         request = router_pb2.AbortRequest(request_id=request_id)
         lost: list[PeerLostError] = []
-        for target in self._targets.in_order():  # without a common store each knows only its own
+        for target in self._targets.in_order():  # without a common store each router knows only its own requests
             try:
                 if (await self._call("Abort", request, self._timeout_seconds, only=target)).aborted:
                     return True
@@ -142,7 +142,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         return MODEL.from_proto(await self._call("GetModel", request, self._timeout_seconds))
 
     async def watch_cluster(self, *, interval_seconds: float = 1.0) -> AsyncGenerator[ClusterStatus, None]:
-        """The cluster now, then again at each interval, until the iterator is closed."""
+        """Yields the cluster's status, at once and then at each interval, until the iterator is closed."""
         request = router_pb2.WatchClusterRequest(interval=to_duration(interval_seconds, field="interval"))
         target = self._targets.current
         call = self._stubs[target].WatchCluster(request)
@@ -158,7 +158,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
             call.cancel()
 
     async def close(self) -> None:
-        """Cancels what runs, and disconnects."""
+        """Cancels all streams and disconnects."""
         for stream in list(self._streams):
             stream.cancel()
             await stream.wait_stopped()
@@ -172,7 +172,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         await self.close()
 
     async def _abort_anywhere(self, request_id: str) -> None:
-        """Asks each router that can be reached; one that cannot loses the request with its resume window."""
+        """Asks each reachable router; an unreachable one drops the request when its resume window ends."""
         request = router_pb2.AbortRequest(request_id=request_id)
         for target in self._targets.in_order():
             with contextlib.suppress(grpc.RpcError):

@@ -1,4 +1,4 @@
-"""What the two clients share: channels, streams and how they are opened, but no waiting."""
+"""What the two clients share: channels, and streams and how they are opened, but nothing that waits."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from outrider.rpc.tls import TlsConfig, client_credentials
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
-"""For the calls that answer at once; generation has no limit unless asked for."""
+"""Timeout of calls that answer at once; generation has no limit by default."""
 ABORT_SECONDS = 1.0
-"""How long the end of a stream may wait for a router to say that it has stopped the request."""
+"""Seconds that the end of a stream may wait for a router to confirm that it has stopped the request."""
 
 
 class BaseStream(StreamRecord):
-    """One answer that is streamed, over as many calls as that takes."""
+    """One streamed answer, over as many calls as needed."""
 
     _make_event: Callable[[], Any]
 
@@ -57,7 +57,7 @@ class BaseStream(StreamRecord):
         return self._open_call(self._continuation.step, self._attempts.remaining_seconds())
 
     def _next_step(self, rpc_error: grpc.RpcError) -> Step:
-        """The call that follows one that failed. Raises: OutriderError when there is none."""
+        """Returns the call that follows a failed one. Raises: OutriderError if there is none."""
         try:
             return self._continuation.next_after(from_rpc_error(rpc_error, target=self._continuation.step.target))
         except OutriderError as last:
@@ -68,7 +68,7 @@ StreamT = TypeVar("StreamT", bound=BaseStream)
 
 
 class BaseClient(Generic[StreamT]):
-    """Channels to every target, and the streams that are open."""
+    """Channels to every target, and the open streams."""
 
     _make_stream: type[StreamT]
     _open_channel: Callable[..., Any]  # as a staticmethod
@@ -82,7 +82,7 @@ class BaseClient(Generic[StreamT]):
         retry: RetryPolicy = ONE_ATTEMPT,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        Attempts(retry, timeout_seconds=timeout_seconds)  # or an error
+        Attempts(retry, timeout_seconds=timeout_seconds)  # validates the arguments
         self._targets = Targets(target)
         self._timeout_seconds = timeout_seconds
         self._retry = retry
@@ -101,20 +101,20 @@ class BaseClient(Generic[StreamT]):
 
     @property
     def target(self) -> str:
-        """The one that answered last, at first the first one."""
+        """The target that answered last; initially the first one."""
         return self._targets.current
 
     # ------------------------------------------------------------ streams
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> StreamT:
-        """Streams an answer. With several routers it is resumable by default."""
+        """Streams an answer. It is resumable by default if there are several routers."""
         if len(self._targets) > 1:
             options.setdefault("resume_window_seconds", DEFAULT_RESUME_WINDOW_SECONDS)
         request = make_request(prompt, options)
         return self.generate_message(request, timeout_seconds=options.get("timeout_seconds"))
 
     def generate_message(self, request: router_pb2.GenerateRequest, *, timeout_seconds: float | None = None) -> StreamT:
-        """Streams an answer to a message that was made elsewhere."""
+        """Streams the answer to an existing message."""
         return self._stream(StreamRequest.answer_to(with_request_id(request)), timeout_seconds=timeout_seconds)
 
     def resume(
@@ -125,12 +125,12 @@ class BaseClient(Generic[StreamT]):
         timeout_seconds: float | None = None,
         resume_window_seconds: float = DEFAULT_RESUME_WINDOW_SECONDS,
     ) -> StreamT:
-        """Streams the rest of an answer that was begun with a resume window.
+        """Streams the rest of an answer that was started with a resume window.
 
-        `next_positions`: by sample, the position of the first token that is wanted; a sample
-        that is left out starts at the end of the prompt. The stream that had the answer
-        before, in whatever process, ends with AbortedError. `resume_window_seconds`: how long
-        this one tries to go on where its connection breaks.
+        `next_positions` maps a sample to the position of the first token wanted; a sample that is
+        left out starts at the end of the prompt. The stream that had the answer before, in any
+        process, ends with AbortedError. `resume_window_seconds` limits how long this stream tries
+        to continue after its connection breaks.
         """
         wanted = StreamRequest(
             request_id=request_id,

@@ -1,9 +1,9 @@
-"""Continues a Generate stream when its call has failed: on which router, by which call, and when.
+"""Continues a Generate stream after a failed call: chooses the router, the call and the time.
 
-A request with a resume window is resumed: on the router that it was on, then on the others,
-until its window has passed. A router that does not know it (it died before it stored the
-request, or there is no common store) gets it again, with the tokens that have arrived and
-the seed of Started. A request without a window is sent again only while nothing of its
+A request with a resume window is resumed: on its router first, then on the others, until its
+window has passed. If a router does not know it (the first one died before it stored the
+request, or there is no common store), it is sent again, with the tokens that have arrived
+and the seed of Started. A request without a window is sent again only if nothing of its
 answer has arrived.
 """
 
@@ -39,7 +39,7 @@ class Step:
 
     target: str
     request: router_pb2.GenerateRequest | router_pb2.ResumeRequest
-    pause_seconds: float = 0.0  # before it
+    pause_seconds: float = 0.0  # before the call
 
     @property
     def method(self) -> str:
@@ -62,22 +62,22 @@ class Continuation:
         self._window_seconds = wanted.resume_window_seconds
         self._targets = targets
         self._attempts = attempts
-        self._num_events = 0  # that the record had when the last call began
+        self._num_events = 0  # of the record when the last call began
         self._num_failures = 0  # since the last event
         self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
-        self._not_before: dict[str, float] = {}  # by target: it asked for no call until then, in monotonic seconds
-        self._is_draining = False  # a router said so since the last event: it is being replaced
-        self._is_over = False  # refused, or taken over by another stream
+        self._not_before: dict[str, float] = {}  # by target: the monotonic time until which it asked for no calls
+        self._is_draining = False  # a router reported it since the last event: it is being replaced
+        self._is_over = False  # rejected, or taken over by another stream
         self.step = Step(targets.current, self._resume() if wanted.request is None else wanted.request)
 
     @property
     def leaves_work(self) -> bool:
-        """Whether a router would go on computing the answer without a reader."""
+        """Whether a router would continue to compute the answer without a reader."""
         return self._window_seconds is not None and not self._record.is_complete and not self._is_over
 
     def next_after(self, error: OutriderError) -> Step:
-        """The call that follows one that failed. Raises: `error`, where none does."""
-        if self._record.num_events > self._num_events:  # something has arrived since the last call
+        """Returns the call that follows a failed one. Raises: `error` if there is none."""
+        if self._record.num_events > self._num_events:  # events have arrived since the last call
             self._num_events = self._record.num_events
             self._num_failures, self._lost_at, self._is_draining = 0, None, False
             self._targets.current = self.step.target
@@ -101,7 +101,7 @@ class Continuation:
             raise error
         step, is_first = self.step, self._lost_at is None
         if is_first and isinstance(error, CapacityError) and not self._record.has_started:
-            return self._attempted_again(error, step.target)  # refused, not lost
+            return self._attempted_again(error, step.target)  # rejected, not lost
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         if time.monotonic() - self._lost_at > self._window_seconds:
@@ -109,25 +109,25 @@ class Continuation:
         if step.method == "Resume" and isinstance(error, (NotFoundError, NotSupportedError)):
             return self._sent_again(error)
         if isinstance(error, AlreadyRunningError) and not is_first:
-            return self._paused(step.target, self._resume())  # an earlier call has reached it after all
-        was_cancelled_there = isinstance(error, AbortedError) and error.reason == "CANCELLED"  # by a router that stops
+            return self._paused(step.target, self._resume())  # an earlier call has reached the router after all
+        was_cancelled_there = isinstance(error, AbortedError) and error.reason == "CANCELLED"  # the router is stopping
         if not isinstance(error, (PeerLostError, CapacityError)) and not was_cancelled_there:
             raise error
         self._is_draining |= error.reason == "DRAINING"
         no_router_answers = not self._record.has_started and self._num_failures >= len(self._targets)
         if no_router_answers and not self._is_draining:
             self._num_failures, self._lost_at = 0, None
-            return self._attempted_again(error, step.target)  # no router could be asked
+            return self._attempted_again(error, step.target)  # no router could be reached
         if is_first and not isinstance(error, CapacityError) and error.reason != "DRAINING":
-            return self._paused(step.target, self._resume())  # it may only be disconnected
-        if isinstance(error, (PeerLostError, CapacityError)) and error.reason != UNREACHABLE:  # it has answered
+            return self._paused(step.target, self._resume())  # perhaps only the connection broke
+        if isinstance(error, (PeerLostError, CapacityError)) and error.reason != UNREACHABLE:  # the router answered
             self._not_before[step.target] = time.monotonic() + error.retry_after_seconds
         return self._paused(self._targets.after(step.target), self._resume())
 
     def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
-        """No pause until every target was tried, then exponential backoff; and at least what this router asked for.
+        """Pauses by exponential backoff once every target was tried, and at least as long as this router asked.
 
-        No pause is longer than what is left of the resume window.
+        No pause is longer than the rest of the resume window.
         """
         assert self._window_seconds is not None
         self._num_failures += 1
@@ -146,7 +146,7 @@ class Continuation:
         )
 
     def _sent_again(self, error: OutriderError) -> Step:
-        """The request, to a router that does not know it. Raises: `error`."""
+        """Sends the request again, to a router that does not know it. Raises: `error`."""
         record = self._record
         if self._request is None:
             raise error
@@ -154,7 +154,7 @@ class Continuation:
         request.CopyFrom(self._request)
         if record.has_started:
             request.sampling.seed = record.started.seed
-            request.output.ClearField("prompt_logprobs")  # which have arrived
+            request.output.ClearField("prompt_logprobs")  # they have arrived
         if record.has_deltas:
             if request.sampling.n > 1:
                 error.add_note("the samples had begun to arrive, and only an answer of one sample can be sent again")
@@ -177,16 +177,16 @@ class Continuation:
         if isinstance(error, PeerLostError) and error.reason == UNREACHABLE:
             self._num_failures += 1
             target = self._targets.after(self.step.target)
-            if self._num_failures % len(self._targets):  # not every one was tried
+            if self._num_failures % len(self._targets):  # some targets are untried
                 record.forget_start()
                 return Step(target, request)
             return self._attempted_again(error, target)
         return self._attempted_again(error, self.step.target)
 
     def _attempted_again(self, error: OutriderError, target: str) -> Step:
-        """As the retry policy says. Raises: `error`, where that says no."""
+        """Follows the retry policy. Raises: `error` if the policy gives up."""
         seconds = self._attempts.next_after(error)
         if seconds is None:
             raise error
-        self._record.forget_start()  # the next attempt starts afresh
+        self._record.forget_start()  # the next attempt starts from scratch
         return Step(target, self._resume() if self._request is None else self._request, seconds)

@@ -1,6 +1,6 @@
-"""Prompts as callers have them: chat messages of OpenAI's form, and token ids of numpy and torch."""
+"""Prompts in the forms that callers use: OpenAI's chat messages, and token ids of numpy and torch."""
 
-# ruff: noqa: TRY004 what is wrong is a value: callers add where
+# ruff: noqa: TRY004 the value is wrong: callers add its field
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from outrider.request import ChatMessage
 
 TOOL_MEMBERS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Of a message, beside its role and content: they go to the chat template as they are."""
+"""Members of a message besides its role and content: they are passed to the chat template unchanged."""
 
 _RENDER = "render the chat yourself (apply_chat_template) and give its token ids"
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is a list of messages, right ones or not."""
+    """Whether the prompt is a list of messages, valid or not."""
     is_list = isinstance(prompt, Sequence) and len(prompt) > 0
     return is_list and (isinstance(prompt[0], (ChatMessage, Mapping)) or hasattr(prompt[0], "model_dump"))
 
 
 def read_message(message: Any) -> ChatMessage:
-    """A ChatMessage, or a message of OpenAI's, a dict or its client's own, with a role and text.
+    """Converts a ChatMessage, or an OpenAI message with a role and text, as a dict or an object of OpenAI's client.
 
-    Raises: ValueError that says what it is not.
+    Raises: ValueError that says what is wrong.
     """
     if isinstance(message, ChatMessage):
         return message
@@ -55,7 +55,7 @@ def _text_of(part: Any) -> str:
 
 
 def read_token_ids(prompt: Any, *, other: str = "a list of messages") -> list[int]:
-    """`other`: what a prompt may be besides text and token ids. Raises: ValueError for what is none of them."""
+    """`other` names what a prompt may be besides text and token ids. Raises: ValueError for anything else."""
     if isinstance(prompt, (bytes, bytearray)):
         raise ValueError("a prompt is text, not bytes: decode them")
     if isinstance(prompt, Mapping):

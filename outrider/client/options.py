@@ -1,4 +1,4 @@
-"""Options of a request, and the GenerateRequest that they make."""
+"""Options of a request, and the GenerateRequest made from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from outrider.v1 import router_pb2
 from outrider.wire.enums import LOGPROBS_MODES, VERIFICATION_METHODS, EnumTable
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]
-"""Text, token ids, or a chat, whose messages may be dicts of OpenAI's."""
+"""Text, token ids, or a chat, whose messages may be dicts in OpenAI's form."""
 DEFAULT_RESUME_WINDOW_SECONDS = 30.0
-"""For clients of several routers."""
+"""The default for clients of several routers."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -28,11 +28,11 @@ class ChatOptions(TypedDict, total=False):
 
     add_generation_prompt: bool | None
     continue_final_message: bool
-    chat_template_kwargs: Mapping[str, Any]  # what JSON can say: {"enable_thinking": False, "tools": […]}
+    chat_template_kwargs: Mapping[str, Any]  # JSON values: {"enable_thinking": False, "tools": […]}
 
 
 class GenerateOptions(ChatOptions, total=False):
-    """Keyword arguments of `generate` and `complete`. Defaults are those of router.proto."""
+    """Keyword arguments of `generate` and `complete`. The defaults are those of router.proto."""
 
     request_id: str
     model: str
@@ -96,12 +96,12 @@ _FIELDS = {
     "speculation": "speculation.enabled",
     "num_speculative_tokens": "speculation.num_speculative_tokens",
 }
-"""By option, the field of GenerateRequest that takes its value as it is."""
+"""Fields of GenerateRequest, by the option whose value they take unchanged."""
 
 
 def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.GenerateRequest:
-    """Raises: InvalidRequestError for what the wire cannot carry and for two constraints; TypeError for an option that
-    does not exist.
+    """Raises: InvalidRequestError for values that the wire cannot carry and for two constraints; TypeError for an
+    option that does not exist.
     """
     known = GenerateOptions.__annotations__
     for name in options:
@@ -132,7 +132,7 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
 
 
 def _schema_text(schema: Any) -> str:
-    """JSON of a schema that is a dict, or a model of pydantic's. Raises: InvalidRequestError."""
+    """Returns the JSON of a schema that is a dict or a pydantic model. Raises: InvalidRequestError."""
     of_model = getattr(schema, "model_json_schema", None)
     try:
         return json.dumps(schema if of_model is None else of_model())
@@ -141,7 +141,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateRequest:
-    """The request with a new request id, unless it has one: all attempts share it."""
+    """Returns the request with a new request id, unless it has one: all attempts share it."""
     if request.request_id:
         return request
     named = router_pb2.GenerateRequest(request_id=str(uuid4()))
@@ -152,7 +152,7 @@ def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateR
 def make_detokenize_request(
     token_ids: Sequence[int], *, skip_special_tokens: bool | None
 ) -> router_pb2.DetokenizeRequest:
-    """Raises: InvalidRequestError for what the wire cannot carry."""
+    """Raises: InvalidRequestError for values that the wire cannot carry."""
     request = router_pb2.DetokenizeRequest()
     _assign(request, "token_ids", token_ids)
     _assign(request, "skip_special_tokens", skip_special_tokens)
@@ -160,9 +160,9 @@ def make_detokenize_request(
 
 
 def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> None:
-    """Fills the prompt of a GenerateRequest, or the input of a TokenizeRequest (text and chat only).
+    """Sets the prompt of a GenerateRequest, or the input of a TokenizeRequest (text and chat only).
 
-    Raises: InvalidRequestError for what the wire cannot carry.
+    Raises: InvalidRequestError for values that the wire cannot carry.
     """
     if isinstance(prompt, str):
         _assign(request, "text", prompt)
@@ -203,7 +203,7 @@ def _to_json(values: Mapping[str, Any], field: str) -> dict[str, str]:
 
 
 def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
-    """Raises: InvalidRequestError when it is no finite number, or of more than 10,000 years."""
+    """Raises: InvalidRequestError if the number is not finite, or exceeds 10,000 years."""
     duration = duration_pb2.Duration()
     try:
         duration.FromNanoseconds(round(seconds * 1e9))
@@ -215,9 +215,9 @@ def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
 
 
 def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
-    """Sets the field at a path such as "stop.strings"; None leaves it unset, and submessages untouched.
+    """Sets the field at a path such as "stop.strings"; None leaves it unset, and its submessages untouched.
 
-    One text or number is a list of one where the field is a list.
+    A single text or number becomes a list of one if the field is a list.
 
     Raises: InvalidRequestError of the field `name`, else `path`.
     """
@@ -237,7 +237,7 @@ def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
         else:
             setattr(message, field, value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        is_no_text = str(error).startswith("bad argument")  # so protobuf calls what is neither text nor bytes
+        is_no_text = str(error).startswith("bad argument")  # protobuf's error for values other than text or bytes
         problem = f"text is needed, not {reprlib.repr(value)}" if is_no_text else error
         raise InvalidRequestError(f"{name or path}: {problem}", field=name or path) from error
 

@@ -1,4 +1,4 @@
-"""What is wanted of a Generate stream, and what has arrived."""
+"""The request of a Generate stream, and what has arrived of its answer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from outrider.wire.answer import event_from_proto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRequest:
-    """The answer to a request, or the rest of an answer whose request id is known."""
+    """A request for an answer, or for the rest of an answer whose request id is known."""
 
     request_id: str
-    request: router_pb2.GenerateRequest | None  # None: only its id is known
-    resume_window_seconds: float | None  # None: it cannot be resumed
-    next_positions: Mapping[int, int] = field(default_factory=dict)  # by sample, as Resume takes them
+    request: router_pb2.GenerateRequest | None  # None: only the id is known
+    resume_window_seconds: float | None  # None: the request cannot be resumed
+    next_positions: Mapping[int, int] = field(default_factory=dict)  # by sample, as in Resume
 
     @classmethod
     def answer_to(cls, request: router_pb2.GenerateRequest) -> Self:
-        """`request` has its id."""
+        """Makes one from a `request` that has its id."""
         window = request.resume_window
         return cls(
             request_id=request.request_id,
@@ -33,28 +33,28 @@ class StreamRequest:
 
 
 class StreamRecord:
-    """Sorts a stream's events. The base of both clients' streams."""
+    """Records a stream's events. The base class of both clients' streams."""
 
     def __init__(self, wanted: StreamRequest) -> None:
         self.request_id = wanted.request_id
         """The request's id on its router, for `abort` and for logs."""
         self.num_events = 0
         self._num_brought_tokens = 0 if wanted.request is None else len(wanted.request.generated_token_ids)
-        self.is_sent_again = False  # the call at hand was sent the tokens that had arrived
+        self.is_sent_again = False  # whether the current call was sent the tokens that had arrived
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
         self._token_ids: dict[int, list[int]] = {}
         self._next_positions = dict(wanted.next_positions)
-        self._ended_texts: set[int] = set()  # samples whose held-back text has come
+        self._ended_texts: set[int] = set()  # samples whose held-back text has arrived
         self.finished: dict[int, Finished] = {}
-        """By sample, as they end."""
+        """The finished samples, by index."""
 
     def take(self, event: router_pb2.GenerateResponse) -> Delta | None:
-        """The event's Delta; other events are only recorded.
+        """Records the event; returns its Delta, or None for other events.
 
-        Raises: InternalError for a Delta that leaves a gap or repeats a token, and for a
-        Started of another request.
+        Raises: InternalError for a Delta that leaves a gap or repeats a token, and for a Started
+        of another request.
         """
         self.num_events += 1
         value = event_from_proto(event)
@@ -66,7 +66,7 @@ class StreamRecord:
             case Finished():
                 self.finished[value.sample] = value
             case Summary():
-                if self.is_sent_again:  # that call made only a part of them
+                if self.is_sent_again:  # the last call generated only a part of the tokens
                     value = replace(value, usage=replace(value.usage, num_generated_tokens=self.num_tokens))
                 self._summary = value
         return None
@@ -75,12 +75,12 @@ class StreamRecord:
         before = self._started
         if before is not None and (before.seed, before.num_prompt_tokens) != (started.seed, started.num_prompt_tokens):
             raise InternalError(f"{started.router} resumed another request than {self.request_id!r}")
-        if before is not None and not started.prompt_logprobs:  # it was not asked for them again
+        if before is not None and not started.prompt_logprobs:  # the resumed call did not ask for them
             started = replace(started, prompt_logprobs=before.prompt_logprobs)
         self._started = started
 
     def _take_delta(self, delta: Delta) -> Delta | None:
-        """None for text that came before the stream was resumed: positions count tokens, so it is sent again."""
+        """Returns None for a text-only Delta that is sent again after a resume, because positions count only tokens."""
         sample = delta.sample
         expected = self._next_positions.get(sample, delta.start_position)
         if delta.start_position != expected:
@@ -95,19 +95,19 @@ class StreamRecord:
         return delta
 
     def next_positions(self) -> dict[int, int]:
-        """By sample, as Resume asks for them: what is left out starts at the end of the prompt."""
+        """Returns the positions by sample, as Resume takes them: one left out means the end of the prompt."""
         if self._num_brought_tokens and self._started is not None:
             first = self._started.num_prompt_tokens + self._num_brought_tokens
             return {0: first, **self._next_positions}
         return dict(self._next_positions)
 
     def forget_start(self) -> None:
-        """A new attempt begins, which may draw another seed."""
+        """Forgets Started: the new attempt may draw another seed."""
         self._started = None
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples so far."""
+        """Tokens of all samples so far."""
         return sum(map(len, self._token_ids.values()))
 
     @property
@@ -126,22 +126,22 @@ class StreamRecord:
 
     @property
     def started(self) -> Started:
-        """There from the first Delta on. Raises: InternalError before."""
+        """The Started event, available from the first Delta on. Raises: InternalError before."""
         if self._started is None:
             raise InternalError("the stream has not started yet")
         return self._started
 
     @property
     def summary(self) -> Summary:
-        """There when the stream has ended by itself. Raises: InternalError before."""
+        """The summary, available once the stream has ended by itself. Raises: InternalError before."""
         if self._summary is None:
             raise InternalError("the stream has not ended yet, or was cancelled")
         return self._summary
 
     def text(self, sample: int = 0) -> str:
-        """Everything of one sample so far."""
+        """Returns the text of one sample so far."""
         return "".join(self._text.get(sample, ()))
 
     def token_ids(self, sample: int = 0) -> tuple[int, ...]:
-        """Everything of one sample so far."""
+        """Returns the tokens of one sample so far."""
         return tuple(self._token_ids.get(sample, ()))

@@ -1,4 +1,4 @@
-"""Has the answer of a receipt computed again, without drafts, and compares token by token (`outrider replay`)."""
+"""Recomputes the answer of a receipt without drafts, and compares it token by token (`outrider replay`)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from outrider.wire.receipt import request_from_receipt
 
 @dataclass(slots=True)
 class Comparison:
-    """One sample, token by token, up to the first that is not the receipt's: what follows it cannot be compared."""
+    """Compares one sample, token by token, up to the first difference: later tokens cannot be compared."""
 
     index: int
     recorded: ReceiptSample
     num_alike: int = 0
     is_different: bool = False
-    computed: int | None = None  # the token that is not the receipt's; None: the answer has ended
-    gap: float | None = None  # of the two best tokens' logprobs there, as the sampler saw them; None: not known
+    computed: int | None = None  # the differing token; None: the answer has ended
+    gap: float | None = None  # between the two best tokens' logprobs there, as the sampler saw them; None: unknown
 
     @property
     def expected(self) -> int | None:
-        """The receipt's next token; None: its answer had ended."""
+        """The receipt's next token; None if its answer had ended."""
         known = self.recorded.token_ids
         return known[self.num_alike] if self.num_alike < len(known) else None
 
     @property
     def has_ended(self) -> bool:
-        """There is no more to compare. What follows the tokens of an answer that was cut is not known."""
+        """Whether nothing is left to compare. Tokens after those of a truncated answer are unknown."""
         return self.is_different or (self.expected is None and not self.recorded.is_whole)
 
     def take(self, delta: Delta) -> None:
@@ -49,12 +49,12 @@ class Comparison:
                 self.gap = delta.logprobs[offset].gap if offset < len(delta.logprobs) else None
 
     def end(self) -> None:
-        """Nothing more is computed."""
+        """Ends the comparison: no more tokens are computed."""
         self.is_different |= not self.has_ended and self.expected is not None
 
 
 def why_not_replayable(receipt: Receipt) -> str:
-    """Empty: it is. Raises: InvalidRequestError for a receipt that is damaged."""
+    """Returns the reason, or "" if it is replayable. Raises: InvalidRequestError for a damaged receipt."""
     method = VERIFICATION_METHODS.or_else(None).from_proto(_request_of(receipt).speculation.method)
     if method is VerificationMethod.COUPLED:
         return "" if any(sample.token_ids for sample in receipt.samples) else "it has no tokens to compare"
@@ -63,7 +63,7 @@ def why_not_replayable(receipt: Receipt) -> str:
 
 
 def check_model(receipt: Receipt, served: Model) -> None:
-    """Raises: MismatchError."""
+    """Raises: MismatchError if the served model is not the receipt's."""
     if receipt.model.fingerprint != served.fingerprint:
         raise MismatchError(
             f"request {receipt.request_id!r} was answered by {receipt.model.name} in {receipt.model.dtype} with "
@@ -73,15 +73,15 @@ def check_model(receipt: Receipt, served: Model) -> None:
 
 
 def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[NodeStamp, ...]]:
-    """(its samples, the nodes that computed it now: none where the router does not say).
+    """Returns the compared samples, and the nodes that computed them now (none if the router does not report them).
 
     Stops the request once every sample has differed, or all of the receipt's tokens are compared.
     Raises: OutriderErrors.
     """
     request = _request_of(receipt)
-    for field in ("request_id", "model", "priority", "resume_window"):  # on which no token depends
+    for field in ("request_id", "model", "priority", "resume_window"):  # no token depends on these
         request.ClearField(field)
-    request.output.ClearField("prompt_logprobs")  # skip_special_tokens stays: stop strings look at the text
+    request.output.ClearField("prompt_logprobs")  # skip_special_tokens stays: stop strings match against the text
     request.speculation.enabled = False
     request.output.top_logprobs = 2
     request.output.logprobs_mode = router_pb2.LOGPROBS_MODE_SAMPLED
@@ -94,7 +94,7 @@ def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[No
                 samples[delta.sample].take(delta)
             if not was_stopped and all(sample.has_ended for sample in samples):
                 was_stopped = True
-                client.abort(stream.request_id)  # so that its end comes with its figures; a cancelled call has none
+                client.abort(stream.request_id)  # so that it ends with trailers; a cancelled call has none
         trailers = stream.trailers()
     for sample in samples:
         finished = stream.finished.get(sample.index)
@@ -105,12 +105,12 @@ def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[No
 
 
 def describe_gap(gap: float | None) -> str:
-    """How close the choice of a token was."""
+    """Describes how close the choice of the token was."""
     return f"gap between the two best logprobs there: {'unknown' if gap is None else f'{gap:.2e}'}"
 
 
 def _request_of(receipt: Receipt) -> router_pb2.GenerateRequest:
-    """Raises: InvalidRequestError for a receipt that is damaged."""
+    """Raises: InvalidRequestError for a damaged receipt."""
     try:
         request = request_from_receipt(receipt.request)
         num_samples = request.sampling.n if request.sampling.HasField("n") else 1

@@ -1,4 +1,4 @@
-"""Retries: which failed calls are made again, and after which backoff."""
+"""Retries: which failed calls are repeated, and after which backoff."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _JITTER = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """A call is made again when the router says that it may work later: no room (CapacityError),
-    a node or the router lost (PeerLostError).
+    """A call is retried if the router reports that it may work later: no room (CapacityError), or a
+    lost node or router (PeerLostError).
 
     Every attempt has the same `request_id`, so the router never runs two of them at a time.
-    Once a part of an answer has arrived it is resumed instead, if the request has a resume
-    window, as often as that takes: no attempt is counted.
+    Once a part of an answer has arrived, a request with a resume window is resumed instead, as
+    often as needed, and these calls do not count as attempts.
     """
 
     max_attempts: int = 4
-    initial_backoff_seconds: float = 0.2  # doubled with each attempt; at least what the router asks for
+    initial_backoff_seconds: float = 0.2  # doubled with each attempt; at least as long as the router asks for
     max_backoff_seconds: float = 5.0
 
     def __post_init__(self) -> None:
@@ -35,12 +35,12 @@ class RetryPolicy:
             raise ValueError("backoffs must be 0 <= initial_backoff_seconds <= max_backoff_seconds")
 
     def backoff_seconds(self, error: OutriderError, *, num_attempts: int) -> float | None:
-        """How long to wait after so many attempts before the next one; None: give up."""
+        """Returns the seconds to wait after `num_attempts` attempts; None to give up."""
         if num_attempts >= self.max_attempts or not _may_work_later(error, num_attempts):
             return None
         grown = self.initial_backoff_seconds * _BACKOFF_FACTOR ** (num_attempts - 1)
         seconds = max(min(grown, self.max_backoff_seconds), getattr(error, "retry_after_seconds", 0.0))
-        # Jitter: clients that were refused together must not return together.
+        # Jitter: clients that were rejected together must not return together.
         return seconds * random.uniform(1.0, 1.0 + _JITTER)  # noqa: S311 no secret
 
 
@@ -49,7 +49,7 @@ ONE_ATTEMPT = RetryPolicy(max_attempts=1)
 
 def _may_work_later(error: OutriderError, num_attempts: int) -> bool:
     if isinstance(error, AlreadyRunningError):
-        # Our own first attempt: its connection broke, and the router has not noticed yet.
+        # This client's first attempt: its connection broke, and the router has not noticed yet.
         return num_attempts > 1
     return isinstance(error, (CapacityError, PeerLostError)) and error.reason != LOSES_NODES
 
@@ -73,11 +73,11 @@ class Attempts:
         self.num_attempts = 1
 
     def remaining_seconds(self) -> float | None:
-        """Time until the deadline; None: no limit."""
+        """Returns the time until the deadline; None for no limit."""
         return None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
 
     def next_after(self, error: OutriderError) -> float | None:
-        """Seconds to wait before the next attempt, which is counted; None: give up."""
+        """Counts the next attempt and returns the seconds to wait before it; None to give up."""
         seconds = self._policy.backoff_seconds(error, num_attempts=self.num_attempts)
         remaining = self.remaining_seconds()
         if seconds is None or (remaining is not None and seconds >= remaining):

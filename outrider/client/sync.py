@@ -33,12 +33,11 @@ from outrider.wire.cluster import CLUSTER, MODEL
 
 
 class GenerateStream(BaseStream):
-    """Iterates over the Deltas of one request as they are verified. One reader; `cancel` from any thread.
+    """Iterates over the Deltas of one request as they are verified. For one reader; `cancel` may come from any thread.
 
-    A request with a resume window goes on when its connection breaks or its router is lost,
-    on whichever router there is: nothing is missing, nothing comes twice. Iterating raises
-    OutriderErrors. Leaving the `with` block, or `cancel()`, stops the request on all nodes;
-    iteration then just ends.
+    If its connection breaks or its router is lost, a request with a resume window continues on
+    any available router, without gaps or repeats. Iterating raises OutriderErrors. Leaving the
+    `with` block, or `cancel()`, stops the request on all nodes; iteration then just ends.
     """
 
     _cancelled: threading.Event
@@ -61,20 +60,20 @@ class GenerateStream(BaseStream):
             self.cancel()
 
     def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
-        """Waits and opens the next call. Raises: OutriderError when there is none."""
+        """Waits and opens the next call. Raises: OutriderError if there is none."""
         step = self._next_step(rpc_error)
         if self._cancelled.wait(step.pause_seconds):
             return
         self._call = self._open()
-        if self._cancelled.is_set():  # meanwhile: `cancel` has seen the call before
+        if self._cancelled.is_set():  # in the meantime: `cancel` has only seen the previous call
             self._call.cancel()
 
     def trailers(self) -> dict[str, str]:
-        """Figures at the end of the last call (docs/protocol.md). Waits for it; a call that was cancelled has none."""
+        """Returns the last call's trailing metadata (docs/protocol.md). Waits for its end; empty if cancelled."""
         return {key: value for key, value in self._call.trailing_metadata() or () if isinstance(value, str)}
 
     def cancel(self) -> None:
-        """Stops the request everywhere. Idempotent."""
+        """Stops the request on all nodes. Idempotent."""
         was_cancelled = self._cancelled.is_set()
         self._cancelled.set()
         self._call.cancel()
@@ -89,36 +88,35 @@ class GenerateStream(BaseStream):
 
 
 class Client(BaseClient[GenerateStream]):
-    """A client of one router, or of several with the same nodes. Thread-safe. Raises OutriderErrors, nothing of gRPC's.
+    """A client of one router, or of several with the same nodes. Thread-safe. Raises OutriderErrors, no gRPC errors.
 
-    `target`: one "host:port", or several as a sequence or with commas between them. Of
-    several, calls go to the one that answered last, and to the next one when it cannot be
-    reached; and what `generate` streams has a resume window, so that it goes on without a
-    router that is lost.
+    `target` is one "host:port", or several as a sequence or separated by commas. With several,
+    calls go to the one that answered last, and to the next one if it cannot be reached; streams
+    of `generate` have a resume window, so that they survive the loss of a router.
 
-    `tls=None` is plaintext, `tls=TlsConfig()` TLS that trusts the system's authorities.
-    `token` goes with every call as `authorization: Bearer …` and needs TLS. `retry` says
-    which failed calls are made again; without it none is. `timeout_seconds` is for the
-    calls that answer at once; a request's own is an option of `generate` and `complete`,
-    and holds for all of its attempts together.
+    `tls=None` is plaintext, `tls=TlsConfig()` is TLS that trusts the system's authorities.
+    `token` is sent with every call as `authorization: Bearer …` and needs TLS. `retry` decides
+    which failed calls are repeated; by default none is. `timeout_seconds` is for calls that
+    answer at once; a request's own timeout is an option of `generate` and `complete`, and
+    covers all of its attempts together.
 
     Raises: ConfigError for a file of `tls` that cannot be read, and for a token without TLS;
-    ValueError without a target, and for a timeout that is not above 0, here or of a request.
+    ValueError without a target, and for a timeout, here or of a request, that is not above 0.
     """
 
     _make_stream = GenerateStream
     _open_channel = staticmethod(open_sync_channel)
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
-        """The same answer at once, at the end."""
+        """Returns the whole answer once it is complete."""
         request = with_request_id(make_request(prompt, options))
         return complete_from_proto(self._call("Complete", request, options.get("timeout_seconds")))
 
     def abort(self, request_id: str) -> bool:
-        """Stops a request everywhere. False: unknown or already finished."""
+        """Stops a request on all nodes. Returns False if it is unknown or already finished."""
         request = router_pb2.AbortRequest(request_id=request_id)
         lost: list[PeerLostError] = []
-        for target in self._targets.in_order():  # without a common store each knows only its own
+        for target in self._targets.in_order():  # without a common store each router knows only its own requests
             try:
                 if self._call("Abort", request, self._timeout_seconds, only=target).aborted:
                     return True
@@ -141,7 +139,7 @@ class Client(BaseClient[GenerateStream]):
         return MODEL.from_proto(self._call("GetModel", router_pb2.GetModelRequest(), self._timeout_seconds))
 
     def watch_cluster(self, *, interval_seconds: float = 1.0) -> Generator[ClusterStatus, None, None]:
-        """The cluster now, then again at each interval, until the iterator is closed."""
+        """Yields the cluster's status, at once and then at each interval, until the iterator is closed."""
         request = router_pb2.WatchClusterRequest(interval=to_duration(interval_seconds, field="interval"))
         target = self._targets.current
         call = self._stubs[target].WatchCluster(request)
@@ -154,7 +152,7 @@ class Client(BaseClient[GenerateStream]):
             call.cancel()
 
     def close(self) -> None:
-        """Cancels what runs, and disconnects."""
+        """Cancels all streams and disconnects."""
         self._closed.set()
         with self._streams_lock:
             streams = list(self._streams)
@@ -170,7 +168,7 @@ class Client(BaseClient[GenerateStream]):
         self.close()
 
     def _abort_anywhere(self, request_id: str) -> None:
-        """Asks each router that can be reached; one that cannot loses the request with its resume window."""
+        """Asks each reachable router; an unreachable one drops the request when its resume window ends."""
         request = router_pb2.AbortRequest(request_id=request_id)
         for target in self._targets.in_order():
             with contextlib.suppress(grpc.RpcError):

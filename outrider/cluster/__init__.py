@@ -1,4 +1,4 @@
-"""A local cluster: the four services as child processes of this one. What `outrider up` runs. Torch-free.
+"""A local cluster: the four services as child processes of this one, as `outrider up` runs it. Imports no torch.
 
 with Cluster(ClusterConfig(port=0)) as cluster:
     with Client(cluster.router_address) as client:
@@ -33,7 +33,7 @@ _MODULES = {
     "Cluster": "cluster",
     "Launch": "plan",
 }
-"""By name, its module here, which is imported when the name is first used: a client has the settings, and no more."""
+"""Modules by the names they define, imported when a name is first used: a client needs only the settings."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""A throw-away certificate authority in a folder, so that mutual TLS is one flag away.
+"""A throw-away certificate authority in a folder, which makes mutual TLS a single flag.
 
-Its key is never written: nobody can issue another certificate.
+Its key is never written to disk, so no one can issue another certificate.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ HERE = ("localhost", "127.0.0.1", "::1")
 
 
 class Authority:
-    """Issues certificates; its key exists in this object only."""
+    """Issues certificates; its key exists only in this object."""
 
     def __init__(self) -> None:
         self._authority = trustme.CA(path_length=0, organization_name="Outrider", organization_unit_name="throw-away")
 
     def write(self, folder: Path) -> None:
-        """`ca.pem`. Raises: OSError."""
+        """Writes `ca.pem`. Raises: OSError."""
         _write(folder / AUTHORITY, self._authority.cert_pem.bytes())
 
     def issue(self, folder: Path, file: str, *names: str) -> TlsConfig:
-        """`FILE.pem` and `FILE-key.pem`, for these DNS names and addresses.
+        """Writes `FILE.pem` and `FILE-key.pem`, for these DNS names and addresses.
 
-        Raises: OSError; UnicodeError for what is no DNS name.
+        Raises: OSError; UnicodeError for an invalid DNS name.
         """
         until = dt.datetime.now(dt.UTC) + dt.timedelta(days=VALID_DAYS)
         issued = self._authority.issue_cert(
@@ -57,10 +57,10 @@ class Authority:
 
 
 def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
-    """What the services of a cluster show each other; the folder's own files where it has all of them.
+    """Returns the TLS settings between the services of a cluster, using the folder's files if it has all of them.
 
-    Otherwise an authority, `node.pem` for the services, and `client.pem` for clients and operators, with their keys,
-    valid for 30 days. Raises: ConfigError for a folder that has some of the files, or expired ones.
+    Otherwise writes an authority, `node.pem` for the services, and `client.pem` for clients and operators, with their
+    keys, valid for 30 days. Raises: ConfigError for a folder that has only some of the files, or expired ones.
     """
     folder = folder.absolute()
     there = [name for name in FILES if (folder / name).exists()]
@@ -86,7 +86,7 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
 
 
 def _can_be_certified(name: str) -> bool:
-    """An address, or a DNS name that stays as it is. A machine's own name may be neither: DNS has no underscore."""
+    """Whether it is an address, or a DNS name in normal form. A host name may be neither: DNS has no underscore."""
     try:
         return ip_of(name) is not None or idna.encode(name, uts46=True).decode() == name
     except idna.IDNAError:
@@ -100,7 +100,7 @@ def _tls_of(folder: Path, file: str) -> TlsConfig:
 
 
 def _check_dates(folder: Path) -> None:
-    """Raises: ConfigError, OSError."""
+    """Raises: ConfigError if a certificate has expired; OSError."""
     for name in FILES:
         if name.endswith("-key.pem"):
             continue
@@ -113,7 +113,7 @@ def _check_dates(folder: Path) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A new file for its owner only. Raises: OSError."""
+    """Writes a new file that only its owner can read. Raises: OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

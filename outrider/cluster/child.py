@@ -1,4 +1,4 @@
-"""One child process: its announcements, log file and exit status, and the events that are told of it."""
+"""One child process: its announcements, log file and exit status, and the events about it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from outrider.own_modules import tied, without_working_folder
 from outrider.service.announce import ANNOUNCE_VARIABLE
 
 TAIL_BYTES = 16_384
-"""Of a log, in which last words are looked for."""
+"""Bytes at the end of a log that are searched for the cause of a failure."""
 
 
 class ChildState(enum.Enum):
     PLANNED = "planned"
     STARTING = "starting"
     SERVING = "serving"
-    DOWN = "down"  # died; will be started again
+    DOWN = "down"  # died; will be restarted
     STOPPING = "stopping"
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeProcess:
-    """A child as it is at one moment."""
+    """A snapshot of a child process."""
 
     name: str  # "decode-0"
     role: str  # "decode_node"
     state: ChildState
-    pid: int  # 0 when there is no process
+    pid: int  # 0 if there is no process
     address: str  # host:port; empty until it listens
     metrics_address: str | None
     num_restarts: int
     log_path: Path
-    description: Mapping[str, Any] = field(default_factory=dict)  # as announced when it began to serve
+    description: Mapping[str, Any] = field(default_factory=dict)  # as announced at the end of its start
 
 
 class EventKind(enum.Enum):
@@ -51,7 +51,7 @@ class EventKind(enum.Enum):
     LISTENING = "listening"
     PROGRESS = "progress"
     SERVING = "serving"
-    REFUSED = "refused"  # by another process, which goes on without it
+    REFUSED = "refused"  # by another process, which continues without it
     DIED = "died"
     FAILED = "failed"
     STOPPING = "stopping"
@@ -70,7 +70,7 @@ class ClusterEvent:
 
 
 class Child:
-    """Owned by the supervisor's thread, apart from `send_signal`, which takes the cluster's lock."""
+    """Owned by the supervisor's thread, except `send_signal`, which takes the cluster's lock."""
 
     def __init__(self, spec: ChildSpec, log_path: Path) -> None:
         self.spec = spec
@@ -79,20 +79,20 @@ class Child:
         self.state = ChildState.PLANNED
         self.address = ""
         self.metrics_address: str | None = None
-        self.drain_seconds = 0.0  # as it announces
+        self.drain_seconds = 0.0  # as announced
         self.description: Mapping[str, Any] = {}
         self.exit_status: int | None = None
         self.num_restarts = 0
         self.num_failures = 0
-        self.refused_by: set[str] = set()  # names of routers that still wait for nodes
+        self.refused_by: set[str] = set()  # names of routers that are still waiting for nodes
         self.start_at = 0.0
         self.serving_since: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._announced: FileIO | None = None  # what the process announces, while it runs
+        self._announced: FileIO | None = None  # the pipe of announcements, while the process runs
         self._buffer = b""
-        self._failure = ""  # as it announced
+        self._failure = ""  # as announced
         self._log: FileIO | None = None  # while the process runs
-        self._log_start = 0  # where this life's part of the log begins
+        self._log_start = 0  # offset in the log at which this process's output begins
 
     @property
     def pid(self) -> int:
@@ -104,14 +104,14 @@ class Child:
 
     @property
     def has_never_served(self) -> bool:
-        """In no life."""
+        """Whether none of its processes has ever served."""
         return self.serving_since is None and self.num_restarts == 0
 
     def spawn(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Starts the process. The calling thread must outlive it. Raises: OSError.
 
-        It starts without a log where none can be opened: a disk that is full later, or a cleaner of temporary files,
-        must not keep a process from being started again.
+        If no log can be opened, it starts without one: a full disk, or a cleaner of temporary files, must not prevent
+        a restart.
         """
         log = self._open_log()
         log_start = log.seek(0, os.SEEK_END)
@@ -124,7 +124,7 @@ class Child:
                 stderr=log,
                 pass_fds=(writer,),
                 env={**without_working_folder(environ), ANNOUNCE_VARIABLE: str(writer)},
-                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
+                start_new_session=True,  # Ctrl-C in the terminal goes to the supervisor only
             )
         except OSError:
             os.close(reader)
@@ -138,7 +138,7 @@ class Child:
         self.state, self.serving_since = ChildState.STARTING, None
 
     def announcements(self) -> list[dict[str, Any]]:
-        """New announcements since the last call."""
+        """Returns the announcements since the last call."""
         self._hear()
         *lines, self._buffer = self._buffer.split(b"\n")
         said = [json.loads(line) for line in lines if line.startswith(b"{")]
@@ -147,21 +147,21 @@ class Child:
 
     def _hear(self) -> None:
         if self._announced is not None:
-            self._buffer += self._announced.readall() or b""  # None: nothing new for now
+            self._buffer += self._announced.readall() or b""  # None: nothing new
 
     def bound_log(self, max_bytes: int) -> None:
-        """A log that has grown beyond this goes to `LOG.1`, whose content is lost. Raises: OSError.
+        """Moves a log that has grown beyond `max_bytes` to `LOG.1`, which is overwritten. Raises: OSError.
 
-        It is copied and emptied: the process, and libraries in it, go on writing to the same file, at its end; also
-        when somebody has removed its name.
+        It is copied and truncated: the process and its libraries continue to append to the same file, even if its name
+        was removed.
         """
         if self._log is None or os.fstat(self._log.fileno()).st_size <= max_bytes:
             return
         try:
             self._log.seek(-max_bytes, os.SEEK_END)
-            recent = self._log.read(max_bytes)  # no more, however fast it grows
+            recent = self._log.read(max_bytes)  # no more, however fast the log grows
             self.log_path.with_name(f"{self.log_path.name}.1").write_bytes(recent)
-        finally:  # also on a full disk: this makes room
+        finally:  # on a full disk, too: truncation frees space
             self._log.truncate(0)
             self._log_start = 0
 
@@ -173,7 +173,7 @@ class Child:
             return FileIO(os.devnull, "a+")
 
     def reap(self) -> int | None:
-        """The exit status once the process has ended (negative: the signal's number), else None."""
+        """Returns the exit status if the process has ended (negative: the signal's number), else None."""
         if self._process is None:
             return None
         status = self._process.poll()
@@ -187,14 +187,14 @@ class Child:
         return status
 
     def send_signal(self, number: signal.Signals) -> bool:
-        """False when there is no process. Never reaches another process: a child keeps its pid until it is reaped."""
+        """Returns False if there is no process. A child keeps its pid until reaped, so no other process is hit."""
         if self._process is None or self._process.poll() is not None:
             return False
         self._process.send_signal(number)
         return True
 
     def last_words(self) -> str:
-        """Why it failed, as it announced; otherwise the last line of its log that is an error or no event."""
+        """Returns the announced cause of failure, else the log's last line that is an error or not an event."""
         if self._failure:
             return self._failure
         try:

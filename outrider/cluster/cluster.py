@@ -1,4 +1,4 @@
-"""The supervisor of a local cluster: starts, watches, restarts and stops its children."""
+"""The supervisor of a local cluster: it starts, watches, restarts and stops its children."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from outrider.cluster.plan import GATEWAY, ROUTER, Launch, child_command, plan_c
 from outrider.errors import ConfigError, InternalError, NotFoundError, PeerLostError
 from outrider.extras import require
 
-require("node")  # which its children import
+require("node")  # its children import this extra's packages
 TICK_SECONDS = 0.05
 START_SECONDS = 600.0
-"""Default patience of `wait_serving`: a first start may download the model."""
+"""Default timeout of `wait_serving`: a first start may download the model."""
 SIGNAL_SECONDS = 0.5
-"""A signal that comes just before the main thread begins to wait is handled after it has waited."""
+"""Interval of joins in `stop`: a signal just before a join of the main thread is handled only after it."""
 NODE_TERM_SHARE = 0.4
-"""Nodes get their SIGTERM when the routers have ended, or after this share of the time of routers and gateway."""
+"""Share of the shutdown time of routers and gateway after which nodes get SIGTERM, if these have not ended before."""
 
 
 class Cluster:
-    """A local cluster. As a context manager: serving inside the block, stopped after it.
+    """A local cluster. As a context manager, it is serving inside the block and stopped after it.
 
-    One thread spawns, watches and reaps all children, and outlives them: the kernel
-    ties the parent-death signal to the thread that spawned. All methods may be called
-    from any thread.
+    One thread spawns, watches and reaps all children, and outlives them: the kernel ties the
+    parent-death signal to the thread that spawned them. All methods may be called from any
+    thread.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Cluster:
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self.log_directory = Path(tempfile.gettempdir(), name) if given is None else given
         self._turns_directory: Path | None = None  # private: no other user can put a file there
-        self._holds: list[int] = []  # descriptors
+        self._holds: list[int] = []  # file descriptors
         self._children = [
             Child(spec, self.log_directory / f"{spec.name}.log") for spec in plan_children(self.config, self.launch)
         ]
@@ -70,9 +70,9 @@ class Cluster:
     # ------------------------------------------------------------ for the owner
 
     def start(self) -> None:
-        """Starts the children; returns at once. Raises: ConfigError without a folder for logs."""
+        """Starts the children; returns at once. Raises: ConfigError if there is no folder for logs."""
         assert self._thread is None, "a cluster starts once"
-        is_chosen = self.launch.log_directory is not None  # by the user: it may be there already
+        is_chosen = self.launch.log_directory is not None  # by the user: it may exist already
         remove_leftovers()
         try:
             self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=is_chosen)
@@ -87,7 +87,7 @@ class Cluster:
         self._thread.start()
 
     def wait_serving(self, timeout_seconds: float = START_SECONDS) -> None:
-        """Until every process serves. Raises: PeerLostError when one cannot start, or at the timeout."""
+        """Waits until every process is serving. Raises: PeerLostError if one cannot start, or at the timeout."""
         with self._changed:
             reached = self._changed.wait_for(
                 lambda: self.failure is not None or self._stopping.is_set() or self._all_serve(), timeout_seconds
@@ -101,9 +101,9 @@ class Cluster:
 
     @property
     def router_address(self) -> str:
-        """As clients take it: several routers' addresses have commas between them.
+        """The target for clients: the addresses of several routers are separated by commas.
 
-        Raises: InternalError before every router listens.
+        Raises: InternalError until every router listens.
         """
         addresses = [child.address for child in self._children if child.role == ROUTER]
         if not all(addresses):
@@ -112,27 +112,27 @@ class Cluster:
 
     @property
     def openai_url(self) -> str:
-        """As OpenAI's clients take it, as `base_url`. Raises: NotFoundError without `openai_port`."""
+        """The `base_url` for OpenAI's clients. Raises: NotFoundError without `openai_port`."""
         return f"http://{self.node('openai').address}/v1"
 
     @property
     def nodes(self) -> tuple[NodeProcess, ...]:
-        """Every service process, the router included, as it is now."""
+        """The current state of every service process, including the router."""
         with self._changed:
             return tuple(child.snapshot() for child in self._children if not child.is_one_shot)
 
     def node(self, name: str) -> NodeProcess:
-        """By name: "router" ("router-0" of several), "decode-0". Raises: NotFoundError."""
+        """Returns a process by name: "router" ("router-0" if there are several), "decode-0". Raises: NotFoundError."""
         return self._child(name).snapshot()
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to one child. Raises: NotFoundError when it does not run."""
+        """Sends a signal to one child. Raises: NotFoundError if it is not running."""
         with self._changed:
             child = self._child(name)
             if not child.send_signal(number):
                 raise NotFoundError(f"{name} is not running")
             if number == signal.SIGKILL:
-                child.state = ChildState.STOPPING  # it serves no more, though its death is noticed a moment later
+                child.state = ChildState.STOPPING  # it no longer serves, though its death is noticed only later
 
     def stop(self) -> dict[str, int]:
         """Stops everything within about 4.5 s; returns the exit statuses by name. Idempotent."""
@@ -142,19 +142,19 @@ class Cluster:
         return self.exit_statuses
 
     def kill_all(self) -> None:
-        """Ends everything now; `stop` then returns soon. May be called from a signal handler: it takes no lock."""
+        """Kills everything now; `stop` then returns soon. Takes no lock, so a signal handler may call it."""
         self._must_kill = True
 
     @property
     def exit_statuses(self) -> dict[str, int]:
-        """Of each child's last process that ended; negative is a signal's number."""
+        """Exit statuses of the children's last ended processes; a negative one is a signal's number."""
         return {child.name: child.exit_status for child in self._children if child.exit_status is not None}
 
     @property
     def has_ended_well(self) -> bool:
         """Whether no process ended by itself, by SIGKILL or with an error.
 
-        One that did not serve yet may still have been importing modules: SIGTERM then ends it without a message.
+        One that was not serving yet may still have been importing modules: SIGTERM then ends it without a message.
         """
         return all(
             child.exit_status in (None, 0) or (child.exit_status == -signal.SIGTERM and child.serving_since is None)
@@ -162,7 +162,7 @@ class Cluster:
         )
 
     def status(self) -> dict[str, Any]:
-        """As JSON values: {"router": router_address, "nodes": [{role, name, …, state, log}]}."""
+        """Returns JSON values: {"router": router_address, "nodes": [{role, name, …, state, log}]}."""
         nodes = self.nodes
         return {
             "router": ",".join(node.address for node in nodes if node.role == ROUTER and node.address),
@@ -174,7 +174,7 @@ class Cluster:
         }
 
     def write_status(self, path: Path) -> None:
-        """Atomically: a reader sees the old file or the new one."""
+        """Writes the status atomically: a reader sees the old file or the new one."""
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         fresh.write_text(json.dumps(self.status(), indent=2) + "\n", encoding="utf-8")
         fresh.replace(path)
@@ -273,9 +273,9 @@ class Cluster:
         before = [other for other in self._children if other is not child]
         if any(other.is_one_shot and other.state is not ChildState.ENDED for other in before):
             return False
-        if child.role == GATEWAY:  # it asks routers about their model, and again only a second later
+        if child.role == GATEWAY:  # it asks routers for their model, and retries only after a second
             return all(other.serving_since for other in before if other.role == ROUTER)
-        if child.role == ROUTER:  # which waits for nodes that do not serve yet
+        if child.role == ROUTER:  # it can wait for nodes that are not serving yet
             nodes = [other for other in before if other.role not in (ROUTER, GATEWAY)]
             return all(other.is_one_shot or other.address for other in nodes)
         if child.role == DECODE:
@@ -309,7 +309,7 @@ class Cluster:
         self._become(child, ChildState.STARTING, EventKind.STARTING, f"pid {child.pid}")
 
     def _stop_children(self) -> None:
-        """SIGTERM to router and gateway, then to the nodes; SIGKILL to each when its time is over, frozen or not."""
+        """Sends SIGTERM to routers and gateway, then to nodes, and SIGKILL to each at its deadline, even if frozen."""
         running = [child for child in self._children if child.is_running]
         routers = [child for child in running if child.role == ROUTER]
         first = [*routers, *(child for child in running if child.role == GATEWAY)]
@@ -335,7 +335,7 @@ class Cluster:
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def _seconds_to_end(self, children: list[Child]) -> float:
-        """From SIGTERM to SIGKILL."""
+        """Returns the seconds between SIGTERM and SIGKILL."""
         return max((child.drain_seconds + self._supervision.end_seconds for child in children), default=0.0)
 
     def _terminate(self, children: list[Child]) -> None:
@@ -361,7 +361,7 @@ class Cluster:
         self._tell(child, EventKind.FAILED, message)
 
     def _become(self, child: Child, state: ChildState, kind: EventKind | None = None, message: str = "") -> None:
-        """`kind`: of the event that tells it, where one does."""
+        """`kind` is that of the event to emit, if any."""
         with self._changed:
             child.state = state
             self._changed.notify_all()
@@ -369,7 +369,7 @@ class Cluster:
             self._tell(child, kind, message)
 
     def _tell(self, child: Child, kind: EventKind, message: str = "", *, done: int = 0, total: int = 0) -> None:
-        with contextlib.suppress(Exception):  # a listener that fails must not end the supervision
+        with contextlib.suppress(Exception):  # a failing listener must not end the supervision
             self.on_event(ClusterEvent(kind=kind, name=child.name, message=message, done=done, total=total))
 
     def _all_serve(self) -> bool:
@@ -383,7 +383,7 @@ class Cluster:
 
 
 def describe_status(status: int) -> str:
-    """Either "with status 1" or "by SIGKILL"."""
+    """Returns "with status 1" or "by SIGKILL"."""
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
 

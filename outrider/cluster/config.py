@@ -53,38 +53,38 @@ class ClusterConfig:
 
     @property
     def draft_choice(self) -> DraftChoice:
-        """`draft`, parsed."""
+        """The parsed `draft`."""
         return parse_draft_choice(self.draft)
 
     @property
     def computing_nodes(self) -> dict[str, str]:
-        """The role of each node with a model, by its name, such as "decode-0"."""
-        num_drafts = self.draft_nodes if self.draft_choice.model_id else 0  # prompt lookup has none
+        """The role of each node that has a model, by its name, such as "decode-0"."""
+        num_drafts = self.draft_nodes if self.draft_choice.model_id else 0  # prompt lookup needs no nodes
         counts = {DECODE: self.decode_nodes, PREFILL: self.prefill_nodes, DRAFT: num_drafts}
         return {name: role for role, count in counts.items() for name in node_names(role, count)}
 
 
 def node_names(role: str, count: int) -> list[str]:
-    """Such as "decode-0"."""
+    """Returns names such as "decode-0"."""
     return [f"{role.removesuffix('_node')}-{index}" for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """Timeouts and restart delays; tests choose others."""
+    """Timeouts and restart delays; tests use others."""
 
     end_seconds: float = 1.5  # from the end of a process's drain to SIGKILL
     restart_seconds: float = 1.0  # wait before a second restart; doubled for each further one
     max_restart_seconds: float = 30.0
-    max_log_bytes: int = 8 << 20  # of each process's log; as much of what came before is kept beside it
-    stable_seconds: float = 60.0  # after serving for this long, restarts count from the first again
+    max_log_bytes: int = 8 << 20  # per process; the same amount of older output is kept in a second file
+    stable_seconds: float = 60.0  # after serving for this long, the restart delay is reset
 
     def restart_delay(self, num_failures: int, *, has_served: bool) -> float:
-        """Seconds, after so many earlier failures in a row: doubled each time, up to the most.
+        """Returns the seconds before a restart after consecutive failures: doubled each time, up to a limit.
 
-        0 after the first failure of a child that has served: requests wait for it.
+        Returns 0 after the first failure of a child that has served: requests wait for it.
         """
         if num_failures == 0 and has_served:
             return 0.0
-        doublings = min(max(num_failures - 1, 0), 64)  # 2.0**1024 would be an error
+        doublings = min(max(num_failures - 1, 0), 64)  # 2.0**1024 would overflow
         return min(self.restart_seconds * 2.0**doublings, self.max_restart_seconds)

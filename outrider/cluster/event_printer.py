@@ -12,13 +12,13 @@ from outrider.lossy_stream import LossyStream
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
 LINE_SECONDS = 2.0
-"""How often progress within a stage is printed where nothing can be redrawn, as in a container's log."""
+"""Seconds between two lines of progress in a stage if no terminal can be redrawn, as in a container's log."""
 STILL_SECONDS = 10.0
-"""The same while a stage goes on and its figures stay."""
+"""The same if the stage's figures do not change."""
 
 
 class EventPrinter:
-    """Prints one line for each change. While weights load, a terminal shows a bar; elsewhere a line is printed every
+    """Prints one line for each change. While weights load, a terminal shows a bar; other outputs get a line every
     two seconds. Thread-safe.
     """
 
@@ -26,13 +26,13 @@ class EventPrinter:
         self._stream = stream
         self._is_terminal = stream.isatty()
         self._lock = threading.Lock()
-        self._bars: dict[str, tuple[ClusterEvent, float]] = {}  # by process, with the beginning of the stage
+        self._bars: dict[str, tuple[ClusterEvent, float]] = {}  # by process, with the start time of the stage
         self._drawn_at = 0.0
         self._drawn: ClusterEvent | None = None
         self._bar_length = 0
 
     def show(self, event: ClusterEvent) -> None:
-        """Nothing of a failed start: whoever waits for the cluster is told by an exception."""
+        """Prints the event, unless it is a failed start: `wait_serving` raises that to its caller."""
         if event.kind is EventKind.FAILED:
             return
         if event.kind is EventKind.PROGRESS:
@@ -43,7 +43,7 @@ class EventPrinter:
         self.say(f"{event.name:<10} {event.kind.value} {event.message}".rstrip())
 
     def progress(self, name: str, stage: str, done: int, total: int) -> None:
-        """Of work in this process."""
+        """Prints the progress of work in this process."""
         self.show(ClusterEvent(kind=EventKind.PROGRESS, name=name, message=stage, done=done, total=total))
 
     def say(self, text: str) -> None:
@@ -102,7 +102,7 @@ def _bar(event: ClusterEvent) -> str:
 
 
 def _amount(event: ClusterEvent) -> str:
-    """Bytes as MiB; small counts as they are."""
+    """Formats bytes as MiB; small counts are left as they are."""
     if max(event.done, event.total) >= 1 << 20:
         done, total, unit = f"{event.done / (1 << 20):.1f}", f"{event.total / (1 << 20):.1f}", " MiB"
     else:

@@ -1,4 +1,4 @@
-"""Temporary folders of clusters: held while their supervisor lives, removed a day after one that left them."""
+"""Temporary folders of clusters: locked while their supervisor lives, and removed a day later if it left them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 PREFIX = "outrider-"
 OURS = re.compile(PREFIX + r"\d+-([0-9a-f]{8}|turns-\w{8})")
-"""A temporary folder's name; a folder that a user names for logs, outrider-2026-11-26 for instance, has another."""
+"""Matches temporary folders' names, but not those that users choose for logs, such as outrider-2026-11-26."""
 KEPT_SECONDS = 86_400.0
-"""How long the logs of a cluster that could not start, or was killed, are kept in a temporary folder."""
+"""Seconds that a temporary folder keeps the logs of a cluster that could not start or was killed."""
 
 
 def memory_directory() -> Path:
-    """A directory in memory: on a disk, writing back a mapped file would stall its processes."""
-    shared = Path("/dev/shm")  # noqa: S108 names there are random
+    """Returns a directory in memory: on a disk, write-back of a mapped file would stall the processes that use it."""
+    shared = Path("/dev/shm")  # noqa: S108 names in it are random
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
-    """What keeps another supervisor from removing it, until it is closed. Raises: OSError."""
+    """Returns a descriptor that keeps other supervisors from removing the folder until closed. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
@@ -36,7 +36,7 @@ def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
 
 
 def remove_leftovers() -> None:
-    """Folders of this user's clusters whose supervisor is gone, a day after: it was killed, or they could not start."""
+    """Removes folders of this user's clusters whose supervisor was killed or could not start, after a day."""
     for folder in {Path(tempfile.gettempdir()), memory_directory()}:
         for path in folder.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """`python -m outrider.cluster.gateway`: OpenAI's API over HTTP, by the SMG gateway in front of routers.
 
-The gateway runs in this process, and takes its signals: after SIGTERM running answers may end during the drain. A
+The gateway runs in this process and handles its signals: after SIGTERM, running answers may end during the drain. A
 thread announces when it can answer.
 """
 
@@ -34,17 +34,17 @@ MODULE = "outrider.cluster.gateway"
 TICK_SECONDS = 0.1
 PROBE_SECONDS = 2.0
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Largest HTTP request. Routers take 2 MiB by default, in which token ids need less room than their text."""
+"""Largest HTTP request in bytes. Routers take 2 MiB by default, in which token ids need less space than their text."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-"""The gateway asks a hub for a tokenizer that is not on its machine, before it asks the router: it finds none, since
-nothing listens there (the discard port).
+"""The gateway asks a model hub for a tokenizer that is not on its machine before it asks the router. This hub never
+answers, since nothing listens on the discard port.
 """
 
 _log = get_logger("gateway")
 
 
 def main() -> int:
-    """0 after a signal; 1 when the gateway cannot start."""
+    """Returns 0 after a signal, or 1 if the gateway cannot start."""
     guard_standard_streams()
     sections = parse_role_arguments(
         MODULE, {"server": ServerConfig, "telemetry": TelemetryConfig, "gateway": GatewayConfig}
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
-    """Where the gateway listens, and when it can answer."""
+    """Announces the gateway's addresses, and then that it can answer."""
     address = host_port(ports.host, ports.port)
     metrics_address = host_port(ports.metrics_host, ports.metrics_port)
     where = {"role": MODULE, "address": address, "metrics_address": metrics_address, "pid": os.getpid()}
@@ -83,9 +83,9 @@ def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
 
 
 def choose_ports(server: ServerConfig) -> GatewayPorts:
-    """Free ports for those that the settings leave open. Metrics are on loopback unless they have a port.
+    """Picks free ports if the settings leave them open. Metrics are on loopback unless they have a port.
 
-    Raises: ConfigError when a port that the settings name is taken.
+    Raises: ConfigError if a configured port is taken.
     """
     metrics_host = loopback() if server.metrics_port is None else server.host
     taken = "choose another with --set server.{}=N, or --openai N of `outrider up`"
@@ -109,21 +109,21 @@ def _free_port(host: str) -> int:
 
 
 def served_model(ports: GatewayPorts) -> str | None:
-    """The model's name as clients give it, once the gateway has a healthy router and its tokenizer; else None."""
+    """Returns the model's name for clients, once the gateway has a healthy router and its tokenizer; else None."""
     url = f"http://{host_port(loopback() if is_wildcard(ports.host) else ports.host, ports.port)}"
     ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
     try:
         ask(f"{url}/readiness", timeout=PROBE_SECONDS).close()
         with ask(f"{url}/v1/models", timeout=PROBE_SECONDS) as answer:
             models = json.load(answer)["data"]
-    except (OSError, http.client.HTTPException):  # it does not listen yet, or answers with an error
+    except (OSError, http.client.HTTPException):  # it is not listening yet, or answers with an error
         return None
     return str(models[0]["id"]) if models else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayPorts:
-    """Where a gateway listens. Both ports are known before it starts: smg chooses none by itself."""
+    """The addresses of a gateway. Both ports are known before it starts, because smg cannot choose free ones."""
 
     host: str
     port: int
@@ -132,57 +132,57 @@ class GatewayPorts:
 
 
 def require_gateway() -> None:
-    """Raises: ConfigError when smg is not installed."""
+    """Raises: ConfigError if smg is not installed."""
     if importlib.util.find_spec("smg") is None:
         raise ConfigError(f"the OpenAI API needs the SMG gateway, which is not installed: {install_command('openai')}")
 
 
 def may_trace(telemetry: TelemetryConfig) -> bool:
-    """The gateway's exporter is built without TLS: with https:// it would not start."""
+    """Whether the gateway can export traces: its exporter has no TLS, and https:// would prevent its start."""
     return telemetry.otlp_endpoint.startswith("http://")
 
 
 def gateway_arguments(
     config: GatewayConfig, telemetry: TelemetryConfig, ports: GatewayPorts, drain_seconds: float
 ) -> list[str]:
-    """In front of `config.router_targets`. Comments say what would happen with its defaults.
+    """Returns arguments for a gateway in front of `config.router_targets`. Comments describe smg's defaults.
 
     Raises: ConfigError for keys that cannot be read.
     """
     flags = ["--host", ports.host, "--port", str(ports.port)]
     flags += ["--prometheus-host", ports.metrics_host, "--prometheus-port", str(ports.metrics_port)]
     flags += ["--worker-urls", *(f"grpc://{target}" for target in config.router_targets)]
-    flags += ["--policy", "round_robin"]  # routers place by load and cached prefix themselves
-    flags += ["--disable-retries"]  # overload would be told after five tries; routers retry what can be retried
-    flags += ["--disable-circuit-breaker"]  # ten failures would refuse everything for a minute
-    # A router that was away would be back after up to two minutes.
+    flags += ["--policy", "round_robin"]  # routers themselves place requests by load and cached prefix
+    flags += ["--disable-retries"]  # overload would be reported only after five tries; routers retry by themselves
+    flags += ["--disable-circuit-breaker"]  # ten failures would reject everything for a minute
+    # A lost router would be used again only after up to two minutes.
     flags += ["--health-check-interval-secs", "1", "--health-success-threshold", "1"]
     flags += ["--health-check-timeout-secs", "2"]
-    flags += ["--worker-startup-check-interval", "1"]  # a router that starts later would be seen after 30 s
+    flags += ["--worker-startup-check-interval", "1"]  # a router that starts later would be detected after 30 s
     flags += ["--shutdown-grace-period-secs", str(math.ceil(drain_seconds))]
     flags += ["--max-payload-size", str(MAX_BODY_BYTES)]
-    # Adding workers, flushing caches and the like would be open to every caller: this key is told to nobody.
+    # Administration (adding workers, flushing caches) would be open to every caller: this key is given to no one.
     flags += ["--control-plane-api-keys", f"outrider:outrider:admin:{secrets.token_hex(16)}"]
     if config.tool_call_parser:
         flags += ["--tool-call-parser", config.tool_call_parser]
-    flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # by the model's name, unknown to routers
-    # A client's own id would be the request's, by whose form routers tell completions from chats.
+    flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # smg would choose by model
+    # A client's own id would become the request's, by whose form routers tell completions from chats.
     flags += ["--request-id-headers", "x-outrider-request-id"]
     if config.cors_allowed_origins:
         flags += ["--cors-allowed-origins", *config.cors_allowed_origins]
     for number, key in enumerate(_read_keys(config)):
-        flags += ["--tenant-api-key", f"client-{number}:{key}"]  # --api-key would open the administration as well
+        flags += ["--tenant-api-key", f"client-{number}:{key}"]  # --api-key would also open administration
     traces = telemetry.otlp_endpoint if may_trace(telemetry) else ""
     if traces:
         flags += ["--enable-trace", "--otlp-traces-endpoint", traces]
-    is_verbose = telemetry.log_level == "debug" or bool(traces)  # below "info" it makes no spans
-    flags += ["--log-level", "info" if is_verbose else "warn"]  # info: two lines a request
+    is_verbose = telemetry.log_level == "debug" or bool(traces)  # below "info", smg makes no spans
+    flags += ["--log-level", "info" if is_verbose else "warn"]  # info: two lines per request
     flags += [] if telemetry.log_format == "text" else ["--log-json"]
     return [*flags, *config.extra_arguments]
 
 
 def _read_keys(config: GatewayConfig) -> list[str]:
-    """Of `key_file`. Raises: ConfigError, also for a file without a key, which would ask nobody."""
+    """Reads `key_file`. Raises: ConfigError, also if the file has no key, which would disable authentication."""
     if config.key_file is None:
         return []
     try:

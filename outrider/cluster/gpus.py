@@ -1,4 +1,4 @@
-"""Which GPUs the nodes of a local cluster compute on, and how much of their memory each may take. Torch-free."""
+"""Assigns GPUs, and shares of their memory, to the nodes of a local cluster. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 UNNAMED = ("",)
-"""One GPU, of which no more is known, or which is not ours to choose."""
+"""One GPU of which no more is known, or which the cluster cannot choose."""
 DEVICE_FILES = Path("/dev")
 GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
-"""By which nodes divide a GPU: each target has all weights, a draft model is small. A node goes where their sum is
-least, so that a draft model is beside a prefill node rather than a decode node."""
+"""Weights by which nodes divide a GPU: each target has all weights, a draft model is small. A node goes to the GPU with
+the least sum, so that a draft model is next to a prefill node rather than a decode node."""
 KV_WEIGHTS = {DECODE: 60, PREFILL: 25}
-"""By which roles divide a share of main memory, which is for KV alone: answers grow, prompts are transferred."""
+"""Weights by which roles divide main memory for KV only: answers grow, prompts are transferred."""
 
 
 def allot(
@@ -31,14 +31,14 @@ def allot(
     *,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
-    """`Launch.node_environ` and `node_overrides`: GPUs for the nodes that compute, of `cluster.gpus` or all that are
-    visible, and shares of their memory.
+    """Returns `Launch.node_environ` and `node_overrides`: GPUs for the computing nodes, from `cluster.gpus` or all
+    visible ones, and shares of their memory.
 
-    Each node gets one, or `model.tensor_parallel_size`, of its own while there are enough; others share. A
-    `model.device` such as cuda:1 is one GPU for all. `kv_cache.memory` is each node's own, unless another server's
-    file or argument asks for it: then it is for the nodes of a GPU together, or for all on a CPU.
+    Each node gets its own GPU, or its own `model.tensor_parallel_size` GPUs, while there are enough; others share. A
+    `model.device` such as cuda:1 is one GPU for all. `kv_cache.memory` is per node, unless it comes from another
+    server's file or argument: it is then for the nodes of a GPU together, or for all on a CPU.
 
-    `settings` have the sections `model` and `kv_cache`; `by_role` those of roles that differ. Raises: ConfigError.
+    `settings` have the sections `model` and `kv_cache`; `by_role` has those of roles that differ. Raises: ConfigError.
     """
     nodes, gpus = config.computing_nodes, _usable_gpus(config.gpus, settings.sections["model"].device, environ)
     if not gpus:
@@ -55,7 +55,7 @@ def allot(
         loads.update(dict.fromkeys(least, GPU_WEIGHTS[role]))
     groups = [{name: GPU_WEIGHTS[nodes[name]] for name, own in placed.items() if gpu in own} for gpu in gpus]
     shares = _memory_shares(settings, [group for group in groups if len(group) > 1], default=GPU_SHARE)
-    chosen = ("model.device=cuda",) if config.gpus else ()  # a node that cannot use it must not compute on processors
+    chosen = ("model.device=cuda",) if config.gpus else ()  # a node without its GPU must not fall back to the CPU
     return (
         {name: {VISIBLE: ",".join(own)} for name, own in placed.items() if gpus != UNNAMED},
         {name: (*chosen, *shares.get(name, ())) for name in nodes},
@@ -63,9 +63,10 @@ def allot(
 
 
 def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
-    """The GPUs that processes with this environment see, as CUDA_VISIBLE_DEVICES names them: numbers, UUIDs, MIG parts.
+    """Returns the GPUs visible in this environment, named as in CUDA_VISIBLE_DEVICES: numbers, UUIDs, MIG parts.
 
-    A container has the device files of its own GPUs only. None: there are none, as in a WSL, so nothing tells.
+    A container has only its own GPUs' device files. None means that there are no such files, as in WSL, so the GPUs are
+    unknown.
     """
     if VISIBLE in environ:
         names = [name.strip() for name in environ[VISIBLE].split(",")]
@@ -74,9 +75,9 @@ def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
 
 
 def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str]) -> Sequence[str]:
-    """Those of `cluster.gpus`, or all that are visible, or UNNAMED; none where processors compute.
+    """Returns the GPUs of `cluster.gpus`, or all visible ones, or UNNAMED; none if the device is the CPU.
 
-    Raises: ConfigError for a wanted one that is not there, or that another setting excludes.
+    Raises: ConfigError for a wanted GPU that is missing, or excluded by another setting.
     """
     if device not in ("auto", "cuda"):
         if wanted:
@@ -98,7 +99,7 @@ def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str])
 def _memory_shares(
     settings: ResolvedConfig, groups: Sequence[Mapping[str, float]], *, default: float | None
 ) -> dict[str, tuple[str, ...]]:
-    """Settings by the node's name. `groups`: weights of nodes that divide one memory, of which they get `default`."""
+    """Returns settings by node name. `groups` are weights of nodes that share the part `default` of one memory."""
     memory, is_imported = settings.sections["kv_cache"], "kv_cache.memory" in settings.imported
     fraction = memory.size[1] if is_imported else default
     if fraction is None or (memory.memory and not is_imported):
@@ -107,5 +108,5 @@ def _memory_shares(
     for group in groups:
         for name, weight in group.items():
             share = 100 * fraction * weight / sum(group.values())
-            shares[name] = min(share, shares.get(name, share))  # a model on several GPUs has the same part of each
+            shares[name] = min(share, shares.get(name, share))  # a model on several GPUs uses the same part of each
     return {name: (f"kv_cache.memory={share:g}%",) for name, share in shares.items()}

@@ -1,6 +1,6 @@
 """`python -m outrider.cluster.locate_model`: downloads and converts the model once, with progress, before nodes start.
 
-A separate process: converting the default model takes half a gigabyte of memory, which ends with it.
+It is a separate process so that the half gigabyte of memory that converting the default model takes ends with it.
 """
 
 from __future__ import annotations

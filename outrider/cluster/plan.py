@@ -1,4 +1,4 @@
-"""The processes of a cluster, with command and environment."""
+"""The processes of a cluster, with their command lines and environments."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ROUTER = "router"
 MODEL = "outrider.cluster.locate_model"
 GATEWAY = "outrider.cluster.gateway"
 DRAIN_SECONDS = 1.5
-"""Default of `server.drain_seconds` in a local cluster: short, for Ctrl-C to take effect soon."""
+"""Default of `server.drain_seconds` in a local cluster: short, so that Ctrl-C takes effect soon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What all processes of a cluster get. `overrides` are "decode_node.max_running_sequences=8".
+    """Settings for all processes of a cluster. `overrides` are strings such as "decode_node.max_running_sequences=8".
 
-    `node_overrides` are for one process each, by its name ("decode-0"), and come after those for all; after them come
-    those for all processes of a role.
+    `node_overrides` are for single processes, by name ("decode-0"), and take precedence over those for all; those for
+    all processes of a role take precedence over both.
     """
 
     config_file: Path | None = None
@@ -36,10 +36,10 @@ class Launch:
     node_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     role_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    node_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # over that, as node_overrides
-    log_directory: Path | None = None  # None: a temporary one, removed after an end without errors
-    command: Callable[[str], Sequence[str]] = module_command  # of a role
-    locate_model: bool = True  # by a process before all others, which shows how far a download is
+    node_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # on top of `environ`, by node name
+    log_directory: Path | None = None  # None: a temporary one, removed if the cluster ends without errors
+    command: Callable[[str], Sequence[str]] = module_command  # by role
+    locate_model: bool = True  # by a process that runs before all others and reports a download's progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ChildSpec:
 
 
 def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
-    """In the order of their start; the model's own process first, routers and the OpenAI gateway last."""
+    """Returns the processes in start order: the model's own first, routers and the OpenAI gateway last."""
     num_drafts = 0 if config.draft == NO_PROPOSER else config.draft_nodes
     counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
     children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []
@@ -62,7 +62,7 @@ def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
 
 
 def router_ports(config: ClusterConfig) -> dict[str, int]:
-    """By the router's name: consecutive, or all 0."""
+    """Returns ports by the router's name: consecutive, or all 0."""
     names = ["router"] if config.routers == 1 else [f"router-{index}" for index in range(config.routers)]
     return {name: config.port + index if config.port else 0 for index, name in enumerate(names)}
 
@@ -76,10 +76,10 @@ def child_command(
     bound: Mapping[str, int | None],
     turns_file: Path,
 ) -> list[str]:
-    """The command line: the cluster's own choices as defaults that the user's settings override, and ports.
+    """Returns the command line: the cluster's own choices as defaults, the user's settings above them, and ports.
 
-    `targets`: addresses by role. `bound`: "port" and "metrics_port" of an earlier life.
-    `turns_file`: for nodes on the same processors.
+    `targets` are addresses by role. `bound` has "port" and "metrics_port" of an earlier process.
+    `turns_file` is for nodes on the same processors.
     """
     command = list(launch.command(spec.role))
     if launch.config_file is not None:
@@ -89,12 +89,12 @@ def child_command(
         command += ["--default", f"{key}={_text(value)}"]
     settings = [*launch.overrides]
     settings += [*launch.node_overrides.get(spec.name, ()), *launch.role_overrides.get(spec.role, ())]
-    if not spec.is_one_shot:  # over all sources: a port in them would be the same for all processes
+    if not spec.is_one_shot:  # overrides every source: a port from them would be the same for all processes
         wanted = config.openai_port if spec.role == GATEWAY else router_ports(config).get(spec.name, 0)
         ports = {"port": wanted or 0}
         ports |= {name: port for name, port in bound.items() if port is not None}
         settings += [f"server.{name}={port}" for name, port in ports.items()]
-    if spec.role == GATEWAY:  # it asks nobody who they are
+    if spec.role == GATEWAY:  # it does not authenticate its clients
         settings.append(f"server.host={loopback()}")
     for setting in settings:
         command += ["--set", setting]
@@ -104,7 +104,7 @@ def child_command(
 def _chosen(
     spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequence[str]], turns_file: Path
 ) -> dict[str, Any]:
-    """The cluster's own settings for one process."""
+    """Returns the cluster's own settings for one process."""
     role = spec.role
     chosen: dict[str, Any] = {"server.drain_seconds": DRAIN_SECONDS, "server.metrics_port": 0}
     cpus = usable_cpus()

@@ -9,23 +9,23 @@ from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig
 from outrider.engine.processor import usable_cpus, within_quota
 
 FEWEST_TO_DIVIDE = 6
-"""With fewer processors all roles share them: an idle role's own would be wasted."""
+"""Processors below which all roles share them: an idle role's own processors would be wasted."""
 
 
 def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Processors, each for a thread, by the name of each process that computes (see `ClusterConfig.computing_nodes`).
+    """Returns processors, one per thread, by the name of each computing process (see `ClusterConfig.computing_nodes`).
 
-    On few processors all processes share all of them: prefill and decode nodes in turns
-    (see outrider.engine.cpu_turns), a draft model beside them; a phase of a native step waits
-    for no thread that has lost its core, so that sharing costs time but never stalls. On more,
-    decode nodes come first with half of them, since every token waits for a decode step;
-    prefill nodes get the rest, so that no chunk holds up a running decode, or without any
-    decode nodes do; a draft model takes an eighth of all from it; and one processor stays
+    Few processors are shared by all processes: prefill and decode nodes take turns (see
+    outrider.engine.cpu_turns), and a draft model runs next to them; a phase of a native step
+    waits for no thread that has lost its core, so sharing costs time but never stalls. With more,
+    decode nodes come first and get half of them, since every token waits for a decode step;
+    prefill nodes get the rest, so that no chunk delays a running decode (decode nodes get it if
+    there are none); a draft model takes an eighth of all from the rest; and one processor stays
     free for router, n-gram drafter and clients.
 
     Args:
-        config: how many nodes there are.
-        cpus: that may be used; at least one.
+        config: the numbers of nodes.
+        cpus: the usable processors; at least one.
     """
     nodes = config.computing_nodes
     if len(cpus) < max(FEWEST_TO_DIVIDE, 2 * len(nodes)):
@@ -47,6 +47,6 @@ def has_shared_cpus(config: ClusterConfig) -> bool:
 
 
 def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Divides neighbouring processors as evenly as possible."""
+    """Divides processors into contiguous ranges, as evenly as possible."""
     bounds = [len(cpus) * index // len(names) for index in range(len(names) + 1)] if names else []
     return {name: tuple(cpus[start:end]) for name, (start, end) in zip(names, itertools.pairwise(bounds), strict=True)}

@@ -1,4 +1,4 @@
-"""The command line that every role has."""
+"""The command line common to all roles."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def parse_role_arguments(
     *,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """Reads a role's command line: `--config FILE`, `--set KEY=VALUE`, `--help` with every key.
+    """Parses a role's command line: `--config FILE`, `--set KEY=VALUE`, `--help` with every key.
 
-    A mistake ends the process with status 2 and one line on stderr.
+    An error ends the process with status 2 and one line on stderr.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {role}",
@@ -47,7 +47,7 @@ def parse_role_arguments(
         help="as --set, but file, environment and --set override it; repeatable",
     )
     arguments = parser.parse_args(argv)
-    if role in ROLES:  # a file is for this process, whose warnings then name what its role has no use for
+    if role in ROLES:  # imported files are for this process, whose warnings then name what its role does not use
         arguments.imports = [text if parse_reference(text)[0] else f"{role}={text}" for text in arguments.imports]
     try:
         parse_faults(environ)
@@ -60,7 +60,7 @@ def parse_role_arguments(
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
-    """What every command with settings has, for `load_arguments`. A flag whose `dest` is a key is that setting."""
+    """Adds the arguments of commands with settings, for `load_arguments`. A flag whose `dest` is a key sets it."""
     default = environ.get(CONFIG_FILE_VARIABLE)
     parser.add_argument(
         "--config",
@@ -84,7 +84,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str], sections: Mapping[str, type]) -> None:
-    """Flags that are settings, whose keys they name. Their values are those of `--set`, but may not be empty."""
+    """Adds flags that are settings, by their keys. They take the values of `--set`, except empty ones."""
     known = {info.key: info for info in describe_settings(sections)}
     for flag, key in flags.items():
         info = known[key]
@@ -96,8 +96,8 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str],
 
 
 def _checked_text(info: SettingInfo, text: str) -> str:
-    """The text as it stands. Raises: argparse.ArgumentTypeError for what the setting cannot be."""
-    if not text.strip():  # as of a variable that is not set: it would turn off what may be null
+    """Returns the text unchanged. Raises: argparse.ArgumentTypeError if the setting cannot have this value."""
+    if not text.strip():  # as from an unset variable: it would turn off a setting that may be null
         raise argparse.ArgumentTypeError(f"a value is missing for {info.key}")
     try:
         checked(info, Entry(key=info.key, value=from_text(info.kind, text, ""), source=""))
@@ -107,12 +107,12 @@ def _checked_text(info: SettingInfo, text: str) -> str:
 
 
 def given_settings(arguments: argparse.Namespace) -> list[str]:
-    """As `--set` takes them: flags that are settings, then `--set`."""
+    """Returns settings in the form of `--set`: flags that are settings, then `--set`."""
     return [*(f"{entry.key}={entry.value}" for entry in _given_flags(arguments)), *arguments.overrides]
 
 
 def _given_flags(arguments: argparse.Namespace) -> list[Entry]:
-    """Named in errors as they were given."""
+    """Returns the given flags; errors name them as the user gave them."""
     given = vars(arguments)
     names = {key: f"{flag} " for flag, key in given.items() if flag.startswith("--")}
     return [
@@ -129,7 +129,7 @@ def load_arguments(
     environ: Mapping[str, str] = os.environ,
     role: str | None = None,
 ) -> ResolvedConfig:
-    """The sections by a command line with the flags of `add_settings_arguments`, and perhaps vLLM's.
+    """Returns the sections for a command line with the flags of `add_settings_arguments`, and optionally vLLM's.
 
     Raises: ConfigError.
     """
@@ -147,7 +147,7 @@ def load_arguments(
 
 
 def write_warnings(command: str, warnings: Sequence[str]) -> None:
-    """What imported files ask for to no effect, on stderr."""
+    """Writes to stderr what imported files set without effect."""
     for warning in dict.fromkeys(warnings):
         sys.stderr.write(f"{command}: warning: {warning}\n")
 

@@ -1,4 +1,4 @@
-"""Where settings come from. A later one of these overrides the earlier:
+"""The sources of settings. A later one of these overrides the earlier ones:
 
 defaults < `--default` < YAML file < files of other servers < environment < arguments of vLLM < `--set`
 """
@@ -20,7 +20,7 @@ from outrider.errors import ConfigError
 
 ROLES = ("router", "prefill_node", "decode_node", "draft_node")
 SECTIONS = ("model", "kv_cache", "kv_transfer", "server", "telemetry", "security", *ROLES, "cluster", "gateway")
-"""Every section that a file may have, whichever role reads it."""
+"""Every section that a file may have, for all roles."""
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 CONFIG_FILE_VARIABLE = "OUTRIDER_CONFIG"
@@ -28,34 +28,34 @@ OTHER_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
         *("CONFIG", "TARGET", "CACHE_DIR", "STORE_PASSWORD", "KERNEL_LIBRARIES"),
-        *("ANNOUNCE_FD", "PARENT_PID"),  # between our own processes
-        *("FAULTS", "FAULTS_ONCE", "SOAK_REQUESTS", "PEERS_DIR", "COMPOSE_TEST_START_SECONDS"),  # of tests
-        *("ROUTER_PORT", "SHM_SIZE", "TAG", "TLS_DIR"),  # of compose.yaml
+        *("ANNOUNCE_FD", "PARENT_PID"),  # between processes of a cluster
+        *("FAULTS", "FAULTS_ONCE", "SOAK_REQUESTS", "PEERS_DIR", "COMPOSE_TEST_START_SECONDS"),  # for tests
+        *("ROUTER_PORT", "SHM_SIZE", "TAG", "TLS_DIR"),  # for compose.yaml
     )
 )
-"""What is no setting."""
+"""Variables with the prefix that are not settings."""
 OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
-"""What Kubernetes sets in every pod for a service of a name such as outrider-router."""
+"""Matches variables that Kubernetes sets in every pod for a service with a name such as outrider-router."""
 DRAFTS = ("cluster.draft", "model.head", "draft_node.proposer")
-"""They say who drafts: where one of these is set, a speculative_config that it overrides does not count at all."""
+"""Settings that choose the drafter: if one of them overrides a speculative_config, all of that is ignored."""
 
 Layer = dict[str, Entry]
-"""What one source sets, by key; of other roles' sections too, in which values are as they stand."""
+"""What one source sets, by key, including unconverted values of other roles' sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """The sections in force, and for every key that was set, where."""
+    """The effective sections, and the source of every key that was set."""
 
     sections: dict[str, Any]
     sources: dict[str, str]  # by key
-    imported: dict[str, Any]  # of other servers' files and arguments what is in force, by key, also elsewhere
-    elsewhere: Layer  # what is set in sections of other roles, as it stands
-    warnings: list[str]  # what imported files and arguments say to no effect
+    imported: dict[str, Any]  # effective values from other servers' files and arguments, by key, also of `elsewhere`
+    elsewhere: Layer  # unconverted values in sections of other roles
+    warnings: list[str]  # what imported files and arguments set without effect
 
     @property
     def overrides(self) -> list[str]:
-        """What was imported, as `--set` takes it."""
+        """The imported values, in the form of `--set`."""
         return [f"{key}={value}" for key, value in self.imported.items()]
 
 
@@ -71,10 +71,10 @@ def load_config(
     arguments: Sequence[Entry] = (),
     role: str | None = None,
 ) -> ResolvedConfig:
-    """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32"; `flags`, of
-    a command line, are below `overrides`.
+    """Returns one instance per section. `overrides` and `defaults` are "decode_node.max_running_sequences=32"; `flags`,
+    from a command line, have lower precedence than `overrides`.
 
-    `imports` are files of other servers, those for one `role` as "prefill=FILE"; `arguments` are vLLM's.
+    `imports` are files of other servers, for one `role` as "prefill=FILE"; `arguments` are vLLM's.
 
     Raises: ConfigError, naming the key, its source and the nearest valid key or the allowed range.
     """
@@ -87,7 +87,7 @@ def load_config(
     explicit = environment | given
     model = explicit.get("model.id") or below.get("model.id")
     target = "" if model is None else str(model.value)
-    keys: list[Translated] = []  # of the files
+    keys: list[Translated] = []  # from the files
     for only_role, path in map(parse_reference, imports):
         if only_role in (None, role):
             imported = Imported(keys=translate(read_entries(path), target=target))
@@ -124,7 +124,7 @@ def environment_name(key: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[Entry]:
-    """Those with a section and a key: an unknown one is an error, as everywhere."""
+    """Yields variables that name a section and a key; an unknown key is an error, as everywhere."""
     for name in sorted(environ):
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
         if name.startswith(ENVIRONMENT_PREFIX) and "." in key:
@@ -141,7 +141,7 @@ def _settings(texts: Sequence[str], flag: str) -> Iterator[Entry]:
 
 
 def _settings_of(keys: Sequence[Translated], above: Layer) -> list[Entry]:
-    """Ours of imported keys, but for what is set `above`. A speculative_config is taken as a whole, or not at all."""
+    """Returns imported settings that `above` does not set. A speculative_config counts wholly or not at all."""
     has_draft = not above.keys().isdisjoint(DRAFTS)
     return [
         Entry(key=name, value=value, source=key.origin, text=key.entry.text if value is key.entry.value else None)
@@ -160,11 +160,11 @@ class _Known:
         self.settings = {info.key: info for info in describe_settings(sections)}
 
     def lacks(self, key: Translated) -> bool:
-        """Whether a key is settings of other roles only."""
+        """Whether a key sets only settings of other roles."""
         return bool(key.settings) and self.settings.keys().isdisjoint(key.settings)
 
     def unknown_variables(self, environ: Mapping[str, str]) -> Iterator[str]:
-        """A warning for each that looks like ours. Raises: ConfigError for one that begins with a section's name."""
+        """Yields a warning for each unknown variable with the prefix. Raises: ConfigError if it names a section."""
         names = {environment_name(key).replace("__", "_"): environment_name(key) for key in self.settings}
         for name in sorted(environ):
             is_other = name in OTHER_VARIABLES or OF_SERVICES.fullmatch(f"{name}={environ[name]}")
@@ -178,7 +178,7 @@ class _Known:
                 yield problem
 
     def take(self, entries: Iterable[Entry], *, is_text: bool = False) -> Layer:
-        """Later entries override earlier ones. `is_text`: they are of a command line or the environment.
+        """Returns entries by key, the last one of each. `is_text`: they are from a command line or the environment.
 
         Raises: ConfigError for an unknown key.
         """
@@ -192,7 +192,7 @@ class _Known:
         return taken
 
     def _check_group(self, entry: Entry, *, is_text: bool) -> None:
-        """A group may be empty. Raises: ConfigError for one that has a value, and for what is no group."""
+        """Checks a group, which may be empty. Raises: ConfigError if it has a value, or is not a group."""
         if not any(key.startswith(f"{entry.key}.") for key in self.settings):
             raise ConfigError(f"{entry.source}: {unknown_key(entry.key, {*SECTIONS, *self.settings})}")
         if entry.value not in (None, {}):
@@ -200,11 +200,11 @@ class _Known:
             raise ConfigError(f"{entry.source}: {entry.key} is a group of settings{wrong}")
 
     def build(self, values: Layer) -> dict[str, Any]:
-        """The sections. Raises: ConfigError for a value of a wrong type or out of range."""
+        """Returns the sections. Raises: ConfigError for a value of a wrong type or out of range."""
         return {name: self._build(name, kind(), values) for name, kind in self._sections.items()}
 
     def _build(self, prefix: str, section: Any, values: Layer) -> Any:
-        """`section`: with its defaults."""
+        """`section` has its defaults."""
         changes: dict[str, Any] = {}
         sources: dict[str, str] = {}  # by field
         for item in setting_fields(section):
@@ -216,12 +216,12 @@ class _Known:
                 changes[item.name] = checked(self.settings[key], values[key])
         try:
             return replace(section, **changes)
-        except ValueError as error:  # a check over several fields, in __post_init__
+        except ValueError as error:  # raised by a check over several fields, in __post_init__
             raise ConfigError(f"{_blamed(str(error), sources)}: {prefix}: {error}") from error
 
 
 def _take_file(known: _Known, file: Path | None) -> Layer:
-    """Raises: ConfigError, also for a file of something else, which is named."""
+    """Raises: ConfigError, also for a file of another program, which it names."""
     entries = [] if file is None else read_entries(file)
     try:
         return known.take(entries)
@@ -234,7 +234,7 @@ def _take_file(known: _Known, file: Path | None) -> Layer:
 
 
 def _read(entry: Entry, kind: Any, *, is_text: bool) -> Entry:
-    """By the type of its setting: a text in quotes is a number where one is wanted, and a number a text."""
+    """Converts by the setting's type: quoted text becomes a number if one is wanted, and a number becomes text."""
     has_text = not {str, Path}.isdisjoint(options_of(kind))
     if isinstance(entry.value, str) and (is_text or not has_text):
         return replace(entry, value=from_text(kind, entry.value, entry.source))
@@ -244,6 +244,6 @@ def _read(entry: Entry, kind: Any, *, is_text: bool) -> Entry:
 
 
 def _blamed(message: str, sources: Mapping[str, str]) -> str:
-    """Where the fields that a message names were set; all sources when it names none of them."""
+    """Returns the sources of the fields that a message names; all sources if it names none of them."""
     named = [source for name, source in sources.items() if re.search(rf"\b{name}\b", message)]
     return ", ".join(dict.fromkeys(named or sources.values()))

@@ -16,7 +16,7 @@ KEYWORDS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maxi
 
 
 def config_schema(sections: Mapping[str, type]) -> dict[str, Any]:
-    """Of a file with these sections, each of which may be missing or empty. Draft 2020-12."""
+    """Returns the schema (draft 2020-12) of a file with these sections, each of which may be missing or empty."""
     root = _group()
     for info in describe_settings(sections):
         *groups, name = info.key.split(".")
@@ -32,7 +32,7 @@ def _group() -> dict[str, Any]:
 
 
 def _of_setting(info: SettingInfo) -> dict[str, Any]:
-    """Limits hold for each item of a list."""
+    """Returns the schema of one setting. Limits apply to each item of a list."""
     limits, options = info.limits, options_of(info.kind)
     bounds = {word: getattr(limits, name) for name, word in KEYWORDS.items() if getattr(limits, name) is not None}
     if limits.choices is not None:

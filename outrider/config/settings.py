@@ -1,4 +1,4 @@
-"""How a setting is declared, and what is known of it."""
+"""Declarations of settings, and their descriptions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def setting(
     choices: Sequence[Any] | None = None,
     help: str = "",  # noqa: A002 the word that argparse users know
 ) -> Any:
-    """A dataclass field with its range and its documentation."""
+    """Returns a dataclass field with its range and help text."""
     limits = Limits(
         at_least=at_least, at_most=at_most, above=above, choices=None if choices is None else tuple(choices)
     )
@@ -57,18 +57,18 @@ def setting(
 
 
 def fixed(default: Any) -> Any:
-    """A dataclass field that is no setting: the same for every user, and another value in a test."""
+    """Returns a dataclass field that is not a setting: it is the same for every user, and differs only in tests."""
     return field(default=default, metadata={"is_setting": False})
 
 
 def setting_fields(section: Any) -> list[Field[Any]]:
-    """The fields of a section, or of its type, that users may set."""
+    """Returns the fields of a section, or of its type, that users may set."""
     return [item for item in fields(section) if item.metadata.get("is_setting", True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingInfo:
-    """One key, as files, `--help` and the schema have it."""
+    """A key, as files, `--help` and the schema describe it."""
 
     key: str
     kind: Any  # its declared type
@@ -82,7 +82,7 @@ class SettingInfo:
 
 
 def describe_settings(sections: Mapping[str, type]) -> list[SettingInfo]:
-    """Every key of the sections, in declaration order."""
+    """Returns every key of the sections, in declaration order."""
     return [info for name, kind in sections.items() for info in _described(name, kind())]
 
 
@@ -98,7 +98,7 @@ def _described(prefix: str, section: Any) -> Iterator[SettingInfo]:
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """The key as far as it is known, and the nearest of those that could stand there."""
+    """Describes an unknown key: its known part, and the nearest name that could follow."""
     names, owner = key.split("."), ""
     for name in names:
         beside = {other.removeprefix(owner).partition(".")[0] for other in known if other.startswith(owner)}

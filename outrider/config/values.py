@@ -1,4 +1,4 @@
-"""From what a file or a variable says to a value of the declared type, and back to text."""
+"""Converts text of files and variables to values of the declared types, and back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outrider.errors import ConfigError
 
 
 def is_null(value: Any) -> bool:
-    """Whether a variable or flag, or a file, leaves an optional setting empty."""
+    """Whether a variable, flag or file leaves an optional setting empty."""
     return str(value).strip().lower() in ("null", "none", "~", "")
 
 
 def from_text(kind: Any, text: str, source: str) -> Any:
-    """What a variable, a flag or a text in quotes means for a field of this type: text as it stands, or YAML.
+    """Converts a variable, a flag or quoted text to the type of a field: unchanged for text, else parsed as YAML.
 
     Raises: ConfigError.
     """
@@ -32,7 +32,7 @@ def from_text(kind: Any, text: str, source: str) -> Any:
     if items and not text.startswith("- "):
         return [_item_from_text(items[0], part, source) for part in _parts(text)]
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([kmgt]|[KMGT](?:iB)?)\s*", text) if int in options else None
-    if size is not None:  # as vLLM takes it: 4k is 4000, 4K is 4096
+    if size is not None:  # vLLM's units: 4k is 4000, 4K is 4096
         base, unit = (1000 if size[2].islower() else 1024), size[2][0].lower()
         return round(float(size[1]) * base ** ("kmgt".index(unit) + 1))
     import yaml
@@ -45,7 +45,7 @@ def from_text(kind: Any, text: str, source: str) -> Any:
 
 
 def _parts(text: str) -> list[str]:
-    """Of a list, in brackets or without them. Commas in quotes and in brackets, as of `[::1]:50051`, divide nothing."""
+    """Splits a list, with or without brackets. Commas in quotes or brackets, as in `[::1]:50051`, do not separate."""
     inner = re.fullmatch(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", text.strip())
     found = re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^\]]*\]|[^,])+""", text if inner is None else inner[1])
     return [part.strip() for part in found if part.strip()]
@@ -57,7 +57,7 @@ def _item_from_text(kind: Any, text: str, source: str) -> Any:
 
 
 def checked(info: SettingInfo, entry: Entry) -> Any:
-    """The entry's value as one of the declared type. Raises: ConfigError that names the type or the range."""
+    """Returns the entry's value in the declared type. Raises: ConfigError that names the type or the range."""
     allowed = f" {info.limits}" if str(info.limits) else ""
     given = f"{entry.source}: {info.key} = {entry.value!r}"
     for option in options_of(info.kind):
@@ -73,11 +73,11 @@ def checked(info: SettingInfo, entry: Entry) -> Any:
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """The value as an instance of one type. A bool is no number. Raises: TypeError, ValueError, OverflowError."""
+    """Converts the value to one type. A bool is not a number. Raises: TypeError, ValueError, OverflowError."""
     if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
         return tuple(_convert(part, typing.get_args(kind)[0]) for part in value)
     if kind is float and not isinstance(value, bool):
-        return float(value)  # of a string too: YAML 1.1 reads 1e-3 as one
+        return float(value)  # strings, too: YAML 1.1 reads 1e-3 as one
     if kind is int and not isinstance(value, int) and (number := float(value)).is_integer():
         return int(number)  # Helm writes 1e+06 for a million
     if kind is Path and isinstance(value, str):
@@ -88,7 +88,7 @@ def _convert(value: Any, kind: Any) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A value as YAML would have it, on one line, without the password of a URL."""
+    """Formats a value as YAML on one line, without the password of a URL."""
     import yaml
 
     return without_passwords(
@@ -99,12 +99,12 @@ def format_value(value: Any) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """The text with every `scheme://user:password@` cut down to `scheme://user:…@`."""
+    """Replaces every `scheme://user:password@` in the text with `scheme://user:…@`."""
     return re.sub(r"(://[^/@:\s]*:)\S*@", r"\1…@", text)
 
 
 def to_plain(value: Any) -> Any:
-    """Sections, tuples and paths as dicts, lists and strings."""
+    """Converts sections, tuples and paths to dicts, lists and strings."""
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_plain(getattr(value, item.name)) for item in setting_fields(value)}
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Reads YAML files as entries that know their lines. JSON is YAML."""
+"""Reads YAML files as entries with line numbers. JSON is YAML."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ConfigError
 
-if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads a file imports yaml
+if TYPE_CHECKING:  # a client has settings (TLS) but reads no files: yaml is imported only to read them
     import yaml
 
 NULL, MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
 BLANK = re.compile(r"\$\{\w+(:?[-+?][^}]*)?\}|\$\(\w+\)|^\$\w+(?=[/:]|$)|\{\{[^}]*(?<![\w)\]])\.[a-zA-Z }]")
-"""What a shell, Kubernetes or Helm would fill in: ${NAME:-x}, $(NAME), $NAME and {{ .Values.name }}."""
+"""Placeholders of a shell, Kubernetes or Helm: ${NAME:-x}, $(NAME), $NAME and {{ .Values.name }}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A value, where it was set. Keys of groups are flattened: `kv_cache.memory`."""
+    """A value and its source. Keys of groups are flattened: `kv_cache.memory`."""
 
     key: str
-    value: Any  # as the source has it; None of a group whose entries follow
+    value: Any  # as in the source; None for a group whose entries follow
     source: str  # "outrider.yaml:3", "--set kv_cache.memory=1GiB"
-    is_group: bool = False  # whose entries follow
-    text: str | None = None  # of a value in a file: as it is written there, 0123 and 1.10 for instance; else None
+    is_group: bool = False  # its entries follow
+    text: str | None = None  # of a value in a file: as it is written there, such as 0123 or 1.10; else None
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """In their order, as PyYAML reads them. Raises: ConfigError, with the line, for a file that cannot be read."""
+    """Returns entries in file order, as PyYAML reads them. Raises: ConfigError with the line for an unreadable file."""
     import yaml
 
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        if re.match(r"\ufeff?\s*[{\[]", text):  # JSON may have tabs, but in no text
+        if re.match(r"\ufeff?\s*[{\[]", text):  # JSON allows tabs outside strings
             text = re.sub(r'"(?:\\.|[^"\\])*"|\t', lambda found: found[0] if found[0] != "\t" else " ", text)
         loader = yaml.SafeLoader(text)
         try:
             nodes: list[yaml.Node] = []
             while loader.check_node():
                 node = loader.get_node()
-                if node is not None and node.tag != NULL:  # nothing may stand before and behind a `---`
+                if node is not None and node.tag != NULL:  # documents before and after a `---` may be empty
                     nodes.append(node)
             if nodes[1:]:
                 raise ConfigError(f"{path}:{nodes[1].start_mark.line + 1}: a second document begins: keep one")
@@ -63,7 +63,7 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def _advice(line: str) -> str:
-    """What makes YAML of a line that is none, where the reason is a common one."""
+    """Advises how to fix a line that is not YAML, if the cause is a common one."""
     if "{{" in line or "{%" in line:
         return "; render a template first, by helm template for example"
     if "\t" in line:
@@ -81,7 +81,7 @@ def _entries(
     outer: Sequence[yaml.Node],
     lines: dict[str, int],
 ) -> Iterator[Entry]:
-    """`outer`: the groups around `node`. `lines`: of all keys before it; `a.b` is `b` of group `a`, too.
+    """`outer` are the groups around `node`. `lines` are those of all earlier keys; `a.b` is also `b` of group `a`.
 
     Raises: ConfigError.
     """
@@ -92,19 +92,19 @@ def _entries(
     _merge(loader, node)
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):  # as of {{ .Values.name }}
+        if not isinstance(key_node, yaml.ScalarNode):  # as for {{ .Values.name }}
             raise ConfigError(f"{path}:{line}: a group or list is no name; render a template first")
         key = prefix + key_node.value
-        if not prefix and key.startswith(("x-", ".")):  # where Compose and others keep what is only referred to
+        if not prefix and key.startswith(("x-", ".")):  # Compose and others keep fragments for aliases there
             continue
-        source, same = f"{path}:{line}", key.replace("-", "_")  # in files of other servers
+        source, same = f"{path}:{line}", key.replace("-", "_")  # other servers' files use dashes
         if same in lines:
             raise ConfigError(f"{source}: {key} stands in line {lines[same]} already")
         lines[same] = line
         if not isinstance(value_node, yaml.MappingNode) or not value_node.value:
             try:
                 value = loader.construct_object(value_node, deep=True)
-            except ValueError as error:  # of a 32nd of March
+            except ValueError as error:  # such as March 32
                 raise ConfigError(f"{source}: {key} is not a value: {error}") from error
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, str) and BLANK.search(part):
@@ -112,18 +112,18 @@ def _entries(
             text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
             yield Entry(key=key, value=value, source=source, text=text)
             continue
-        if value_node in (*outer, node):  # by an alias
+        if value_node in (*outer, node):  # through an alias
             raise ConfigError(f"{source}: {key} contains itself")
         yield Entry(key=key, value=None, source=source, is_group=True)
         yield from _entries(loader, value_node, path, f"{key}.", (*outer, node), lines)
 
 
 def _merge(loader: yaml.SafeLoader, node: yaml.MappingNode) -> None:
-    """Puts the keys that `<<` brings in its place. Those of the group itself override them."""
+    """Replaces `<<` by the keys that it merges. The group's own keys override them."""
     num_own = sum(key_node.tag != MERGE for key_node, _ in node.value)
     if num_own == len(node.value):
         return
-    loader.flatten_mapping(node)  # brings them before the group's own, the ones that count last
+    loader.flatten_mapping(node)  # puts them before the group's own, of which the last counts
     first = len(node.value) - num_own
     brought = {str(loader.construct_object(pair[0], deep=True)): pair for pair in node.value[:first]}
     for key_node, _ in node.value[first:]:

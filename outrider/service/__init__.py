@@ -1,1 +1,1 @@
-"""What every service process is made of: life cycle, channels, health, reflection, telemetry. Torch-free."""
+"""The parts of every service process: life cycle, channels, health, reflection, telemetry. It imports no torch."""

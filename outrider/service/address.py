@@ -1,4 +1,4 @@
-"""Under which address others reach this process: what is bound to every interface is not one."""
+"""The address under which others reach this process, which differs from a wildcard bind address."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 from functools import cache
 
 PROBES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses of nobody (RFC 5737, RFC 3849): the kernel says from where it would reach them, and sends nothing."""
+"""Documentation addresses (RFC 5737, RFC 3849): the kernel picks the source address for them and sends nothing."""
 
 
 def reachable_address(advertised: str, bound: str) -> str:
-    """What others dial, "host:port": what the settings advertise, else what was bound.
+    """Returns the "host:port" that others dial: the advertised one, else the bound one.
 
     `advertised` is "host", "host:port" or empty; `bound` is "host:port". A wildcard becomes
     this machine's own address: in a container, the one that other containers reach.
@@ -23,12 +23,12 @@ def reachable_address(advertised: str, bound: str) -> str:
 
 
 def host_port(host: str, port: object) -> str:
-    """As it is dialled: an IPv6 address in brackets."""
+    """Joins host and port for dialling: an IPv6 address gets brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_port(address: str) -> tuple[str, str]:
-    """Host and port, each empty where there is none; a bare IPv6 address comes back in brackets."""
+    """Splits into host and port, either of which may be empty; a bare IPv6 address is returned in brackets."""
     if address.startswith("["):
         host, _, rest = address.partition("]")
         return host + "]", rest.removeprefix(":")
@@ -39,13 +39,13 @@ def split_port(address: str) -> tuple[str, str]:
 
 
 def own_host() -> str:
-    """The address of the interface to the rest of the network; the host's name where there is none."""
+    """Returns the address of the interface with a route to other networks, else the host name."""
     for family, probe in PROBES:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
                 sock.connect((probe, 9))
                 host = str(sock.getsockname()[0])
-        except OSError:  # no such family here, or no route
+        except OSError:  # this address family is missing, or there is no route
             continue
         return f"[{host}]" if family == socket.AF_INET6 else host
     return socket.gethostname()
@@ -53,7 +53,7 @@ def own_host() -> str:
 
 @cache
 def loopback() -> str:
-    """Of this machine: 127.0.0.1, or ::1 where it has only that."""
+    """Returns this machine's loopback address: 127.0.0.1, or ::1 if it has only IPv6."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", 0))
@@ -63,24 +63,24 @@ def loopback() -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether binding there means every interface."""
+    """Whether binding to the host means all interfaces."""
     address = ip_of(host)
     return host == "" or (address is not None and address.is_unspecified)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a port that is bound there."""
+    """Whether only this machine reaches a port bound to the host."""
     address = ip_of(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def is_local(host: str) -> bool:
-    """Whether the host means something else on every machine."""
+    """Whether the host means something different on every machine."""
     return is_loopback(host) or (host != "" and is_wildcard(host))
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None: a name."""
+    """Parses an IP address; returns None for a name."""
     try:
         return ipaddress.ip_address(host.strip("[]"))
     except ValueError:

@@ -1,12 +1,12 @@
-"""What a service tells the process that started it: JSON lines on an inherited descriptor.
+"""Messages from a service to the process that started it: JSON lines on an inherited descriptor.
 
     {"role": "decode_node", "address": "127.0.0.1:40001", "metrics_address": null, "pid": 77}
     {"progress": "weights", "done": 1048576, "total": 270000000}      any number of these
     {"serving": true, "role": …, "address": …, "metrics_address": …, "pid": …, …}
-    {"refused": "it computes in bfloat16, …", "address": "127.0.0.1:40002"}             of another service
-    {"failed": "cannot start: …"}                                          instead, and the process ends
+    {"refused": "it computes in bfloat16, …", "address": "127.0.0.1:40002"}       about another service
+    {"failed": "cannot start: …"}                         instead of "serving"; the process then ends
 
-The first is written when the port is bound, the third when the service serves. The
+The first line is written when the port is bound, the third when the service is serving. The
 descriptor's number is in OUTRIDER_ANNOUNCE_FD; without it nothing is announced.
 """
 
@@ -35,7 +35,7 @@ _failure_log = get_logger("service")
 
 
 def announce(**fields: Any) -> None:
-    """One line, where somebody listens. Fields must be JSON values. Thread-safe. A reader that left is no error."""
+    """Writes one line if the parent listens. Fields must be JSON values. Thread-safe. A closed pipe is ignored."""
     if _descriptor is not None:
         line = (json.dumps(fields) + "\n").encode()
         with _lock, contextlib.suppress(OSError):
@@ -43,8 +43,8 @@ def announce(**fields: Any) -> None:
 
 
 class Progress:
-    """Tells the process that started this one ten times a second at most how far a long start has come, and the log
-    every few seconds while a stage goes on, and its end if it had any line. One thread.
+    """Reports the progress of a long start: to the parent process at most ten times a second, and to the log
+    every few seconds during a stage, and at its end if the stage had any line. For one thread.
     """
 
     def __init__(self) -> None:
@@ -84,12 +84,12 @@ _STAGES = {
 
 
 def announce_failure(event: str, error: BaseException) -> None:
-    """Why this process ends: one line for the process that started it, and one in the log, with an unexpected trace."""
+    """Reports why this process ends: to the parent process and in the log, with a traceback if it is unexpected."""
     announce(failed=f"{event}: {describe_error(error)}")
     trace = None if isinstance(error, OutriderError) else error
     _failure_log.error(event, error=describe_error(error), exc_info=trace)
 
 
 def announce_uncaught_errors() -> None:
-    """From now on, an exception that ends the main thread is announced as a failed start."""
+    """Makes exceptions that end the main thread announce a failed start."""
     sys.excepthook = lambda _kind, error, _trace: announce_failure("cannot start", error)

@@ -1,4 +1,4 @@
-"""Settings that every role has, and those of the OpenAI gateway, some of which routers read as well."""
+"""Settings that every role has, and those of the OpenAI gateway, some of which routers read too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_PARSER = "passthrough"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Section `server`: where a process listens, what it accepts at most, and how long its drain takes."""
+    """Section `server`: the address of a process, its limits, and how long it drains."""
 
     host: str = setting("127.0.0.1", help="Address to bind; 0.0.0.0 for every network card.")
     port: int | None = setting(
@@ -58,10 +58,10 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host", self.host.strip("[]"))  # as IPv6 addresses stand before a port
+        object.__setattr__(self, "host", self.host.strip("[]"))  # brackets around an IPv6 address
 
     def port_of(self, role: str) -> int:
-        """The configured port, or a role's own."""
+        """Returns the configured port, or the role's default."""
         if self.port is not None:
             return self.port
         return ROUTER_PORT if role == "router" else 0
@@ -69,7 +69,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
-    """What is logged, and how."""
+    """Section `telemetry`: what is logged, and how."""
 
     log_level: str = setting("info", choices=("debug", "info", "warning", "error"), help="Least severity logged.")
     log_format: str = setting(
@@ -87,7 +87,7 @@ class TelemetryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Section `gateway`: OpenAI's API over HTTP, by the SMG gateway. Its names of parsers: `smg launch --help`."""
+    """Section `gateway`: OpenAI's API over HTTP, served by the SMG gateway. `smg launch --help` lists its parsers."""
 
     router_targets: tuple[str, ...] = setting((), help="Addresses of routers (host:port).")
     tool_call_parser: str = setting(
@@ -113,4 +113,4 @@ class GatewayConfig:
 
 
 SERVICE_SECTIONS = {"server": ServerConfig, "telemetry": TelemetryConfig, "security": SecurityConfig}
-"""What every service reads."""
+"""The sections that every service reads."""

@@ -1,6 +1,6 @@
-"""grpc.health.v1: NOT_SERVING until the service has started, and again from the first sign of its end.
+"""grpc.health.v1: NOT_SERVING until the service has started, and again as soon as it begins to drain.
 
-The name `LIVENESS` is SERVING as long as the process answers, whatever it waits for.
+The name `LIVENESS` is SERVING as long as the process answers, even while it waits for other nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from grpc_health.v1._async import HealthServicer
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 LIVENESS = "liveness"
-"""For probes that restart a process: other nodes' states, its start and its drain do not change it."""
+"""For probes that restart a process: the start, the drain and other nodes' states do not change it."""
 
 
 class Health:
@@ -23,8 +23,8 @@ class Health:
     def __init__(self, service_names: Sequence[str]) -> None:
         self._names = ("", *service_names)
         self._servicer = HealthServicer()
-        self._is_serving = False  # between its start and its drain
-        self._is_ready = True  # what it depends on is there
+        self._is_serving = False  # between the start and the drain
+        self._is_ready = True  # whether the nodes that it depends on are available
         self._telling: asyncio.Task[None] | None = None
 
     async def add_to(self, server: grpc.aio.Server) -> None:
@@ -37,13 +37,13 @@ class Health:
         await self._tell()
 
     def set_ready(self, is_ready: bool) -> None:  # noqa: FBT001 a listener of one value
-        """For a service that depends on others (`outrider.service.server.FrontService`)."""
+        """Sets whether the nodes that the service depends on are available (`outrider.service.server.FrontService`)."""
         if is_ready is not self._is_ready:
             self._is_ready = is_ready
             self._telling = asyncio.create_task(self._tell(), name="health")
 
     async def _tell(self) -> None:
-        """What is so by now: of several changes at once the last one counts."""
+        """Publishes the current state: if several changes are pending, the last one wins."""
         for name in self._names:
             is_serving = self._is_serving and self._is_ready
             await self._servicer.set(

@@ -1,11 +1,11 @@
-"""Progress deadlines: when a process that still holds its connection is late, and when it is lost.
+"""Progress deadlines: they decide when a process that still holds its connection is late, silent or lost.
 
-SIGSTOP looks alive to TCP. Every report carries a mark of progress and the expected time
-of the step at hand. A process is late when its next report or the end of its step is
-overdue by `LATE_SECONDS`: a suspicion, taken back when it moves. It is silent when its
-reports are overdue by `SILENT_SECONDS`. It is lost when no report came for the grace and a
-few expected steps, or when reports come and one step has gone on for far longer than it was
-expected to.
+A process stopped by SIGSTOP looks alive to TCP. Every report therefore carries a progress mark
+and the expected time of the current step. A process is late if its next report or the end of
+its step is overdue by `LATE_SECONDS`; this is a suspicion, withdrawn when it makes progress.
+It is silent if its reports are overdue by `SILENT_SECONDS`. It is lost if no report arrived
+for the grace period plus a few expected steps, or if reports arrive but one step takes far
+longer than expected.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from outrider.node import NodeReport
 DEFAULT_GRACE_SECONDS = 2.0
 LEAST_GRACE_SECONDS = 1.0
 STEP_TOLERANCE = 10.0
-"""A step may take this many times what was expected: other programs share the cores."""
+"""Multiple of its expected time that a step may take: other programs share the cores."""
 REPORT_TOLERANCE = 2.0
-"""Reports may be missing for the grace and this many expected steps: native kernels release the interpreter."""
+"""Expected steps, on top of the grace period, for which reports may be missing: native kernels release the GIL."""
 LATE_SECONDS = 0.5
-"""How far a report or a step may be overdue before the process is suspected."""
+"""Seconds that a report or a step may be overdue before the process is suspected."""
 SILENT_SECONDS = 1.0
-"""How far reports may be overdue before the process is silent: a long step delays none of them for so long."""
+"""Seconds that reports may be overdue before the process is silent; no long step delays them by that much."""
 REPORT_SECONDS = 0.2
-"""Reports come at least this often."""
+"""Maximum seconds between two reports."""
 LATE_STEP_TOLERANCE = 2.0
-"""A step of twice the expected time is not late yet."""
+"""Multiple of its expected time up to which a step is not late."""
 
 STALL_SECONDS = 0.1
-"""An event loop that wakes this much too late was stalled itself: it reads what has arrived before it judges."""
+"""Seconds of delay after which an event loop counts as stalled: it reads what has arrived before it judges a peer."""
 MAX_STALLS = 5
-"""After so many stalls in a row the loop is overloaded, and has had time to read: the deadline holds."""
+"""Consecutive stalls after which the loop is overloaded but has had time to read: the deadline then holds."""
 
 
 class Standing(IntEnum):
-    """What a peer's progress says of it."""
+    """A peer's liveness, as its progress reports show it."""
 
     TIMELY = 0
     LATE = 1
@@ -50,13 +50,13 @@ class Standing(IntEnum):
 
 
 class ProgressDeadline:
-    """Tracks one peer's progress. Not thread-safe: one owner.
+    """Tracks one peer's progress. Not thread-safe; it has one owner.
 
-    Reports come from the event loop's thread, so one that is missing says more than a long
-    step: without any, the process is lost after `grace_seconds` plus `REPORT_TOLERANCE` times
-    the expected step (the engine's thread may hold the interpreter for a while). With
-    reports, a step may take `STEP_TOLERANCE` times what was expected, since a long chunk on
-    a busy machine is not a death; past that the engine hangs.
+    Reports come from the event loop's thread, so a missing report says more than a long step.
+    Without reports, the process is lost after `grace_seconds` plus `REPORT_TOLERANCE` times the
+    expected step (the engine's thread may hold the interpreter for a while). With reports, a step
+    may take `STEP_TOLERANCE` times the expected time, since a long chunk on a busy machine is not
+    a failure; beyond that the engine hangs.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class ProgressDeadline:
         self._report_deadline = self._step_deadline = clock() + self._grace_seconds
         self._late_report_at = self._late_step_at = self._report_deadline
         self._least_silent_at = 0.0
-        self._mark: int | None = None  # None: idle at the last report
+        self._mark: int | None = None  # None: the peer was idle at the last report
         self.standing = Standing.TIMELY
-        self.watched_until = math.inf  # when the watcher looks again
-        self.on_earlier: Callable[[], None] = lambda: None  # it must look sooner
+        self.watched_until = math.inf  # when the watcher checks next
+        self.on_earlier: Callable[[], None] = lambda: None  # called if the watcher must check sooner
 
     def feed(self, report: NodeReport) -> None:
-        """Takes a report that has just arrived."""
+        """Processes a report that has just arrived."""
         now = self._clock()
         allowance = self._grace_seconds + report.expected_step_seconds * STEP_TOLERANCE
         self._report_deadline = now + self._grace_seconds + report.expected_step_seconds * REPORT_TOLERANCE
@@ -85,7 +85,7 @@ class ProgressDeadline:
             self._step_deadline = now + max(allowance - report.step_age_seconds, 0.0)
             self._late_step_at = now + max(patience - report.step_age_seconds, 0.0)
         if is_idle:
-            self._late_step_at = self._late_report_at  # an idle process owes reports only
+            self._late_step_at = self._late_report_at  # an idle process has no step, only reports
         self.standing = Standing.LATE if self.is_late() else Standing.TIMELY
         self._least_silent_at = 0.0
         if self.standing is Standing.LATE or min(self._late_at, self._lost_at) < self.watched_until:
@@ -106,7 +106,7 @@ class ProgressDeadline:
         return min(self._report_deadline, self._step_deadline)
 
     def next_change(self) -> tuple[Standing, float]:
-        """(what it becomes next, in so many seconds, at least 0) unless it moves."""
+        """Returns the next liveness state and the seconds until it (at least 0), if no progress is reported before."""
         lost_at = self._lost_at
         silent_at = max(self._late_report_at + SILENT_SECONDS - LATE_SECONDS, self._least_silent_at)
         if self.standing is Standing.TIMELY and self._late_at < lost_at:
@@ -118,27 +118,27 @@ class ProgressDeadline:
         return standing, max(at - self._clock(), 0.0)
 
     def watch(self) -> float:
-        """Seconds until the next change. Reports that bring it nearer call `on_earlier`."""
+        """Returns the seconds until the next change. A report that makes it earlier calls `on_earlier`."""
         seconds = self.next_change()[1]
         self.watched_until = self._clock() + seconds
         return seconds
 
     def advance(self) -> bool:
-        """Takes a change that is due; False: none is."""
+        """Applies the next change if it is due; returns whether it was."""
         standing, seconds = self.next_change()
         if seconds > 0.0:
             return False
         self.standing = standing
-        # After our own stall, restart the silence timer.
+        # After a stall of this process, the silence timer restarts.
         self._least_silent_at = self._clock() + SILENT_SECONDS - LATE_SECONDS
         return True
 
 
 async def watch_progress(progress: ProgressDeadline, on_change: Callable[[], None]) -> None:
-    """Calls `on_change` when the peer becomes late or silent; returns once it is lost. Others feed `progress`.
+    """Calls `on_change` when the peer becomes late or silent; returns once it is lost. The caller feeds `progress`.
 
-    After a stall of this process the reports that came during it are still unread, so the
-    deadline is looked at again when they have had time to be read, at most `MAX_STALLS` times.
+    After a stall of this process, the reports that arrived during it are still unread. The deadline
+    is then checked again once they have had time to be read, at most `MAX_STALLS` times.
     """
     loop = asyncio.get_running_loop()
     earlier = asyncio.Event()

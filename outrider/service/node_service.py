@@ -1,4 +1,4 @@
-"""NodeService for every role."""
+"""The NodeService of every role."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LEAST_INTERVAL_SECONDS = 0.05
 
 
 def default_node_name(role: str, address: str, *, configured: str = "") -> str:
-    """The configured name, else "decode@127.0.0.1:50052"; `address` is the one that others know."""
+    """Returns the configured name, or one such as "decode@127.0.0.1:50052"; `address` is the reachable address."""
     return configured or f"{role.removesuffix('_node')}@{address}"
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Answers from callables, which are called on the event loop and must not block."""
+    """Answers from callables, which run on the event loop and must not block."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Calls from their beginning until their status has been sent, for a process that is about to end."""
+"""Tracks calls until their status has been sent, so that a process does not exit before."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from outrider.service.rpc_errors import Context
 
 
 class OpenCalls:
-    """Owned by the event loop. A handler that has returned or aborted has not yet sent anything: gRPC does it later."""
+    """Owned by the event loop. When a handler returns or aborts, nothing has been sent yet: gRPC sends it later."""
 
     def __init__(self, on_refused: Callable[[OutriderError], None] = lambda _error: None) -> None:
-        """`on_refused` is called for each call of a client that is refused before its servicer hears of it."""
+        """`on_refused` is called for each client call that is rejected before it reaches its servicer."""
         self.on_refused = on_refused
         self._open: set[asyncio.Future[None]] = set()
 
@@ -21,7 +21,7 @@ class OpenCalls:
         return len(self._open)
 
     def enter(self, context: Context) -> None:
-        """From now on until gRPC has ended the call."""
+        """Counts the call as open until gRPC has ended it."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(ended)
 
@@ -30,10 +30,10 @@ class OpenCalls:
             if not ended.done():
                 ended.set_result(None)
 
-        context.add_done_callback(leave)  # type: ignore[arg-type] # any callable, whatever its stub says
+        context.add_done_callback(leave)  # type: ignore[arg-type] # it takes any callable, unlike its stub
 
     async def wait_for_present(self, timeout_seconds: float) -> int:
-        """Until those that are open now have ended, whatever comes meanwhile; how many have not after that time."""
+        """Waits until the calls open now have ended, ignoring new ones; returns how many have not after the timeout."""
         if not self._open:
             return 0
         _, unended = await asyncio.wait(set(self._open), timeout=timeout_seconds)

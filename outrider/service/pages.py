@@ -1,4 +1,4 @@
-"""Pages that a service shows over HTTP beside its Prometheus metrics: read-only, without state of their own."""
+"""Stateless, read-only pages that a service serves over HTTP next to its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 METRICS_PATHS = ("/metrics", "/metrics/")
 MAX_CONNECTIONS = 64
-"""Of HTTP, at a time: browsers, and whoever reads metrics."""
+"""Maximum number of concurrent HTTP connections, from browsers and metrics scrapers."""
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -35,11 +35,11 @@ class Page(NamedTuple):
 
 
 FindPage = Callable[[str], Page]
-"""The page at a path, or one that says why there is none. Called in threads of HTTP connections, several at once."""
+"""Returns the page at a path, or an error page. It is called concurrently, in the threads of HTTP connections."""
 
 
 class _Output(BufferedIOBase):
-    """To a client. One that does not read in time has left, of which wsgiref makes no words."""
+    """Output to a client. A write timeout counts as a disconnect, which wsgiref does not log."""
 
     def __init__(self, connection: socket) -> None:
         self._connection = connection
@@ -56,7 +56,7 @@ class _Output(BufferedIOBase):
 
 
 class PatientRequest(WSGIRequestHandler):
-    """One HTTP request, in a thread of its own, which a client cannot hold for ever by asking or reading slowly."""
+    """Handles one HTTP request in its own thread; the timeout bounds how long a slow client can hold it."""
 
     timeout = 30.0
 
@@ -69,11 +69,11 @@ class PatientRequest(WSGIRequestHandler):
             super().handle()
 
     def log_message(self, *_arguments: object) -> None:
-        """Requests are not logged."""
+        """Does nothing: requests are not logged."""
 
 
 def bound_connections(server: Any) -> None:
-    """Each connection of a `ThreadingMixIn` has a thread. One beyond `MAX_CONNECTIONS` is closed at once."""
+    """Limits a `ThreadingMixIn` server to `MAX_CONNECTIONS` threads; further connections are closed at once."""
     slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
     start, serve = server.process_request, server.process_request_thread
 
@@ -97,10 +97,10 @@ def bound_connections(server: Any) -> None:
 
 
 def with_pages(metrics: WSGIApplication, find_page: FindPage, *, is_local: bool = False) -> WSGIApplication:
-    """Metrics at their own path, pages at all others.
+    """Serves metrics at their own path, and pages at all others.
 
-    `is_local`: only this machine reaches the port, and pages are shown under its own names and addresses only. A
-    foreign site whose name leads to loopback could have the user's browser read them otherwise (DNS rebinding).
+    With `is_local`, only this machine reaches the port, and pages are served only under its own names and addresses.
+    Otherwise a foreign site whose name resolves to loopback could have the user's browser read them (DNS rebinding).
     """
 
     def app(environ: WSGIEnvironment, respond: StartResponse) -> Iterable[bytes]:
@@ -129,7 +129,7 @@ def with_pages(metrics: WSGIApplication, find_page: FindPage, *, is_local: bool 
 
 
 def _is_own_name(host: str) -> bool:
-    """Whether a Host header has an address, localhost, or nothing, as only clients other than browsers send."""
+    """Whether a Host header is an address or localhost, or is empty, which only clients other than browsers send."""
     try:
         name = urlsplit(f"//{host}").hostname or "localhost"
         if not f".{name}".endswith(".localhost"):

@@ -1,4 +1,4 @@
-"""Resolves targets to peers, one for each address, and looks names up again while running."""
+"""Resolves targets to peers, one per address, and repeats the lookups while running."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _log = get_logger("peers")
 
 
 class Peer(Protocol):
-    """One address, kept connected by `run` until that is cancelled; `run` frees what the peer holds."""
+    """One address. `run` keeps it connected until it is cancelled, and then frees the peer's resources."""
 
     @property
     def is_connected(self) -> bool:
-        """A connected peer is not dropped."""
+        """Whether the peer is connected; a connected peer is not dropped."""
 
     async def run(self) -> None: ...
 
@@ -31,10 +31,10 @@ AnyPeer = TypeVar("AnyPeer", bound=Peer)
 class PeerSet(Generic[AnyPeer]):
     """The peers of one role. Event loop only.
 
-    An address that is new gets a peer. A peer whose address is in no answer any more is
-    dropped once it is not connected: a node that drains is left to finish. A lookup that
-    fails changes nothing. Each target is looked up by itself, so that a slow name server
-    delays no other; two targets that lead to one address share its peer.
+    A new address gets a peer. A peer whose address is no longer in any answer is dropped once
+    it is not connected, so that a draining node can finish. A failed lookup changes nothing.
+    Targets are looked up independently, so that a slow name server delays no other target; two
+    targets that resolve to one address share its peer.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class PeerSet(Generic[AnyPeer]):
         interval_seconds: float,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`open_peer(target, address)`; `on_change` is called when a peer came or went."""
+        """`open_peer` takes a target and an address; `on_change` is called when a peer is added or dropped."""
         self._open_peer = open_peer
         self._resolver = resolver
         self._interval_seconds = interval_seconds
         self._on_change = on_change
-        self._answers: dict[str, list[str]] = {target: [] for target in targets}  # each target's last good one
-        self._failures: dict[str, str] = {}  # by target, while it cannot be looked up
+        self._answers: dict[str, list[str]] = {target: [] for target in targets}  # the last successful answers
+        self._failures: dict[str, str] = {}  # by target, while lookups of it fail
         self._peers: dict[str, AnyPeer] = {}  # by address
         self._running: dict[str, asyncio.Task[None]] = {}  # by address
-        self._tasks: set[asyncio.Task[None]] = set()  # lookups and peers, those included that are about to end
+        self._tasks: set[asyncio.Task[None]] = set()  # lookups and peers, including those that are ending
 
     @property
     def peers(self) -> list[AnyPeer]:
@@ -66,7 +66,7 @@ class PeerSet(Generic[AnyPeer]):
 
     @property
     def unresolved(self) -> dict[str, str]:
-        """Targets without any address so far, and why."""
+        """Targets that have had no address so far, with the reason."""
         return {
             target: self._failures.get(target, "not looked up yet")
             for target, addresses in self._answers.items()
@@ -78,12 +78,12 @@ class PeerSet(Generic[AnyPeer]):
             self._spawn(self._follow(target), name=f"look up {target}")
 
     async def stop(self) -> None:
-        """Ends every peer. A second call does nothing."""
+        """Stops every peer. A second call does nothing."""
         tasks = set(self._tasks)
         while tasks:
             for task in tasks:
                 task.cancel()
-            # Python 3.11's wait_for loses a cancellation that comes together with a result: ask again.
+            # Python 3.11's wait_for loses a cancellation that coincides with a result, so tasks are cancelled again.
             _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_SECONDS)
         self._running.clear()
         self._peers.clear()
@@ -107,7 +107,7 @@ class PeerSet(Generic[AnyPeer]):
         self._answers[target] = addresses
 
     def _settle(self) -> None:
-        """Opens peers for new addresses; drops those whose address left DNS, once they are not connected."""
+        """Opens peers for new addresses; drops disconnected peers whose addresses DNS no longer returns."""
         wanted = {address: target for target, addresses in self._answers.items() for address in addresses}
         coming = sorted(wanted.keys() - self._peers.keys())
         going = [address for address, peer in self._peers.items() if address not in wanted and not peer.is_connected]
@@ -129,7 +129,7 @@ class PeerSet(Generic[AnyPeer]):
         return task
 
     def _forget_ended(self, address: str, task: asyncio.Task[None]) -> None:
-        """A peer that ended by itself, a bug of ours, is begun anew after the next lookup."""
+        """Forgets a peer that ended by itself (a bug), so that it is reopened after the next lookup."""
         if self._running.get(address) is task:
             del self._running[address], self._peers[address]
 

@@ -1,4 +1,4 @@
-"""Profiles of a running node: who may have one, and how it is asked for."""
+"""Profiling of a running node: access control, and the client's request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.v1 import node_pb2_grpc
 from outrider.wire.profile import PROFILE, options_to_proto
 
 END_SECONDS = 30.0
-"""How long an engine may take to give up a profile: the step at hand, and closing a trace."""
+"""Seconds that an engine may take to return a profile: it finishes the current step and closes the trace."""
 EXPORT_SECONDS = 60.0
 
 
 class ProfileDesk:
-    """One profile at a time, if any `is_allowed`. Event loop only; `submit` hands commands to the engine thread."""
+    """Runs one profile at a time, if `is_allowed`. Event loop only; `submit` sends commands to the engine thread."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ProfileDesk:
         node_name: Callable[[], str],
         submit: Callable[[StartProfile | EndProfile], None],
     ) -> None:
-        """`can_be_traced`: whether torch's profiler would see the engine's forwards."""
+        """`can_be_traced` returns whether torch's profiler would see the engine's forward passes."""
         self._is_allowed = is_allowed
         self._can_be_traced = can_be_traced
         self._node_name = node_name
@@ -40,9 +40,9 @@ class ProfileDesk:
         self._is_running = False
 
     async def run(self, options: ProfileOptions) -> tuple[Profile, bytes]:
-        """What was captured in the time given, and a trace (empty: none). Cancelled, it ends the profile.
+        """Returns the figures captured in the given time, and a trace (empty: none). Cancellation ends the profile.
 
-        Raises: NotSupportedError; AlreadyRunningError; AbortedError when the engine does not let go of it.
+        Raises: NotSupportedError; AlreadyRunningError; AbortedError if the engine does not return the profile.
         """
         if not self._is_allowed:
             message = "profiling is turned off on this node (telemetry.profiling)"
@@ -63,7 +63,7 @@ class ProfileDesk:
         return replace(captured.profile, node=self._node_name(), seconds=seconds, timed_out=timed_out), trace
 
     async def _capture(self, options: ProfileOptions) -> tuple[Captured, bool]:
-        """What the engine captured, and whether the time ran out. Raises: AbortedError."""
+        """Returns what the engine captured, and whether the time ran out. Raises: AbortedError."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Captured] = loop.create_future()
         capture = Capture(options, lambda captured: loop.call_soon_threadsafe(_settle, done, captured))
@@ -72,7 +72,7 @@ class ProfileDesk:
             await asyncio.wait((done,), timeout=options.timeout_seconds)
             timed_out = not done.done()
         finally:
-            self._submit(EndProfile(capture))  # no more of it, also when the caller has left; too late is fine
+            self._submit(EndProfile(capture))  # also if the caller has left; too late is harmless
         try:
             async with asyncio.timeout(END_SECONDS):
                 return await done, timed_out
@@ -83,9 +83,9 @@ class ProfileDesk:
 
 
 async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, target: str) -> tuple[Profile, bytes]:
-    """Asks a node for a profile: (what was captured, a gzipped Chrome trace or nothing).
+    """Requests a profile of a node. Returns the figures and a gzipped Chrome trace, which may be empty.
 
-    Raises: what the node says; PeerLostError when it does not answer in time.
+    Raises: the node's error; PeerLostError if it does not answer in time.
     """
     call = node_pb2_grpc.NodeServiceStub(channel).Profile(
         options_to_proto(options), timeout=options.timeout_seconds + END_SECONDS + EXPORT_SECONDS
@@ -110,7 +110,7 @@ async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, t
 
 def _explained(error: grpc.RpcError, target: str) -> OutriderError:
     found = from_rpc_error(error, target=target)
-    if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # gRPC's own
+    if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # raised by gRPC itself
         return NotSupportedError(f"{target} is no node that can be profiled: {found.message}", reason="NOT_A_NODE")
     return found
 

@@ -1,9 +1,9 @@
-"""Server reflection, v1 and v1alpha, that ghz and grpcurl can use without `--proto`.
+"""Server reflection, v1 and v1alpha, with which ghz and grpcurl work without `--proto`.
 
-ghz asks for a method's symbol (`outrider.v1.RouterService.Generate`), which Python's
-descriptor pool cannot find (grpc issue 34743): the pool here falls back to the service.
-grpcio-reflection has v1alpha only; v1 has the same messages under another package, so
-one servicer is registered under both names: the bytes on the wire are the same.
+ghz looks up a method's symbol (`outrider.v1.RouterService.Generate`), which Python's
+descriptor pool cannot find (grpc issue 34743): `ReflectionPool` falls back to the service.
+grpcio-reflection has only v1alpha; v1 has the same messages in another package, so one
+servicer is registered under both names: the bytes on the wire are the same.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _METHOD = "ServerReflectionInfo"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Serves reflection for these full service names, and for itself."""
+    """Serves reflection for these full service names and for reflection itself."""
     names = (*service_names, *REFLECTION_SERVICES)
     servicer = ReflectionServicer(names, pool=ReflectionPool(descriptor_pool.Default()))
 
     async def answer(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-        async with rpc_errors(context):  # a message that does not parse would be UNKNOWN, and a trace in the log
+        async with rpc_errors(context):  # else a message that does not parse is UNKNOWN, with a logged traceback
             async for response in servicer.ServerReflectionInfo(requests, context):  # type: ignore[attr-defined] # stub
                 yield response
 
@@ -47,7 +47,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
 
 
 class ReflectionPool:
-    """A descriptor pool that also finds a method's file, and reflection v1, which no installed stub describes."""
+    """A descriptor pool that also finds a method's file, and reflection v1, for which no stub is installed."""
 
     def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
         self._pool = pool
@@ -77,7 +77,7 @@ class ReflectionPool:
 
 
 def _v1_file() -> descriptor_pb2.FileDescriptorProto:
-    """v1alpha's file under the package name of v1."""
+    """Returns v1alpha's file under v1's package name."""
     proto = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(proto)
     proto.name, proto.package = _V1_FILE, "grpc.reflection.v1"

@@ -1,4 +1,4 @@
-"""What is refused before a servicer hears of it: unknown callers, calls beyond the limit, malformed requests."""
+"""Rejects calls before they reach a servicer: unknown callers, calls beyond the limit, malformed requests."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from outrider.service.rpc_errors import Context, abort_with
 ROUTER_SERVICE = "outrider.v1.RouterService"
 ENGINE_SERVICE = "vllm.grpc.engine.VllmEngine"
 CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
-"""What a router serves to clients."""
+"""Services that a router offers to clients."""
 OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
-"""For everybody who passes the handshake. A router asks its clients for tokens itself."""
+"""Services open to everyone who passes the handshake. A router asks its clients for tokens separately."""
 
 PROBED_SERVICES = frozenset({HEALTH_SERVICE, NODE_SERVICE})
-"""By which others see how a process stands."""
+"""Services through which others probe a process's state."""
 UNCOUNTED_METHODS = frozenset(
     {f"/{ROUTER_SERVICE}/Abort", f"/{ENGINE_SERVICE}/Abort", f"/{ENGINE_SERVICE}/HealthCheck"}
 )
-"""Of a client's services: what frees, and a gateway's probe."""
+"""Methods of client services that do not count: those that free resources, and a gateway's probe."""
 RETRY_SECONDS = 1.0
 
 Handler = Any
-"""A grpc.RpcMethodHandler, which is generic in its stubs only."""
+"""A grpc.RpcMethodHandler, which is generic only in its stubs."""
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Authenticate = Callable[[Iterable[tuple[str, str | bytes]] | None], object]
-"""Of a call's metadata, before its message is read; raises UnauthenticatedError."""
+"""Checks a call's metadata before its message is read; raises UnauthenticatedError."""
 
 _MAKE = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -57,14 +57,14 @@ _MAKE = {
 class RequestLimits(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server. Owned by the event loop.
 
-    - RouterService and the engine service are for clients that `authenticate` knows, NodeService for services of the
-      cluster and operators, every other service for services of the cluster; health and reflection are for everybody.
-    - More than `max_calls` at a time are refused. Probes are not counted, nor are calls that free something: a process
-      that has as much to do as it may must be seen to live, and must be told to do less. Streams of probes may be as
-      many again.
-    - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop,
-      where 16 MiB of empty submessages take seconds, and what its parser raises would be UNKNOWN. Messages of request
-      streams are for their servicers (`rpc_errors`): their senders are nodes and routers.
+    - RouterService and the engine service are for clients that `authenticate` accepts, NodeService is for services of
+      the cluster and operators, and every other service is for the cluster; health and reflection are for everyone.
+    - Calls beyond `max_calls` are rejected. Probes and calls that free resources are not counted: a process at its
+      limit must still be seen to be alive, and must accept requests to do less. Probe streams have a separate limit of
+      the same size.
+    - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop, where
+      16 MiB of empty submessages take seconds, and its parser's exceptions would become UNKNOWN. Servicers check the
+      messages of request streams (`rpc_errors`), whose senders are nodes and routers.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         security: PeerSecurity,
         authenticate: Authenticate | None,
     ) -> None:
-        """`calls` are those that count."""
+        """`calls` holds the calls that count towards the limit."""
         self._calls = calls
         self._watches = OpenCalls()
         self._max_calls = max_calls
@@ -125,7 +125,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         )
 
     async def _check(self, request: Any, context: Context, service: str, calls: OpenCalls | None) -> None:
-        """Ends the call where it must not go on; it is one of `calls` from now until its status has been sent."""
+        """Ends a call that is not allowed; an allowed one belongs to `calls` until its status has been sent."""
         error: OutriderError | None = None
         if self._security.is_enabled and service not in OPEN_SERVICES:
             caller = context.auth_context()
@@ -145,7 +145,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             calls.enter(context)
 
     def _reject_with(self, error: OutriderError, guarded: Handler) -> Handler:
-        """Ends the call with this error; its messages are not read."""
+        """Returns a handler that ends the call with this error and does not read its messages."""
 
         async def refuse(_request: Any, context: Context) -> None:
             self._calls.on_refused(error)
@@ -154,7 +154,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         return _MAKE[guarded.request_streaming, guarded.response_streaming](refuse)
 
     def _reader(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """As `parse`; where a request cannot be read, the error takes its place."""
+        """Wraps `parse` so that it returns the error if a request cannot be read."""
 
         def read(data: bytes) -> Any:
             if len(data) > self._max_request_bytes:

@@ -1,4 +1,4 @@
-"""Targets to addresses: a name that resolves to several addresses is several nodes."""
+"""Resolves targets to addresses: a name with several addresses stands for several nodes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from outrider.service.address import ip_of
 
 Resolver = Callable[[str], Awaitable[list[str]]]
-"""Target → addresses that can be dialled. Raises: OSError when the name is not known (yet)."""
+"""Maps a target to addresses that can be dialled. Raises: OSError if the name is not known (yet)."""
 
 
 async def resolve_with_dns(target: str) -> list[str]:
-    """One "ip:port" for each address behind "host:port", IPv4 where there is any (both families reach the same node).
+    """Returns "ip:port" for each address of "host:port", IPv4 if there is any (both families reach the same node).
 
-    Addresses, and targets in another scheme ("unix:/path"), stay as they are.
+    Addresses, and targets with another scheme ("unix:/path"), are returned unchanged.
     """
     host = host_name_of(target)
     if not host:
@@ -23,7 +23,7 @@ async def resolve_with_dns(target: str) -> list[str]:
     port = target.rpartition(":")[2]
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except (UnicodeError, OverflowError) as error:  # no host name, no port
+    except (UnicodeError, OverflowError) as error:  # an invalid host name or port
         raise OSError(f"{target} is not host:port: {error}") from error
     by_family: dict[int, list[str]] = {}
     for family, _, _, _, address in found:
@@ -34,7 +34,7 @@ async def resolve_with_dns(target: str) -> list[str]:
 
 
 def host_name_of(target: str) -> str:
-    """The name in "name:port"; empty where the target is an address already, or of another scheme."""
+    """Returns the name in "name:port"; empty if the target is an address or has another scheme."""
     host, colon, port = target.rpartition(":")
     host = host.strip("[]")
     if not colon or not port.isdigit() or ":" in host or ip_of(host) is not None:

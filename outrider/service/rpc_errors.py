@@ -1,4 +1,4 @@
-"""What a servicer raises ends its RPC with a status."""
+"""Turns a servicer's exceptions into RPC statuses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.service.telemetry.logging import get_logger
 
 Context = grpc.aio.ServicerContext[Any, Any]
-"""Of a call, whatever its messages are."""
+"""The context of a call with any message types."""
 
 _log = get_logger("status")
 
 
 async def abort_with(context: Context, error: BaseException) -> Never:
-    """Ends the RPC with the error's status; what becomes INTERNAL is logged with its trace.
+    """Ends the RPC with the error's status; INTERNAL errors are logged with a traceback.
 
-    Trailers that the servicer has set stay, the details come behind them.
+    Trailers that the servicer has set are kept; the error details follow them.
     Raises: grpc.aio.AbortError, always.
     """
     status = to_status(error)
@@ -36,16 +36,16 @@ async def abort_with(context: Context, error: BaseException) -> Never:
 
 @asynccontextmanager
 async def rpc_errors(context: Context) -> AsyncIterator[None]:
-    """Around a servicer's body: whatever it raises ends the RPC as `abort_with`.
+    """Wraps a servicer's body: any exception ends the RPC as `abort_with` does.
 
-    Cancellation and an abort that has already happened pass through.
+    Cancellation and an earlier abort pass through.
     """
     try:
         yield
     except grpc.aio.AbortError:
         raise
-    except DecodeError as error:  # a peer's bytes, not a mistake of ours
+    except DecodeError as error:  # a peer sent invalid bytes: not a bug here
         _log.warning("message refused", error=str(error), peer=context.peer())
         await abort_with(context, errors.InvalidRequestError("a message does not parse", field=""))
-    except Exception as error:  # noqa: BLE001 the border of the process: everything becomes a status
+    except Exception as error:  # noqa: BLE001 the process boundary: every exception becomes a status
         await abort_with(context, error)

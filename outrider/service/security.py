@@ -1,4 +1,4 @@
-"""What a process says of the security of its connections, and where there is none."""
+"""Log messages about the security of connections, or its absence."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _log = get_logger("security")
 
 
 def warn_if_exposed(host: str, *, what: str, is_protected: bool, fix: str) -> None:
-    """Where a port can be reached from other machines and asks nobody who they are."""
+    """Warns if a port can be reached from other machines without authentication."""
     if not is_protected and not is_loopback(host):
         _log.warning(f"ANYBODY who reaches this machine can use {what}; {fix}", host=host)
 
 
 def log_refused_files(message: str) -> None:
-    """For `TlsFiles` and `PeerSecurity`."""
+    """Logs an error of `TlsFiles` or `PeerSecurity`."""
     _log.error("renewed TLS files are not taken; the old ones stay in force", error=message)

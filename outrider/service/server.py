@@ -3,8 +3,8 @@
     process = ServiceProcess("decode_node", SECTIONS)
     process.run(DecodeService(process.sections["decode_node"]))
 
-The port answers from the first moment (health NOT_SERVING, NodeService), the service
-serves when `start` has returned. SIGTERM or SIGINT drains; a second one ends at once.
+The port answers from the start (health NOT_SERVING, NodeService); the service is serving once
+`start` has returned. SIGTERM or SIGINT drains it; a second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ if TYPE_CHECKING:
 _log = get_logger("service")
 
 DRAIN_SLACK_SECONDS = 1.0
-"""How far past its deadline a drain may go before it is given up."""
+"""Seconds that a drain may exceed its deadline before it is abandoned."""
 TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
-"""The least that a drain takes: others learn from this process's reports that it leaves, and call it until then."""
+"""Minimum seconds of a drain: peers learn of it from this process's reports, and call the process until then."""
 SPARE_CALLS = 1024
-"""How far gRPC's own limit, which knows no difference between calls, lies above twice the configured one."""
+"""Calls that gRPC's own limit, which counts all calls alike, allows beyond twice the configured limit."""
 MAX_YOUNG_OBJECTS = 10_000
-"""A step of a large batch makes some thousand short-lived values; by default each 700 start a collection."""
-M_ARENA_MAX = -8  # of mallopt(3)
+"""Young objects that trigger a collection: a large step makes thousands, and the default is 700."""
+M_ARENA_MAX = -8  # parameter of mallopt(3)
 TRACES_SECONDS = 0.5
-"""Of a stop, for the last traces to leave."""
+"""Seconds of a stop during which the last traces are exported."""
 STOP_SECONDS = 2.0
-"""How long the service may take to stop; the process ends then, whatever still hangs in it."""
+"""Seconds that the service may take to stop; then the process ends, even if something still hangs."""
 
 
 class Service(Protocol):
-    """What a role brings. All methods run on the event loop and must not block it.
+    """The service of a role. All methods run on the event loop and must not block it.
 
-    `add_to` registers the servicers. `start` loads what must be loaded (in threads); the
-    address is the host:port under which others reach it. `drain` is called after health is
-    NOT_SERVING: take no new work, return when running work has ended or the deadline has
-    passed, and its statuses have been sent. `stop` frees everything; it is called once,
-    also when `start` failed.
-    `describe` gives the start-up line: fingerprint, dtype, device, threads and so on, as
-    JSON values.
+    `add_to` registers the servicers. `start` loads everything (in threads); `address` is the
+    host:port under which others reach the service. `drain` is called after health is
+    NOT_SERVING: it accepts no new work, and returns when running work has ended and its statuses
+    have been sent, or when the deadline has passed. `stop` frees everything; it is called once,
+    even if `start` failed.
+    `describe` returns the fields of the start-up log line: fingerprint, dtype, device, threads
+    and so on, as JSON values.
     """
 
     service_names: tuple[str, ...]
@@ -89,28 +89,28 @@ class Service(Protocol):
 
 @runtime_checkable
 class FrontService(Service, Protocol):
-    """One that clients see: it shows pages, and serves only while others do.
+    """A service for clients: it shows pages, and is serving only while the nodes it needs are.
 
-    `calls`: those that are open, which the process counts; a drain waits for their statuses to be sent.
+    `calls` holds the open calls, which the process counts; a drain waits until their statuses have been sent.
     """
 
     calls: OpenCalls
 
     def pages(self) -> FindPage:
-        """Called once, on the event loop, before the service starts."""
+        """Returns the page finder. Called once, on the event loop, before the service starts."""
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
-        """Calls `tell` now and at every change, on the event loop: whether requests can be served."""
+        """Calls `tell` on the event loop, now and at every change, with whether requests can be served."""
 
 
 class ServiceProcess:
-    """A role's process, by its command line: `run` is the life of the service in it."""
+    """The process of a role, configured by its command line: `run` runs the service."""
 
     def __init__(self, role: str, sections: Mapping[str, type], argv: Sequence[str] | None = None) -> None:
-        """`sections`: what the role reads, `SERVICE_SECTIONS` among them.
+        """`sections` are the settings of the role, including `SERVICE_SECTIONS`.
 
-        A mistake on the command line ends the process with status 2 and one line on stderr. Raises: ConfigError for
-        traces that cannot be sent.
+        An error on the command line ends the process with status 2 and one line on stderr. Raises: ConfigError if
+        traces cannot be sent.
         """
         _share_heaps()
         guard_standard_streams()
@@ -123,22 +123,22 @@ class ServiceProcess:
         self.security = PeerSecurity(self.sections["security"], on_refused=log_refused_files)  # between services
         self.tracer = make_tracer(self.telemetry, role=role)
         self._stopping = asyncio.Event()
-        self._server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
+        self._server: grpc.aio.Server | None = None  # kept alive: without a reference it would shut itself down
 
     def run(
         self, service: Service, *, client_tls: TlsConfig | None = None, authenticate: Authenticate | None = None
     ) -> Never:
-        """Runs until a signal comes, then ends the process: status 0 after a drain, 1 when it could not start.
+        """Runs until a signal, then ends the process with status 0 after a drain, or 1 if it could not start.
 
-        `client_tls`: shown to clients instead, where it is enabled. `authenticate`: asks clients for tokens.
+        `client_tls`, if enabled, replaces the cluster's TLS for clients. `authenticate` asks clients for tokens.
 
-        What goes wrong is one log line. Call it from the main thread. Nothing is left to do
-        after `Service.stop`, so the interpreter's own end is skipped: with torch loaded it takes
-        seconds, and a weight load in a thread, which cannot be cancelled, would be waited for.
+        An error is logged as one line. To be called from the main thread. Nothing is left to do after
+        `Service.stop`, so the interpreter's own shutdown is skipped: with torch loaded it takes
+        seconds, and it would wait for a weight load in a thread, which cannot be cancelled.
 
-        The gRPC server is not shut down either: gRPC would end the calls that it has accepted
-        and nobody has seen yet, and all that outlived the drain, with CANCELLED, as if their
-        clients had given them up. A connection that ends with its process is UNAVAILABLE.
+        The gRPC server is not shut down either: gRPC would end calls that it has accepted but not
+        dispatched, and all calls that outlived the drain, with CANCELLED, as if their clients had
+        cancelled them. If the process ends, their connections fail with UNAVAILABLE.
         """
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             exit_now(runner.run(self._run(service, client_tls or TlsConfig(), authenticate)))
@@ -186,7 +186,7 @@ class ServiceProcess:
 
     def _warn_if_exposed(self, tls: TlsConfig, *, has_tokens: bool) -> None:
         asks_for_certificates = tls.authority is not None if tls.is_enabled else self.security.is_enabled
-        asks_for_tokens = has_tokens and tls.is_enabled  # in plaintext, tokens are for everybody
+        asks_for_tokens = has_tokens and tls.is_enabled  # plaintext exposes tokens to everyone
         warn_if_exposed(
             self.config.host,
             what=f"this {self.role}",
@@ -244,24 +244,24 @@ class ServiceProcess:
 
 
 def _share_heaps() -> None:
-    """For each thread glibc would make a heap (arena) that keeps what is freed: 40 MiB in a prefill node under load.
+    """Limits glibc's heaps (arenas), one per thread, which keep freed memory: 40 MiB in a prefill node under load.
 
-    Call it before there are threads. What the environment says (MALLOC_ARENA_MAX) wins.
+    To be called before threads are started. The environment (MALLOC_ARENA_MAX) takes precedence.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     if mallopt and "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(M_ARENA_MAX, 2)
 
 
 def _settle_memory() -> None:
-    """What the start has left free goes back to the system; what it has made is never scanned for garbage again.
+    """Gives freed memory back to the system, and excludes the objects of the start from garbage collection.
 
-    These are 350,000 objects, a model's libraries among them; scanning them takes 0.2 s, in which all threads wait.
+    These are 350,000 objects, including a model's libraries; scanning them takes 0.2 s, during which all threads wait.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(MAX_YOUNG_OBJECTS)
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
         trim(0)
 
 
@@ -272,7 +272,7 @@ def make_server(
     *,
     calls: OpenCalls | None = None,
 ) -> grpc.aio.Server:
-    """Without services and ports; `RequestLimits` wraps every handler."""
+    """Makes a server without services and ports; `RequestLimits` wraps every handler."""
     limits = RequestLimits(
         calls=OpenCalls() if calls is None else calls,
         max_calls=config.max_concurrent_rpcs,
@@ -295,7 +295,7 @@ def bind(
     role: str,
     client_tls: TlsConfig | None = None,
 ) -> str:
-    """Binds the configured port. Returns "host:port" as bound. Raises: ConfigError, which says what to change."""
+    """Binds the configured port. Returns "host:port" as bound. Raises: ConfigError with advice on what to change."""
     credentials = _credentials(security, client_tls)
     wanted = config.port_of(role)
     advice = f"choose another with --set server.port=N or {environment_name('server.port')}"
@@ -312,15 +312,15 @@ def bind(
 
 
 def _credentials(security: PeerSecurity, client_tls: TlsConfig | None) -> grpc.ServerCredentials | None:
-    """A router may show its clients another certificate than its nodes. None: plaintext. Raises: ConfigError."""
-    credentials = security.server_credentials()  # also where another is shown: files that cannot be read are an error
+    """Returns the credentials, or None for plaintext; clients may get another certificate. Raises: ConfigError."""
+    credentials = security.server_credentials()  # called in any case: files that cannot be read are an error
     if client_tls is None or not client_tls.is_enabled:
         return credentials
     return TlsFiles(client_tls, on_refused=log_refused_files).server_credentials()
 
 
 def probe_port(host: str, port: int, advice: str) -> None:
-    """Says clearly why a port cannot be had; gRPC would only say that it failed. Raises: ConfigError."""
+    """Explains why a port cannot be bound; gRPC would only report a failure. Raises: ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -328,7 +328,7 @@ def probe_port(host: str, port: int, advice: str) -> None:
         probe = socket.socket(family, kind, protocol)
     except socket.gaierror as error:
         raise ConfigError(f"host {host} is unknown here: {error.strerror}") from error
-    except OSError as error:  # no such family on this machine
+    except OSError as error:  # this machine lacks the address family
         raise ConfigError(f"host {host} cannot be bound: {error.strerror}; {_other_host(host)}") from error
     with probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -353,12 +353,12 @@ def _other_host(host: str) -> str:
 def serve_metrics(
     config: ServerConfig, *, registry: CollectorRegistry = REGISTRY, find_page: FindPage | None = None
 ) -> WSGIServer | None:
-    """Prometheus over HTTP in a thread of its own, or nothing. Raises: ConfigError when the port is taken.
+    """Serves Prometheus metrics over HTTP in its own thread, or nothing. Raises: ConfigError if the port is taken.
 
-    `find_page`: what is at paths other than /metrics; without it, they all lead to the metrics.
+    `find_page` returns the pages at paths other than /metrics; without it, all paths lead to the metrics.
 
-    Always in Prometheus's text format: whoever asks for OpenMetrics, as Prometheus 2 does,
-    would get names from prometheus_client in which colons have become underscores.
+    The format is always Prometheus's text: for clients that ask for OpenMetrics, as Prometheus 2
+    does, prometheus_client would turn the colons of names into underscores.
     """
     if config.metrics_port is None:
         return None

@@ -1,7 +1,7 @@
-"""Configurations of other servers in our settings: files of TensorRT-LLM, Dynamo and vLLM, flags of `vllm serve`.
+"""Imports configurations of other servers: files of TensorRT-LLM, Dynamo and vLLM, flags of `vllm serve`.
 
-The table beside this file, `keys.yaml`, says what each key is here. `vllm_settings` is for scripts; here are vLLM's
-arguments: from Python, and as flags that `outrider up` has too.
+`keys.yaml`, next to this file, maps each key to Outrider's settings. `vllm_settings` is for scripts; this module has
+vLLM's arguments, both for Python and as flags of `outrider up`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ FLAGS: dict[str, type] = {
     **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "trust_remote_code"), bool),
     "gpu_memory_utilization": float,
 }
-"""Types of their values; those of bool have `--no-…` too."""
+"""The types of the arguments' values; bool arguments have `--no-…`, too."""
 PREFIX = "vllm:"
-"""Of their names in the parsed command line."""
+"""Prefix of their names in the parsed command line."""
 
 
 def vllm_entries(arguments: Mapping[str, Any], *, source: str) -> list[Entry]:
-    """`arguments` of `load_config`. `source` begins errors and warnings, before the argument's name.
+    """Returns entries for the `arguments` of `load_config`. `source` precedes the name in errors and warnings.
 
-    A `speculative_config` of None is no speculation; any other None is the default.
+    A `speculative_config` of None turns speculation off; any other None is the default.
     """
     return [Entry(key=name, value=value, source=source) for name, value in arguments.items()]
 
 
 def vllm_settings(arguments: Mapping[str, Any], *, target: str = "", source: str = "argument") -> Imported:
-    """Arguments of vLLM in our settings: `.overrides` for a `Launch`, and `.warnings`.
+    """Translates vLLM's arguments to Outrider's settings: `.overrides` for a `Launch`, and `.warnings`.
 
-    `target`: the served model, which MTP heads come with. Otherwise as `vllm_entries`.
+    `target` is the served model, which MTP heads come with. The rest is as for `vllm_entries`.
 
-    Raises: ConfigError for what cannot be honoured.
+    Raises: ConfigError for an argument that cannot be honoured.
     """
     return Imported(keys=translate(vllm_entries(arguments, source=source), target=target))
 
@@ -52,6 +52,6 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_vllm_flags(arguments: argparse.Namespace) -> list[Entry]:
-    """Of those flags that were given."""
+    """Returns entries for the flags that were given."""
     given = {name.removeprefix(PREFIX): value for name, value in vars(arguments).items() if name.startswith(PREFIX)}
     return vllm_entries({name: value for name, value in given.items() if value is not None}, source="flag")

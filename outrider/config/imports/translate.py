@@ -1,4 +1,4 @@
-"""What becomes of each key of another server's configuration, by the rules of `keys.yaml`; who drafts, by code."""
+"""Translates each key of another server's configuration by the rules of `keys.yaml`, and the drafter by code."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from outrider.errors import ConfigError
 
 SPECULATIVE = "speculative_config"
 OFF = {"cluster.draft": "none", "decode_node.num_speculative_tokens": 0, "model.head": ""}
-"""Settings without speculation."""
-MAX_SHARE = 0.95  # of kv_cache.memory
+"""The settings that turn speculation off."""
+MAX_SHARE = 0.95  # upper limit for kv_cache.memory
 
 
 class Kind(Enum):
-    """What became of a key."""
+    """The result of translating a key."""
 
     SET = "set"
-    SAME = "same"  # it asks for what is done anyway
+    SAME = "same"  # it asks for the default behaviour
     WARNING = "warning"  # ignored: it concerns speed only
     ERROR = "error"  # cannot be honoured, and would change answers or is required
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translated:
-    """One key of a file, or one argument, and what became of it. Groups are flattened: `kv_cache_config.dtype`."""
+    """One key of a file, or one argument, and its result. Groups are flattened: `kv_cache_config.dtype`."""
 
     entry: Entry
     kind: Kind
     note: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)  # ours, by key
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Outrider's, by key
 
     @property
     def origin(self) -> str:
-        """File, line and key, as `outrider config` shows them."""
+        """The file, line and key, as `outrider config` shows them."""
         return f"{self.entry.source} {self.entry.key}"
 
     def __str__(self) -> str:
@@ -50,12 +50,12 @@ class Translated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A translated file, or arguments, without errors."""
+    """A translated file, or translated arguments, without errors."""
 
     keys: Sequence[Translated]
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError."""
+        """Raises: ConfigError if there is an error."""
         errors = [key for key in self.keys if key.kind is Kind.ERROR]
         if errors:
             rest = f" (and {len(errors) - 1} more, which `outrider config import` lists)" if errors[1:] else ""
@@ -67,30 +67,30 @@ class Imported:
 
     @property
     def overrides(self) -> list[str]:
-        """The settings, as `--set` and `Launch.overrides` take them."""
+        """The settings, in the form of `--set` and `Launch.overrides`."""
         return [f"{name}={value}" for key in self.keys for name, value in key.settings.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What keys are here, unless their value is one of `allowed`, which ask for what is done anyway."""
+    """How keys are translated, unless their value is one of `allowed`, which ask for the default behaviour."""
 
     kind: Kind
     note: str = ""
-    to: Sequence[str] = ()  # of kind SET: settings that get the converted value
+    to: Sequence[str] = ()  # for kind SET: settings that get the converted value
     by: str = "same"  # one of CONVERTERS
     allowed: Sequence[Any] = ()
 
 
 def translate(entries: Iterable[Entry], *, target: str = "") -> list[Translated]:
-    """In their order. `target`: the served model, with which a head may come; empty: the one that the entries name.
+    """Returns the keys in order. `target` is the served model, which may have a head; "": the entries name it.
 
-    Raises: ConfigError for a `speculative_config` that is text, as vLLM's flag, and no JSON; for a file of something
-    that is no model server.
+    Raises: ConfigError if a `speculative_config` is text, as vLLM's flag, but not JSON, or if the file belongs to
+    something other than a model server.
     """
     flat = {entry.key: entry for entry in _flattened(entries)}
     if not flat:
-        return []  # without reading the table
+        return []  # without reading the rules
     if other := kind_of_file(flat.values()):
         raise ConfigError(other)
     if not target and "model" in flat:
@@ -100,9 +100,9 @@ def translate(entries: Iterable[Entry], *, target: str = "") -> list[Translated]
 
 
 def kind_of_file(entries: Iterable[Entry]) -> str:
-    """What a file is that no model server reads, such as an orchestrator's, and what to do; empty where it may be one.
+    """Says what kind of file this is, such as an orchestrator's, and what to do; "" if a model server may read it.
 
-    By keys that only such files have: those of the table's `files`, in which * stands for anything.
+    Decides by keys that only such files have: the table's `files`, in which * matches anything.
     """
     for entry in entries:
         for kind in _table()["files"]:
@@ -112,7 +112,7 @@ def kind_of_file(entries: Iterable[Entry]) -> str:
 
 
 def _without_contradictions(keys: Sequence[Translated]) -> list[Translated]:
-    """The last of several keys for one setting counts, such as vLLM's after TensorRT-LLM's: the others are warnings."""
+    """Keeps the last of several keys for a setting, such as vLLM's after TensorRT-LLM's; others become warnings."""
     last = {name: key for key in keys for name in key.settings}
     found = []
     for key in keys:
@@ -124,10 +124,10 @@ def _without_contradictions(keys: Sequence[Translated]) -> list[Translated]:
 
 
 def _flattened(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """With underscores for dashes; groups that are one value, of JSON or Python, are keys too."""
+    """Replaces dashes by underscores; groups given as one value, in JSON or Python, become keys, too."""
     for entry in entries:
         key, value = entry.key.replace("-", "_"), entry.value
-        if isinstance(value, str) and (key == SPECULATIVE or value.lstrip().startswith("{")):  # as the flag takes it
+        if isinstance(value, str) and (key == SPECULATIVE or value.lstrip().startswith("{")):  # the form of the flag
             try:
                 value = _unquoted(value)
             except ValueError as error:
@@ -141,9 +141,9 @@ def _flattened(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _unquoted(value: Any) -> Any:
-    """The value in a text, as vLLM takes it, which makes flags of its file: "16" is a number, "false" is none.
+    """Parses the value in a text as vLLM does, which turns its file into flags: "16" is a number, "false" is not.
 
-    Raises: ValueError for what is no YAML.
+    Raises: ValueError if it is not YAML.
     """
     if not isinstance(value, str):
         return value
@@ -164,7 +164,7 @@ def _table() -> dict[str, Any]:
 
 @cache
 def rules() -> Mapping[str, Rule]:
-    """By key. That of "moe_config.*" is for every key of the group."""
+    """Rules by key. That of "moe_config.*" is for every key of the group."""
     return {
         key: Rule(kind=kind, **{name: value for name, value in item.items() if name != "keys"})
         for kind in (Kind.SET, Kind.ERROR, Kind.WARNING)
@@ -174,18 +174,18 @@ def rules() -> Mapping[str, Rule]:
 
 
 def has_rule(key: str) -> bool:
-    """Whether files of other servers have such a key."""
+    """Whether files of other servers have this key."""
     return key.replace("-", "_") in rules()
 
 
 def _by_rule(entry: Entry) -> Translated:
-    """By the key's own rule, or that of its group; an error with the nearest key where there is none."""
+    """Translates by the key's own rule, or its group's; without one, returns an error with the nearest key."""
     parts, value = entry.key.split("."), entry.value
     names = [entry.key, *(".".join((*parts[:end], "*")) for end in range(len(parts), 0, -1))]
     rule = next((rules()[name] for name in names if name in rules()), None)
     try:
         plain = _unquoted(value)
-    except ValueError:  # a text that is nothing else
+    except ValueError:  # plain text
         plain = value
     is_empty = plain in (None, {}, [])
     if rule is None:
@@ -208,7 +208,7 @@ def _by_rule(entry: Entry) -> Translated:
 
 
 def _speculation(flat: Mapping[str, Entry], target: str, names: Mapping[str, Any]) -> dict[str, Translated]:
-    """What becomes of the keys that name the method and its model, by key; all others have rules.
+    """Translates the keys that name the method and its model, and returns the results by key; all others have rules.
 
     Args:
         flat: all entries by key.
@@ -230,14 +230,14 @@ def _speculation(flat: Mapping[str, Entry], target: str, names: Mapping[str, Any
     except ValueError as error:
         return {method.key: Translated(entry=method, kind=Kind.ERROR, note=str(error))}
     found = {}
-    if of_model and "draft_node.model" in settings:  # the model's key says which, the method's all the rest
+    if of_model and "draft_node.model" in settings:  # the model's key sets the model, the method's key all the rest
         own = {name: settings.pop(name) for name in ("model.head", "draft_node.model") if settings[name]}
         found[group[of_model].key] = Translated(entry=group[of_model], kind=Kind.SET, settings=own)
     return {**found, method.key: Translated(entry=method, kind=Kind.SET, settings=settings)}
 
 
 def _draft_settings(method: str, model: str, by: str, target: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a method, which the key `by` names, and whose model may be empty. Raises: ValueError."""
+    """Returns the settings of a method, named by the key `by`; its model may be empty. Raises: ValueError."""
     proposers: Mapping[str, str] = names["methods"]
     if not method:
         raise ValueError(f"{' or '.join(names['models'])} is missing: name one of {', '.join(proposers)}")
@@ -295,6 +295,6 @@ CONVERTERS = {
     "is_given": lambda value: value is not None,  # null turns a group off
     "negated": _negated,
 }
-"""From a value of another server to ours, by the name in the table. Each raises ValueError for what cannot be."""
+"""Converters from another server's value to Outrider's, by name in the table. Each raises ValueError on failure."""
 AS_WRITTEN = ("same", "only_name")
-"""They take a text as one: what it is for is known later. The others take what is in the quotes."""
+"""These keep text unparsed, since its type is known only later. The others take the value in the quotes."""

@@ -1,11 +1,11 @@
-"""Structured logs: one line for each event, as JSON or as text, on stderr.
+"""Structured logs: one line per event, as JSON or text, on stderr.
 
 Events are short fixed phrases; everything variable is a field:
 
     log = get_logger("decode_node")
     log.info("sequence group opened", request_id=request_id, num_prompt_tokens=240)
 
-Text of prompts and answers goes into the field `text`, which is dropped unless `telemetry.log_text` is on.
+The text of prompts and answers goes into the field `text`, which is dropped unless `telemetry.log_text` is on.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TEXT_FIELD = "text"
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
-    """A logger whose events carry `component=name`. Bind request_id where there is one."""
+    """Returns a logger whose events carry `component=name`. Bind `request_id` if there is one."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(component=name)
     return logger
 
 
 def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | None = None) -> None:
-    """Sets the process's log output; every event carries `role`. Called once, by the composition root.
+    """Configures the process's log output; every event carries `role`. The composition root calls it once.
 
-    The standard library's loggers (grpc's and libraries') go the same way, from warnings up. Behind
-    `guard_standard_streams` a logger neither waits nor raises; what is lost meanwhile is told once.
+    Warnings and errors of the standard library's loggers (those of grpc and other libraries) go to the same output.
+    Behind `guard_standard_streams` a logger neither blocks nor raises; lost lines are reported once, when it recovers.
     """
     stream = sys.stderr if stream is None else stream
     if isinstance(stream, LossyStream):
@@ -56,7 +56,7 @@ def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | No
         add_role,
         guard_text,
     ]
-    without_locals = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # they may be prompts
+    without_locals = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # locals may contain prompts
     last: list[structlog.typing.Processor] = (
         [structlog.processors.ExceptionRenderer(without_locals), _order, structlog.processors.JSONRenderer()]
         if as_json
@@ -81,6 +81,6 @@ def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | No
 
 
 def _order(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:
-    """What every line has comes first, for the eye."""
+    """Puts the fields that every line has first, for readers."""
     first = ("timestamp", "level", "role", "component", "event")
     return {key: event[key] for key in first if key in event} | dict(event)

@@ -1,8 +1,8 @@
-"""Prometheus metrics, under vLLM's names and labels where it has them, so that its dashboards work.
+"""Prometheus metrics. They use vLLM's names and labels if vLLM has them, so that its dashboards work.
 
 The router counts requests, tokens and the times that clients see; nodes count what their
-engines do. What vLLM has no name for is `outrider:*`. Every series has the label
-`model_name`. All methods are thread-safe and cheap enough for step boundaries.
+engines do. Metrics without a name in vLLM are `outrider:*`. Every series has the label
+`model_name`. All methods are thread-safe and cheap enough to call once per step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", F
 
 
 class _Followed(Collector):
-    """A counter that is read when metrics are."""
+    """A counter whose value is read at each scrape."""
 
     def __init__(self, name: str, help_text: str, model_name: str, read: Callable[[], float]) -> None:
         self._name, self._help_text, self._model_name, self._read = name, help_text, model_name, read
@@ -61,7 +61,7 @@ class _Followed(Collector):
 
 
 class _Family:
-    """Makes metrics that share a registry and the label model_name."""
+    """Makes metrics that share a registry and the label `model_name`."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
@@ -82,12 +82,12 @@ class _Family:
         return histogram.labels(self._model_name)
 
     def labelled_counter(self, name: str, help_text: str, label: str) -> Callable[[str, float], None]:
-        """What adds to the series of a label's value. 0 makes a series known."""
+        """Returns a function that adds to the series of a label value. Adding 0 creates the series."""
         counter = Counter(name, help_text, ("model_name", label), registry=self._registry)
         return lambda value, number: counter.labels(self._model_name, value).inc(number)
 
     def labelled_gauge(self, name: str, help_text: str, label: str) -> Callable[[Mapping[str, float]], None]:
-        """What shows these series of the label, and no others. For one thread."""
+        """Returns a function that shows exactly the given series of the label. To be called from one thread."""
         gauge = Gauge(name, help_text, ("model_name", label), registry=self._registry)
         shown: set[str] = set()
 
@@ -105,18 +105,18 @@ class _Family:
 class TokenTimes(Collector):
     """Tokens sent, and the times between them.
 
-    One addition for every token of every stream, so without locks: one thread adds, and a scrape in
-    another one may see a token before its time.
+    It adds once per token of every stream, and therefore takes no lock: one thread adds, and a
+    scrape in another thread may see a token before its time.
     """
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._num_tokens = 0
-        self._num_times = [0] * (len(ITL_BUCKETS) + 1)  # by bucket; the last has no bound
+        self._num_times = [0] * (len(ITL_BUCKETS) + 1)  # per bucket; the last one has no upper bound
         self._seconds = 0.0
 
     def add(self, num_tokens: int, seconds_since_last: float | None) -> None:
-        """Tokens that arrived together. `seconds_since_last` is None for a sample's first."""
+        """Adds tokens that arrived together. `seconds_since_last` is None for a sample's first tokens."""
         self._num_tokens += num_tokens
         if seconds_since_last is not None:
             seconds = seconds_since_last / num_tokens
@@ -138,7 +138,7 @@ class TokenTimes(Collector):
 
 
 class EngineMetrics:
-    """What a node's engine does. One for each process and registry."""
+    """Metrics of a node's engine. One instance per process and registry."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         family = _Family(model_name, registry)
@@ -201,7 +201,7 @@ class EngineMetrics:
         self.add_refused_proposals = family.labelled_counter(
             "outrider:proposals_refused", "Hostile or stale proposals.", "reason"
         )
-        # By address, of every draft node there is now.
+        # By address, for every current draft node.
         self.set_breakers = family.labelled_gauge(
             "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
         )
@@ -218,11 +218,11 @@ class EngineMetrics:
         self._step_tokens.observe(num_rows)
 
     def show_cache(self, *, num_blocks: int, block_size: int, has_prefix_cache: bool) -> None:
-        """Once: `block_size` is in tokens. "gpu" is part of vLLM's name, whatever the device is."""
+        """Sets the cache's static figures, once. `block_size` is in tokens; "gpu" in vLLM's name means any device."""
         self._cache.labels(self._model_name, str(block_size), str(num_blocks), str(has_prefix_cache)).set(1)
 
     def add_step_parts(self, nanoseconds: Mapping[str, int]) -> None:
-        """All that passed since the step before, by part."""
+        """Adds the time since the previous step, by part of the step."""
         for part, spent in nanoseconds.items():
             self._add_part(part, spent / 1e9)
 
@@ -252,7 +252,7 @@ class EngineMetrics:
         num_tokens_by_source: Mapping[str, int],
         num_accepted_by_source: Mapping[str, int],
     ) -> None:
-        """Of one step. A source is "draft_node" or the name of a proposer in the decode node."""
+        """Adds the drafts of one step. A source is "draft_node" or the name of a proposer in the decode node."""
         for method, number in num_drafts.items():
             self._add_drafts_by_method(method.label, number)
         for source, number in num_tokens_by_source.items():
@@ -261,7 +261,7 @@ class EngineMetrics:
             self._add_accepted_of(source, number)
 
     def add_look_ahead(self, *, num_tokens: int = 0, num_wasted_tokens: int = 0, lead_seconds: float = 0.0) -> None:
-        """The first two are known on draft nodes, the last on decode nodes."""
+        """Adds look-ahead figures. Draft nodes know the first two, decode nodes the last."""
         self._ahead.inc(num_tokens)
         self._wasted.inc(num_wasted_tokens)
         self._lead.inc(lead_seconds)
@@ -269,7 +269,7 @@ class EngineMetrics:
     def observe_transfer(
         self, *, connector: str, num_bytes: int, seconds: float, exposed_seconds: float | None = None
     ) -> None:
-        """One hand-off. `exposed_seconds` is known on the prefill node only."""
+        """Records one KV transfer. Only the prefill node knows `exposed_seconds`."""
         self._add_transfer_bytes(connector, num_bytes)
         self._transfers.observe(seconds)
         if exposed_seconds is not None:
@@ -277,12 +277,12 @@ class EngineMetrics:
 
 
 class PrefillMetrics(EngineMetrics):
-    """What only a prefill node's engine has: the figures that prefill nodes are scaled by."""
+    """Metrics of a prefill node's engine only, which autoscaling of prefill nodes uses."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name=model_name, registry=registry)
         family = _Family(model_name, registry)
-        # What these are given is asked at each scrape, by another thread: an idle node tells nothing by itself.
+        # The callbacks run at each scrape, in another thread: an idle node pushes no updates.
         self.follow_outstanding = family.gauge(
             "outrider:prefill_outstanding_tokens", "Prompt tokens that wait for or are in computation."
         ).set_function
@@ -293,7 +293,7 @@ class PrefillMetrics(EngineMetrics):
 
 
 class RouterMetrics:
-    """What clients of the router see. One for each process and registry."""
+    """What clients of the router see. One instance per process and registry."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._token_times = TokenTimes(model_name)
@@ -301,7 +301,7 @@ class RouterMetrics:
         self.observe_tokens = self._token_times.add
         family = _Family(model_name, registry)
         family.count_lost_log_lines()
-        # What these are given is asked at each scrape, by another thread: a wait grows while nothing happens.
+        # The callbacks run at each scrape, in another thread: a wait grows even if nothing happens.
         self.follow_running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.").set_function
         self.follow_waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.").set_function
         self.follow_waiting_tokens = family.gauge(
@@ -358,7 +358,7 @@ class RouterMetrics:
         self.observe_move_gap = family.histogram(
             "outrider:move_gap_seconds", "Last token before a move to the first one after it.", MOVE_GAP_BUCKETS
         ).observe
-        # Known from the start: a series that begins at 1 has not risen, and no rate shows the first of anything.
+        # Created at once: a series that first appears with the value 1 has no increase, so rates would miss it.
         for reason in _FINISHED_REASONS.values():
             self._add_finished(reason, 0)
         for cause in MOVE_CAUSES:
@@ -372,13 +372,13 @@ class RouterMetrics:
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def observe_finished_request(self, summary: Summary, *, num_longest: int) -> None:
-        """`num_longest`: generated tokens of its longest sample."""
+        """Records a finished request. `num_longest` is the number of generated tokens of its longest sample."""
         usage, seconds = summary.usage, summary.metrics
         self._e2e.observe(seconds.e2e_seconds)
         self._request_prompt.observe(usage.num_prompt_tokens)
         self._request_generated.observe(usage.num_generated_tokens)
         self._request_longest.observe(num_longest)
-        if usage.num_generated_tokens:  # an aborted one may have none
+        if usage.num_generated_tokens:  # an aborted request may have none
             self._prefill.observe(max(seconds.ttft_seconds - seconds.queue_seconds, 0.0))
             self._decode.observe(max(seconds.e2e_seconds - seconds.ttft_seconds, 0.0))
             self._inference.observe(max(seconds.e2e_seconds - seconds.queue_seconds, 0.0))
@@ -387,7 +387,7 @@ class RouterMetrics:
         self._add_finished(_FINISHED_REASONS[reason], 1)
 
     def add_move(self, cause: str) -> None:
-        """`cause` is one of `MOVE_CAUSES`."""
+        """Counts a migration. `cause` is one of `MOVE_CAUSES`."""
         self._add_moves(cause, 1)
         self.num_moves += 1
         if cause == "token_mismatch":

@@ -1,6 +1,6 @@
-"""Spans by OpenTelemetry's SDK: sampled, batched and sent by a thread of its own, which drops what it cannot deliver.
+"""Spans by OpenTelemetry's SDK: it samples, batches and exports them in its own thread and drops undeliverable ones.
 
-The SDK reads OpenTelemetry's standard environment variables; what is not one of those is here.
+The SDK reads OpenTelemetry's standard environment variables; this module makes only the other settings.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import Metadata, Tracer, caller_of_call
 
 QUIET_SECONDS = 60.0
-"""Between two log lines about traces: a collector that is away fails every few seconds."""
+"""Seconds between two log lines about traces: without a collector, exports fail every few seconds."""
 
 _log = get_logger("tracing")
 
 
 class OtelTracer(Tracer):
-    """Spans go to `endpoint` by OTLP over gRPC."""
+    """Exports spans to `endpoint` by OTLP over gRPC."""
 
     def __init__(self, endpoint: str, *, role: str) -> None:
-        """`endpoint`: http://host:port in plaintext, https://host:port with TLS."""
+        """`endpoint` is http://host:port for plaintext or https://host:port for TLS."""
         self._endpoint = endpoint
         self._role = role
         self._exporter: OTLPSpanExporter | None = None  # until `start`
@@ -46,7 +46,7 @@ class OtelTracer(Tracer):
                 "service.version": __version__,
             }
         )
-        resource = named.merge(OTELResourceDetector().detect())  # what the operator says in the environment wins
+        resource = named.merge(OTELResourceDetector().detect())  # the operator's environment variables take precedence
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._spans = self._provider.get_tracer("outrider", __version__)
@@ -57,16 +57,16 @@ class OtelTracer(Tracer):
     def stop(self, timeout_seconds: float) -> None:
         if self._exporter is None:
             return
-        # By a thread that may be left behind: the SDK waits 30 s for a collector that does not answer.
+        # In a thread that may be abandoned: the SDK waits 30 s for a collector that does not answer.
         flush = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
         flush.start()
         flush.join(timeout_seconds)
         if flush.is_alive():
-            self._exporter.shutdown()  # what is under way is given up
+            self._exporter.shutdown()  # abandons exports in flight
 
 
 class _Complaints(logging.Handler):
-    """OpenTelemetry's own log, as one line in `QUIET_SECONDS`."""
+    """Reduces OpenTelemetry's own log to one line per `QUIET_SECONDS`."""
 
     _quiet_until = 0.0
 

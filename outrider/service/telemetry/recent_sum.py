@@ -11,12 +11,12 @@ RATE_WINDOW_SECONDS = 10.0
 
 
 class RecentSum:
-    """The sum of the numbers that were added in the last ten seconds, kept up to date as they come. Thread-safe."""
+    """The sum of the numbers added in the last ten seconds, updated with each addition. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._added: deque[tuple[float, int]] = deque()  # (when, how much), oldest first
+        self._added: deque[tuple[float, int]] = deque()  # (time, number), oldest first
         self._total = 0
 
     def add(self, number: int) -> None:

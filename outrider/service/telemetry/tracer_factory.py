@@ -1,4 +1,4 @@
-"""Makes the tracer that the settings ask for."""
+"""Makes the tracer that the settings select."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "telemetry.otlp_endpoint"
 
 
 def make_tracer(config: TelemetryConfig, *, role: str) -> Tracer:
-    """OpenTelemetry is imported where an endpoint is set, and nowhere else. Raises: ConfigError."""
+    """Returns the tracer; OpenTelemetry is imported only if an endpoint is set. Raises: ConfigError."""
     if not config.otlp_endpoint:
         return NO_TRACER
     _check(config.otlp_endpoint)
@@ -27,7 +27,7 @@ def make_tracer(config: TelemetryConfig, *, role: str) -> Tracer:
 
 
 def _check(endpoint: str) -> None:
-    """Raises: ConfigError, which does not repeat what may hold a password."""
+    """Raises: ConfigError, without repeating parts of the endpoint that may contain a password."""
     try:
         parts = urlsplit(endpoint)
         has_port = bool(parts.port)

@@ -1,8 +1,8 @@
-"""Traces of requests across the services (ADR 37), by OpenTelemetry's API: where tracing is off, its spans do nothing.
+"""Traces of requests across services (ADR 37), through OpenTelemetry's API; without tracing, its spans do nothing.
 
-A service begins a span below its caller's (`Tracer.begin`, `Tracer.join`), passes `traceparent_of` it on with what it
-asks of others, and ends it when the work has ended. Only the event loop uses spans; nothing in them is text of a prompt
-or an answer. The SDK is imported by `otel_tracer.py` alone.
+A service begins a span below its caller's (`Tracer.begin`, `Tracer.join`), sends `traceparent_of` it with its own
+requests to others, and ends it when the work has ended. Only the event loop uses spans; they contain no text of prompts
+or answers. Only `otel_tracer.py` imports the SDK.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 MAX_LENGTH = 512
-"""Characters of either, which W3C asks us to take; longer ones are left out."""
+"""Maximum characters of either header, the length that W3C asks receivers to accept; longer ones are ignored."""
 
 _W3C = TraceContextTextMapPropagator()
-logging.getLogger(TraceState.__module__).disabled = True  # quotes what callers send
+logging.getLogger(TraceState.__module__).disabled = True  # it quotes callers' input
 
 Metadata = Iterable[tuple[str, str | bytes]]
-"""Of a gRPC call."""
+"""The metadata of a gRPC call."""
 
 
 def caller_of(traceparent: str, tracestate: str = "") -> Context:
-    """A context with the caller's span, by W3C's headers. Callers may send anything: else it is empty."""
+    """Returns a context with the caller's span from W3C's headers; empty if they are invalid (input is untrusted)."""
     if len(traceparent) > MAX_LENGTH or "\n" in traceparent:
         return Context()
     headers = {TRACEPARENT: traceparent, TRACESTATE: tracestate if len(tracestate) <= MAX_LENGTH else ""}
@@ -47,7 +47,7 @@ def caller_of(traceparent: str, tracestate: str = "") -> Context:
 
 
 def caller_of_call(metadata: Metadata | None) -> Context:
-    """As a call's metadata name it; those that name two callers name none."""
+    """Returns the caller's context from a call's metadata; empty if it names two callers."""
     found: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
     for key, value in metadata or ():
         if key in found and isinstance(value, str):
@@ -56,7 +56,7 @@ def caller_of_call(metadata: Metadata | None) -> Context:
 
 
 def traceparent_of(span: Span) -> str:
-    """W3C's header; empty where the span is not recorded."""
+    """Returns W3C's traceparent header; empty if the span is not recorded."""
     headers: dict[str, str] = {}
     if span.is_recording():
         _W3C.inject(headers, set_span_in_context(span, Context()))
@@ -64,34 +64,34 @@ def traceparent_of(span: Span) -> str:
 
 
 def nanoseconds(at: float) -> int:
-    """OpenTelemetry's clock, nanoseconds since 1970, at this time of the monotonic one, in seconds."""
+    """Converts seconds of the monotonic clock to OpenTelemetry's clock, nanoseconds since 1970."""
     return time.time_ns() - round((time.monotonic() - at) * 1e9)
 
 
 def fail(span: Span, reason: str) -> None:
-    """The span's work failed. `reason`: one word. Nothing where the span is not recorded, or has ended."""
+    """Marks the span as failed. `reason` is one word. Does nothing if the span is not recorded or has ended."""
     if span.is_recording():
         span.set_attribute("error.type", reason)
         span.set_status(Status(StatusCode.ERROR, reason))
 
 
 class Tracer:
-    """Makes a service's spans; this one makes none. No method raises, or waits, because of a collector."""
+    """Makes a service's spans; this base class makes none. No method raises or waits because of a collector."""
 
     _spans: SpanMaker = NoOpTracer()
 
     def start(self, instance: str) -> None:
-        """The service knows its name: from here on it traces."""
+        """Starts tracing, once the service knows its instance name."""
 
     def enter(self, metadata: Metadata | None) -> None:
-        """What this task begins, and tasks that it starts, continues the trace of the client's call that it serves."""
+        """Makes spans of this task, and of tasks that it starts, continue the trace of the client's call."""
 
     def begin(self, name: str) -> Span:
-        """A request's span: below the client's, or at the root of a new trace."""
+        """Begins a request's span: below the client's, or as the root of a new trace."""
         return self._spans.start_span(name, kind=SpanKind.SERVER)
 
     def join(self, name: str, caller: Context) -> Span:
-        """The span of what another service asks for: none where that one's is not sampled."""
+        """Begins the span of work for another service; returns an invalid span if the caller's is not sampled."""
         if not get_current_span(caller).get_span_context().trace_flags.sampled:
             return INVALID_SPAN
         return self._spans.start_span(name, caller, SpanKind.SERVER)
@@ -99,13 +99,13 @@ class Tracer:
     def child(
         self, parent: Span, name: str, *, kind: SpanKind = SpanKind.INTERNAL, started_at: int | None = None
     ) -> Span:
-        """A span below another one of this service, if that one is recorded. `started_at`: nanoseconds; default now."""
+        """Begins a span below a recorded one of this service. `started_at` is in nanoseconds; None is now."""
         if not parent.is_recording():
             return INVALID_SPAN
         return self._spans.start_span(name, set_span_in_context(parent, Context()), kind, start_time=started_at)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Sends what was recorded, or gives it up after this time. Blocks: for another thread than the event loop's."""
+        """Exports recorded spans until the timeout, then drops the rest. Blocks, so not for the event loop's thread."""
 
 
 NO_TRACER = Tracer()
