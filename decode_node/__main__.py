@@ -1,4 +1,4 @@
-"""`python -m decode_node`: everything is built here, by hand, in order."""
+"""`python -m decode_node`: builds the node's parts explicitly, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     process = ServiceProcess(ROLE, SECTIONS, argv)
     sections = process.sections
     prepare_environment(sections["model"].cpus)
-    # After the arguments: --help and a bad setting must not wait for torch.
+    # After the arguments are parsed: --help and a bad setting must not wait for torch.
     from decode_node.node import DecodeNode
 
     config: DecodeNodeConfig = replace(
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def make_build(
     config: DecodeNodeConfig, model_config: ModelConfig, server: ServerConfig, security: PeerSecurity
 ) -> Build:
-    """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
+    """Returns the builder of the node's parts. It runs when the process listens already, as loading takes a while."""
 
     def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:
         from decode_node.admission import Admission

@@ -1,4 +1,4 @@
-"""Who gets room on this node: an answer at once, never a queue (the router holds that)."""
+"""Admission of sequence groups: an immediate answer, never a queue (the router has that)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS, RequestOpti
 from outrider.session import NO_ROOM_RETRY_SECONDS, OpenSequenceGroup, RejectReason, SampleStart
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
-MEAN_OUTPUT_WEIGHT = 0.05  # of the newest finished sample in the running mean
+MEAN_OUTPUT_WEIGHT = 0.05  # weight of the newest finished sample in the running mean
 
 HOLD_BACK_SECONDS = 0.5
-"""How long a router that has its share is told to wait: room goes to the others first."""
+"""Seconds that a router at its share has to wait, so that the others get room first."""
 
 CLAIM_SECONDS = NO_ROOM_RETRY_SECONDS + 1.0
-"""How long a refused router is taken to wait for room; it asks again before that."""
+"""Seconds that a refused router counts as waiting for room; it asks again before they are over."""
 
 
 class Admission:
-    """Counts blocks: the prompt's, the expected growth, and one kept back for each running sequence.
+    """Counts blocks: the prompt's, those for expected growth, and one in reserve for each running sequence.
 
-    Growth is expected by the running mean of output lengths (each bounded by its
-    max_tokens), so that a pool is neither left idle for outputs that never come nor
-    filled to the point where preemption is the rule.
+    Expected growth is the running mean of output lengths, bounded by each request's max_tokens. So the pool is
+    neither left idle for outputs that never come nor so full that preemption is the rule.
     """
 
     def __init__(self, pool: BlockPool, *, max_running_sequences: int, max_model_len: int, vocab_size: int) -> None:
@@ -41,7 +40,7 @@ class Admission:
         self._mean_output_tokens += MEAN_OUTPUT_WEIGHT * (num_generated - self._mean_output_tokens)
 
     def why_invalid(self, opened: OpenSequenceGroup, compiled: Future[Any] | None) -> tuple[RejectReason, str] | None:
-        """Reasons that no waiting changes; a router that validates never sees them. `compiled`: its constraint."""
+        """Returns a permanent reason to reject; a router that validates never sees one. `compiled`: the constraint."""
         sampling = opened.options.sampling
         num_prompt = len(opened.prompt_token_ids)
         if num_prompt == 0 or sampling.n < 1 or sampling.max_tokens < 1:
@@ -69,7 +68,7 @@ class Admission:
             message = f"{num_samples} samples are more than {self.max_running_sequences} running sequences"
             return RejectReason.TOO_LARGE, message
         needed = self._blocks(longest)
-        if num_samples > 1:  # each writes on in a copy of the prompt's last block, unless that is full
+        if num_samples > 1:  # each continues in a copy of the prompt's last block, unless that block is full
             own = needed - num_prompt // self._pool.block_size
             needed = self._blocks(num_prompt) + num_samples * own
         if needed > self._pool.num_blocks:
@@ -79,13 +78,14 @@ class Admission:
     def blocks_needed(
         self, opened: OpenSequenceGroup, *, num_shared: int, num_new_blocks: int, groups: GroupTable
     ) -> int:
-        """Free blocks with which the group may come in now; on an empty node those that it takes at once.
+        """Returns the free blocks that must exist to admit the group; on an empty node, only those that it takes at
+        once.
 
         Args:
-            opened: what asks for room.
-            num_shared: tokens that all its samples begin with.
-            num_new_blocks: what those need beyond the cached prefix.
-            groups: what is here already.
+            opened: the group that asks for room.
+            num_shared: number of tokens that all its samples begin with.
+            num_new_blocks: blocks that those tokens need beyond the cached prefix.
+            groups: the groups on this node.
         """
         if len(groups) == 0:
             return num_new_blocks
@@ -99,7 +99,7 @@ class Admission:
         return num_new_blocks + growth + groups.num_sequences
 
     def _growth_of_running(self, sample: Sample) -> int:
-        """Blocks for the tokens that it is expected to generate, and for those that are known but have none yet."""
+        """Returns the blocks for the tokens that it is expected to generate, and for known ones without a block."""
         sequence = sample.sequence
         capacity = 0 if sequence.kv is None else sequence.kv.capacity
         num_unreserved = max(0, len(sequence.token_ids) - 1 - capacity)
@@ -107,8 +107,8 @@ class Admission:
         return self._blocks(num_unreserved + int(expected))
 
     def _growth_of_start(self, opened: OpenSequenceGroup, start: SampleStart, *, num_shared: int) -> int:
-        """Blocks for what a sample will generate, and for what it has of its own already, the row of its next token
-        not counted.
+        """Returns the blocks for a sample's own known tokens and those that it is expected to generate, without the
+        row of its next token.
         """
         num_generated = len(start.generated_token_ids)
         num_own = len(opened.prompt_token_ids) + num_generated - num_shared - 1
@@ -121,7 +121,7 @@ class Admission:
 
 
 def _is_in_range(sampling: SamplingParams) -> bool:
-    """As the contract says. NaN is in no range: what is drawn with it means nothing."""
+    """Returns whether all parameters are within the API's ranges. NaN is in none: drawing with it is meaningless."""
     return (
         0.0 <= sampling.temperature < math.inf
         and 0.0 < sampling.top_p <= 1.0
@@ -139,30 +139,30 @@ def _may_be_answered(options: RequestOptions) -> bool:
 
 
 class FairShares:
-    """Routers that share this node: while one waits for room, no other takes more than its share. Engine thread only.
+    """Room for each router: while one waits for room, no other takes more than its share. Engine thread only.
 
-    A session is refused while another waits if it holds its share of the blocks or of the
-    sequences already: all of them, divided by the sessions that hold or want some. Sessions
-    below their share come in as long as there is room, and without a waiting session nobody
-    is limited. At most one claim is kept for each open session.
+    While another session waits, a session is refused if it already holds its share of the blocks or of the sequences:
+    the total, divided by the number of sessions that hold or want some. Sessions below their share are admitted as
+    long as there is room, and if no session waits there is no limit. There is at most one claim for each open
+    session.
     """
 
     def __init__(self, pool: BlockPool, *, max_running_sequences: int, clock: Callable[[], float]) -> None:
         self._pool = pool
         self._max_running = max_running_sequences
         self._clock = clock
-        self._claims: dict[int, float] = {}  # by session: until when it is taken to wait
+        self._claims: dict[int, float] = {}  # by session: the time until which it counts as waiting
 
     def claim(self, session_id: int) -> None:
-        """The session was refused for want of room."""
+        """Records that the session was refused for lack of room."""
         self._claims[session_id] = self._clock() + CLAIM_SECONDS
 
     def settle(self, session_id: int) -> None:
-        """It was let in, or has ended."""
+        """Removes the claim of a session that was admitted or has ended."""
         self._claims.pop(session_id, None)
 
     def hold_back_seconds(self, session_id: int, groups: GroupTable) -> float:
-        """How long the session has to leave room to others; 0: it may come in."""
+        """Returns the seconds for which the session has to leave room to others; 0 if it may be admitted."""
         now = self._clock()
         for claimant, until in tuple(self._claims.items()):
             if now >= until:
@@ -176,7 +176,7 @@ class FairShares:
         return min(HOLD_BACK_SECONDS, max(others) - now)
 
     def _held(self, session_id: int, groups: GroupTable) -> float:
-        """Of what is scarcer, the part that the session has: 0 to 1."""
+        """Returns the session's fraction (0 to 1) of the sequences or of the blocks, whichever is larger."""
         mine = groups.of_session(session_id)
         num_sequences = sum(len(group.samples) + len(group.unstarted_samples) for group in mine)
         blocks = {block_id for group in mine for kv in group.tables() for block_id in kv.block_ids}

@@ -1,4 +1,4 @@
-"""What crosses into the engine thread: frozen values, one class for each thing that can happen."""
+"""Commands to the engine thread: frozen values, one class for each event."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from outrider.session import CancelSequenceGroup, SequenceGroupCommand, Sequence
 
 @dataclass(frozen=True, slots=True)
 class RouterCommand:
-    """What a router asks for."""
+    """A router's command."""
 
     session_id: int
     message: SequenceGroupCommand
-    kv_host: str = ""  # of an open: under which host this node was reached
-    compiled: Future[Any] | None = None  # of an open: its constraint, kept until the group ends: samples start quickly
+    kv_host: str = ""  # for an open: the host name under which the router reached this node
+    compiled: Future[Any] | None = None  # an open's constraint, kept until the group ends so that samples start fast
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """The lease is over: everything of this session is freed."""
+    """The end of a lease: everything of the session is freed."""
 
     session_id: int
 
@@ -43,27 +43,27 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class DrainStarted:
-    """No new groups from here on."""
+    """The begin of a drain: new groups are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainExpired:
-    """What still runs is given up."""
+    """The deadline of a drain: remaining groups are failed."""
 
 
 OwnCommand = SessionEnded | TransferCompleted | TransferFailed | DrainStarted | DrainExpired | StartProfile | EndProfile
-"""What this node says to itself."""
+"""Commands of this node itself."""
 
 Command = RouterCommand | OwnCommand
 
 EventsBySession = Mapping[int, Sequence[SequenceGroupEvent]]
-"""What the engine thread has to tell each router, in order."""
+"""Events for each router, in order, by session id."""
 
 
 def only_admits(command: Command) -> bool:
-    """Whether it leaves running sequences as they are.
+    """Returns whether a command leaves running sequences as they are.
 
-    It opens a group, concerns one that waits for its KV, or refuses new ones.
+    Such a command opens a group, concerns one that waits for its KV, or refuses new ones.
     """
     if isinstance(command, RouterCommand):
         return not isinstance(command.message, CancelSequenceGroup)

@@ -12,15 +12,15 @@ from outrider.service.config import SERVICE_SECTIONS
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, NO_PROPOSER
 
 MAX_RUNNING = {"cpu": 64, "cuda": 256}
-"""Sequences in the running batch by default: a GPU reads the weights once for all."""
+"""Default limits of sequences in the running batch, by device: a GPU reads the weights once for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeNodeConfig:
-    """Section `decode_node`."""
+    """The section `decode_node`."""
 
-    kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section of this name
-    kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # likewise
+    kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section `kv_cache`
+    kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # the section `kv_transfer`
     transfer_timeout_seconds: float = setting(
         30.0,
         above=0,
@@ -65,10 +65,10 @@ class DecodeNodeConfig:
         help="A folder to keep answers and prompts in, for train-head --from-traffic: texts of users, as token ids. "
         "Bounded, the oldest go first; empty: none are kept.",
     )
-    keep_features_bytes: int = fixed(256 << 20)  # of all nodes that share the folder: forty million tokens
-    resolve_interval_seconds: float = fixed(2.0)  # new draft nodes are found soon, and a look-up is cheap
-    draft_wait_seconds: float = fixed(0.002)  # a step's wait for drafts, and never over 20 % of a step
-    max_local_prefill_tokens: int = fixed(32)  # computed here rather than transferred: as many rows as drafts may take
+    keep_features_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
+    resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap
+    draft_wait_seconds: float = fixed(0.002)  # how long a step waits for drafts, never over 20 % of a step
+    max_local_prefill_tokens: int = fixed(32)  # computed here instead of transferred: as many rows as drafts may take
 
 
 SECTIONS = {
@@ -78,4 +78,4 @@ SECTIONS = {
     **SERVICE_SECTIONS,
     "decode_node": DecodeNodeConfig,
 }
-"""What a decode node reads."""
+"""The sections that a decode node reads."""

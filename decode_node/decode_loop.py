@@ -57,14 +57,14 @@ from outrider.speculation.verify.by_request import RequestVerifier
 
 IDLE_WAIT_SECONDS = 0.2
 TURN_WAIT_SECONDS = 0.005
-"""So often commands are handled while other nodes have the processors."""
+"""Seconds between two looks at the commands while other nodes have the processors."""
 
 
 class DecodeLoop:
-    """The engine thread: owns the running batch and the block pool; nothing else touches either.
+    """The engine thread, sole owner of the running batch and the block pool.
 
-    Two queues are its border: `submit` puts frozen commands in (from any thread), `emit`
-    (called from the engine thread, must not block) takes frozen events out.
+    It communicates through two queues: `submit` accepts frozen commands from any thread; `emit`, called from the
+    engine thread, takes frozen events and must not block.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class DecodeLoop:
         self._cpu_turns = cpu_turns or CpuTurns()
         self._inbox = Inbox()
         self.has_room = self._inbox.has_room
-        self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, to be handled after
-        self._launched: LaunchedStep | None = None  # the next step, if the device computes it already
-        self._unreported: StepReport | None = None  # of the last step
-        self._failed: list[Sample] = []  # by the last step: their requests end before the next
+        self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, and handled later
+        self._launched: LaunchedStep | None = None  # the next step, if the device already computes it
+        self._unreported: StepReport | None = None  # report of the last step
+        self._failed: list[Sample] = []  # samples that the last step failed; their requests end before the next step
         self._stopping = threading.Event()
         self.progress = StepProgress()
-        self.is_drained = False  # since DrainStarted every group has ended and its events are emitted
+        self.is_drained = False  # whether, since DrainStarted, every group has ended and its events are emitted
 
     def submit(self, command: Command) -> None:
-        """From any thread. Of a router, only where there is room for it. Constraints are compiled in another one."""
+        """Queues a command, from any thread; a router's only if `has_room`. Another thread compiles constraints."""
         match command:
             case RouterCommand(message=OpenSequenceGroup(options=options)) if options.sampling.constraint is not None:
                 constraints = self._engine.sampler.constraints
@@ -108,12 +108,12 @@ class DecodeLoop:
                 self._inbox.put(command)
 
     def stop(self) -> None:
-        """The thread ends after the step at hand; what it held is freed."""
+        """Ends the thread after the current step, and frees what it holds."""
         self._stopping.set()
         self._inbox.put(DrainStarted())  # wakes an idle thread
 
     def run(self) -> None:
-        """The thread's target. What it raises is a bug of ours: the process must not go on serving."""
+        """Runs the thread. An exception from here is a bug: the process must not go on serving."""
         while self._launched is not None or not self._stopping.is_set():
             self.iterate()
         self._report()
@@ -121,10 +121,10 @@ class DecodeLoop:
         self._groups.free_all()
 
     def iterate(self) -> None:
-        """Commands and their answers, then a step if there is work, and what it has to tell.
+        """Handles commands, then runs one step if there is work, and reports it.
 
-        A grant does not wait for the step, nor for this node's turn: the prefill that it
-        allows runs beside it. While the device computes the next step already, commands wait until `step` handles them.
+        A grant waits neither for the step nor for this node's turn: the prefill that it permits runs in parallel. If
+        the device already computes the next step, commands wait until `step` handles them.
         """
         self.progress.begin()
         if self._launched is None:
@@ -136,9 +136,9 @@ class DecodeLoop:
             if self._launched is not None or (self._engine.scheduler.has_work and self._take_turn()):
                 self.step()
         finally:
-            self._cpu_turns.give()  # a step has done so already, if it came so far
+            self._cpu_turns.give()  # a step that got this far has already given the turn back
         if not (self._engine.runner.is_asynchronous and self._engine.scheduler.has_work):
-            self._report()  # else while the device computes the next step
+            self._report()  # otherwise it reports while the device computes the next step
         self.progress.end()
 
     def _process_commands(self, *, wait: bool = False) -> None:
@@ -149,22 +149,22 @@ class DecodeLoop:
         self._emit_events(None)
 
     def _process_commands_while_computing(self) -> None:
-        """What needs no result of the step that the device computes: the last step's report, and what comes in.
+        """Does what needs no result of the running step: reports the last step and handles new commands.
 
-        A command that may end a sequence of the running step waits for it, and those behind it, so that
-        their order stays.
+        A command that may end a sequence of the running step waits for the step, and so do the commands behind it, to
+        keep their order.
         """
         self._report()
         self._delayed += self._inbox.take_some()
         while self._delayed and only_admits(self._delayed[0]):
             self._handle(self._delayed.popleft())
-        if not self._delayed:  # a retarget among them must come before its group is given up
+        if not self._delayed:  # a waiting retarget must be handled before its group can be failed
             self._groups.tend_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
     def _report(self) -> None:
-        """Tells what the last step has committed, if that was not done yet."""
+        """Reports what the last step committed, if that has not been done."""
         report, self._unreported = self._unreported, None
         if report is None:
             return
@@ -175,7 +175,7 @@ class DecodeLoop:
         self._emit_events(report.stats())
 
     def _end_failed(self) -> None:
-        """Ends requests that their constraints do not let go on."""
+        """Fails the requests whose constraints allow no further token."""
         if self._failed:
             self._report()
             for sample in self._failed:
@@ -183,7 +183,7 @@ class DecodeLoop:
             self._failed.clear()
 
     def _take_turn(self) -> bool:
-        """Waits for the processors while there is work for them; attends to commands meanwhile. False: none is left."""
+        """Waits for a turn on the processors and handles commands meanwhile. Returns False if no work is left."""
         is_taken = self._cpu_turns.take(0.0)
         if not is_taken:
             self._report()
@@ -191,7 +191,7 @@ class DecodeLoop:
             with self.progress.paused():
                 is_taken = self._cpu_turns.take(TURN_WAIT_SECONDS)
             self._time.mark(Part.CPU_TURN)
-            self._process_commands()  # with the turn, too: what has come meanwhile is in the step
+            self._process_commands()  # with the turn, too: commands that came meanwhile are part of the step
         return is_taken and self._engine.scheduler.has_work
 
     def _emit_events(self, stats: StepStats | None) -> None:
@@ -203,9 +203,9 @@ class DecodeLoop:
         self._time.mark(Part.EMIT)
 
     def step(self) -> None:
-        """One forward pass of the target model over every planned sequence, and what is decided by it.
+        """Runs one forward pass of the target model over every planned sequence, and commits its results.
 
-        Nothing happens where nothing could be planned (every block is held by transfers under way).
+        Does nothing if no sequence could be planned (all blocks are held by transfers in progress).
         """
         fault_point("decode.step")
         started = self.progress.clock()
@@ -226,7 +226,7 @@ class DecodeLoop:
             if not self._delayed and not self._drafts.may_draft(item.sample for item in verifying):
                 batch = lay_out_next(step, self._engine)
                 self._time.mark(Part.BATCH)
-        verified, *scores = read(pending, *scored)  # the one place that waits for the device
+        verified, *scores = read(pending, *scored)  # the only place that waits for the device
         self._time.mark(Part.SAMPLING)
         if batch is not None and self._may_go_on():
             self._launched = launch_next(batch, step, verified, self._engine, self.progress.clock)
@@ -244,14 +244,14 @@ class DecodeLoop:
         seconds, nanoseconds = self.progress.clock() - started, self._time.take()
         self._unreported = StepReport(step, verifying, verdicts, seconds, nanoseconds)
         if self._profiler.is_capturing:
-            with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
+            with self.progress.paused():  # starting and stopping torch's profiler takes seconds: not a long step
                 self._profiler.step_ended(
                     nanoseconds, kind=step_kind(plan), num_rows=plan.num_rows, num_sequences=len(plan.scheduled)
                 )
 
     def _launch(self) -> LaunchedStep | None:
-        """Plans the next step and begins its forward pass. None: nothing could be planned."""
-        drafts = self._gather()  # what is here; waits within its budget
+        """Plans the next step and begins its forward pass. Returns None if nothing could be planned."""
+        drafts = self._gather()  # takes the available drafts; waits within its budget
         plan, planned = self._plan(drafts)
         self._time.mark(Part.SCHEDULE)
         preempted = self._groups.samples_of(plan.preempted)
@@ -261,7 +261,7 @@ class DecodeLoop:
             self._cpu_turns.give()
             self._report()
             self._emit_events(None)
-            self._wait_for_a_command()  # nothing fits until a transfer ends or is given up: a command will say so
+            self._wait_for_a_command()  # nothing fits until a transfer ends or is given up; that arrives as a command
             return None
         self.progress.expect(plan.num_rows)
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
@@ -272,12 +272,12 @@ class DecodeLoop:
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
 
     def _may_go_on(self) -> bool:
-        """Whether the next step may begin before commands are handled: what they open joins the step after it."""
+        """Returns whether the next step may begin before commands are handled; groups they open join the one after."""
         self._delayed += self._inbox.take_some()
         return not self._stopping.is_set() and all(map(only_admits, self._delayed))
 
     def _gather(self) -> StepDrafts:
-        # Processors that another node waits for are not to stand idle: drafts had the time until this turn.
+        # Do not leave processors idle that another node waits for: the drafts had time until this turn.
         may_wait = not self._cpu_turns.is_over(0.0)
         drafts = self._drafts.gather(self._groups.samples_at_decode_row(), may_wait=may_wait)
         self._time.mark(Part.DRAFTING)
@@ -285,9 +285,9 @@ class DecodeLoop:
         return drafts
 
     def _plan(self, drafts: StepDrafts) -> tuple[StepPlan, list[PlannedSequence]]:
-        """Who runs in the step, and which draft tokens get rows."""
+        """Decides which sequences run in the step, and which draft tokens get rows."""
         scheduler, samples_of = self._engine.scheduler, self._groups.samples_of
-        # Prompts that are computed on these processors, as soon as the turn is given.
+        # Prompts that these processors will compute once the turn is given back.
         num_waiting = max(1, self._groups.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
         room = scheduler.reserve(reclaim=self._groups.reclaim_reservation)
         chosen = self._drafts.choose(drafts, room, samples_of(room.sequences), num_waiting=num_waiting)
@@ -301,9 +301,9 @@ class DecodeLoop:
     # --- commands -------------------------------------------------------------------------
 
     def _handle_commands(self, *, wait: bool) -> None:
-        """What the inbox gives for one iteration; with `wait` also what comes soon."""
+        """Handles the commands of one iteration; with `wait`, also waits briefly for one."""
         if self._delayed or not self._inbox.is_empty:
-            self._report()  # no event of a group follows its end
+            self._report()  # no event of a group may follow its end
         while self._delayed:
             self._handle(self._delayed.popleft())
         if wait:
@@ -342,10 +342,10 @@ class DecodeLoop:
     # --- verify and commit ----------------------------------------------------------------
 
     def _commit(self, verifying: Sequence[PlannedSequence], verified: Sequence[Verified]) -> list[Verdict]:
-        """Cuts at stops, frees rejected slots, ends what is finished, announces what goes on."""
+        """Truncates at stops, frees rejected slots, ends finished samples, announces the others to the drafters."""
         outcomes = list(zip(verifying, verified, strict=True))
         moved = [pair for item, outcome in outcomes if outcome.path for pair in item.moved_slots(outcome)]
-        if moved:  # before anything is published
+        if moved:  # before any block is published
             self._engine.kv_cache.move_slots(moved)
         verdicts = [
             apply_stop_conditions(
@@ -374,8 +374,8 @@ class DecodeLoop:
         token_ids, kv = sequence.token_ids, sequence.kv
         assert kv is not None
         token_ids.extend(verdict.token_ids)
-        # The newest token has no KV yet: it is the first row of the next step. Rejected slots are free again before
-        # anybody hears of the step. Where there were no drafts, the next step may have its blocks already.
+        # The newest token has no KV yet: it is the first row of the next step. Rejected slots are freed before the
+        # step is reported. If there were no drafts, the next step may already have its blocks.
         if verdict.num_draft_tokens:
             kv.truncate(len(token_ids) - 1)
         else:

@@ -1,4 +1,4 @@
-"""Spans of sequence groups, made of what the event loop sees pass: a router's commands and the engine's events."""
+"""Spans of sequence groups, made from the routers' commands and the engine's events on the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.session import (
 )
 
 MAX_EVENTS = 32
-"""Of one span: a group whose KV is tried again and again has no more."""
+"""Events of one span, which bounds the span of a group whose KV is retried again and again."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _TracedGroup:
     running: set[int]  # samples
     finish_reasons: list[str] = field(default_factory=list)
     num_events: int = 0
-    num_steps: int = 0  # of all samples, as the next four
+    num_steps: int = 0  # this and the next four: over all samples
     num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
@@ -87,14 +87,14 @@ class _TracedGroup:
 
 
 class GroupTraces:
-    """One span for each group of a traced request, from its Open to its end. Event loop only; others are no work."""
+    """One span for each group of a traced request, from its open to its end. Event loop only; others cost nothing."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._groups: dict[tuple[int, bytes], _TracedGroup] = {}  # by session and group
 
     def open(self, session_id: int, opened: OpenSequenceGroup) -> OpenSequenceGroup:
-        """The group with its own span's place, below which draft nodes record; as it came where it is not traced."""
+        """Returns the group with its own span as the parent of draft nodes' spans, or unchanged if it is not traced."""
         if not opened.traceparent:
             return opened
         span = self._tracer.join("decode", caller_of(opened.traceparent))
@@ -113,20 +113,20 @@ class GroupTraces:
                 self._end_if_over(session_id, group)
 
     def observe_preempted(self, groups: Iterable[tuple[int, bytes]]) -> None:
-        """One sequence of each, by session and group."""
+        """Counts one preempted sequence of each group; a group is given as (session, group id)."""
         for key in groups:
             if (group := self._groups.get(key)) is not None:
                 group.num_preemptions += 1
 
     def cancel(self, session_id: int, cancel: CancelSequenceGroup) -> None:
-        """No event follows."""
+        """Records a cancel, after which no event comes."""
         if (group := self._groups.get((session_id, cancel.sequence_group_id))) is not None:
             group.add_event("cancelled")
             group.running.difference_update(cancel.samples or tuple(group.running))
             self._end_if_over(session_id, group)
 
     def end_session(self, session_id: int) -> None:
-        """The router is gone; its groups are freed."""
+        """Ends the spans of a router that is gone; its groups are freed."""
         for group in [group for key, group in self._groups.items() if key[0] == session_id]:
             group.fail("SESSION_ENDED")
             self._end_if_over(session_id, group)

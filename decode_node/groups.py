@@ -1,4 +1,4 @@
-"""Sequence groups on this node: a prompt, its reservation, its samples."""
+"""Sequence groups on this node: prompts, reservations and samples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outrider.session import OpenSequenceGroup, SampleStart
 
 
 def cached_table(pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int]) -> SequenceKV:
-    """Of what all samples begin with: as much of it as the prefix cache has.
+    """Returns a block table with the cached part of the tokens that all samples begin with.
 
-    Nothing where logprobs of the prompt are wanted: they come of computing it.
+    It is empty if logprobs of the prompt are requested, since those come from computing it.
     """
     max_cached_tokens = len(shared_token_ids) if opened.options.prompt_logprobs is None else 0
     return SequenceKV.create(
@@ -25,7 +25,7 @@ def cached_table(pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: S
 
 
 def scoring_of(opened: OpenSequenceGroup, num_computed: int) -> PromptScoring | None:
-    """Of what this node is to compute of a prompt. None: nothing was asked for, or a prefill node has computed it."""
+    """Returns the scoring of the prompt on this node; None if none is requested or a prefill node has done it."""
     num_top, token_ids = opened.options.prompt_logprobs, opened.prompt_token_ids[1:]
     if num_top is None or num_computed >= len(token_ids):
         return None
@@ -34,15 +34,15 @@ def scoring_of(opened: OpenSequenceGroup, num_computed: int) -> PromptScoring | 
 
 @dataclass(slots=True)
 class Sample:
-    """One running sequence. Owned by the engine thread."""
+    """One running sequence, owned by the engine thread."""
 
     group: SequenceGroup
     index: int  # 0 <= index < n
     sequence: EngineSequence
     sampling: SequenceSampling
     stop_token_ids: frozenset[int]
-    max_length: int = field(init=False)  # tokens with which the sample is complete, the prompt's among them
-    _asked_draft_tokens: int = field(init=False)  # the most that the request allows in a step
+    max_length: int = field(init=False)  # number of tokens, including the prompt's, at which the sample is complete
+    _asked_draft_tokens: int = field(init=False)  # the request's limit for one step
 
     def __post_init__(self) -> None:
         opened = self.group.opened
@@ -61,44 +61,44 @@ class Sample:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the request allows drafts at all."""
+        """Whether the request allows drafts."""
         return self._asked_draft_tokens > 0
 
     @property
     def max_draft_tokens(self) -> int:
-        """In the next step: its last token needs no draft. May be negative."""
+        """The limit for the next step, whose last token needs no draft. May be negative."""
         return min(self.max_length - len(self.sequence.token_ids) - 1, self._asked_draft_tokens)
 
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """One admitted Open. `kv` holds the reservation until the samples take it over."""
+    """An admitted group. `kv` holds the reservation until the samples take it over."""
 
     session_id: int
     opened: OpenSequenceGroup
-    shared_token_ids: tuple[int, ...]  # what all samples begin with: what KV is reserved for
-    kv_host: str  # under which the router reached this node
+    shared_token_ids: tuple[int, ...]  # tokens that all samples begin with, for which KV is reserved
+    kv_host: str  # the host name under which the router reached this node
     arrival: int
     kv: SequenceKV | None
-    compiled: object = None  # its constraint, kept for samples that have not started
+    compiled: object = None  # the compiled constraint, kept for samples that have not started
     is_waiting_for_kv: bool = False
-    cancelled_samples: set[int] = field(default_factory=set)  # before they could start
-    samples: dict[int, Sample] = field(default_factory=dict)  # unfinished ones, by index
-    sequence_ids: dict[int, int] = field(default_factory=dict)  # by index of samples that have not ended
+    cancelled_samples: set[int] = field(default_factory=set)  # samples that were cancelled before they started
+    samples: dict[int, Sample] = field(default_factory=dict)  # unfinished samples, by index
+    sequence_ids: dict[int, int] = field(default_factory=dict)  # by index, of samples that have not ended
     followers: list[SampleStart] = field(default_factory=list)  # start when the only sample has computed what is shared
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Lower runs first: by priority, then age."""
+        """The group's place in the order of execution, lowest first: by priority, then by age."""
         return -self.opened.options.priority, self.arrival
 
     @property
     def unstarted_samples(self) -> list[SampleStart]:
-        """Those that start when the KV is there."""
+        """The samples that start when the KV is available."""
         return self.wanted_samples if self.is_waiting_for_kv else self.followers
 
     def tables(self) -> Iterator[SequenceKV]:
-        """The block tables that it holds: the reservation's, or its samples'."""
+        """Yields the group's block tables: the reservation's or its samples'."""
         if self.kv is not None:
             yield self.kv
         for sample in self.samples.values():
@@ -107,13 +107,13 @@ class SequenceGroup:
 
     @property
     def wanted_samples(self) -> list[SampleStart]:
-        """The samples to start, lowest first."""
+        """The samples to start, by ascending index."""
         return [start for start in self.opened.samples if start.sample not in self.cancelled_samples]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookups:
-    """Totals over granted groups."""
+    """Totals over all granted groups."""
 
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
@@ -124,7 +124,7 @@ class GroupTable:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, bytes], SequenceGroup] = {}
-        self._samples: dict[int, Sample] = {}  # by their key in scheduler, proposers and draft stream
+        self._samples: dict[int, Sample] = {}  # by key in the scheduler, the proposers and the draft stream
         self.next_sequence_id = itertools.count(1).__next__
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class GroupTable:
 
     @property
     def num_sequences(self) -> int:
-        """Running samples, and those of groups that still wait for their KV. May be read by any thread."""
+        """Number of running samples and of samples of groups that wait for KV. Readable from any thread."""
         return len(self._samples) + sum(len(group.unstarted_samples) for group in self)
 
     def add(self, group: SequenceGroup) -> None:
@@ -154,7 +154,7 @@ class GroupTable:
         self._samples[sample.sequence.key] = sample
 
     def samples_of(self, sequences: Iterable[EngineSequence]) -> list[Sample]:
-        """Whose they are, in order."""
+        """Returns the samples of `sequences`, in order."""
         samples = self._samples
         return [samples[sequence.key] for sequence in sequences]
 
@@ -162,7 +162,7 @@ class GroupTable:
         return list(self._samples.values())
 
     def remove_sample(self, sample: Sample) -> None:
-        """Its group goes with the last of them."""
+        """Removes the sample, and its group if it was the last one."""
         del sample.group.samples[sample.index]
         del self._samples[sample.sequence.key]
         if not sample.group.samples:

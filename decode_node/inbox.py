@@ -1,4 +1,4 @@
-"""Commands on their way to the engine thread: this node's own first, then one of each router in turn."""
+"""The queue of commands to the engine thread: this node's own first, then the routers' in turn."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from decode_node.commands import Command, RouterCommand, SessionEnded
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup
 
 MAX_COMMANDS = 128
-"""Of one router, that wait here: what the engine thread handles in a few iterations."""
+"""Queued commands of one router: what the engine thread handles in a few iterations."""
 
 MAX_TOKENS = 1 << 20
-"""In the prompts of those, without the last one's, which may be of any length."""
+"""Prompt tokens in one router's queued commands, not counting the last command, which may have any length."""
 
 MAX_WORK = 4096
-"""Of all routers, between two steps, in prompt tokens: some milliseconds."""
+"""Work of all routers between two steps, in prompt tokens: some milliseconds."""
 
 COMMAND_WORK = 128
-"""A command costs as much as so many prompt tokens, and those that it brings."""
+"""The cost of a command in prompt tokens, in addition to the tokens that it carries."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    """What one router has asked for, in its order."""
+    """The queued commands of one router, in order."""
 
     commands: deque[RouterCommand] = field(default_factory=deque)
     num_tokens: int = 0
-    given_up: set[bytes] = field(default_factory=set)  # groups whose cancels wait here
+    given_up: set[bytes] = field(default_factory=set)  # groups whose cancels are queued
 
     def put(self, command: RouterCommand) -> None:
         self.commands.append(command)
@@ -40,7 +40,7 @@ class _Lane:
             self.given_up.add(command.message.sequence_group_id)
 
     def take(self) -> RouterCommand:
-        """The next one that has an effect: an open whose cancel waits is dropped, and the cancel finds no group."""
+        """Pops the next command with an effect. Drops an open whose cancel is queued; the cancel finds no group."""
         while True:
             command = self.commands.popleft()
             self.num_tokens -= _num_tokens(command)
@@ -53,12 +53,11 @@ class _Lane:
 
 
 class Inbox:
-    """Any thread puts, the engine thread takes.
+    """A queue of commands that any thread fills and the engine thread empties.
 
-    Routers take turns, command by command, so one that floods waits for itself only. A session
-    reads its next command from the stream when there is room for it here (`has_room`): what
-    else a router has written waits in its stream, and then with the router. What this node says to
-    itself (transfers, ends of sessions, drains) comes first and is not bounded.
+    Routers take turns, command by command, so a router that floods delays only itself. A session reads its next
+    command from the stream when there is room for it (`has_room`); until then it stays in the stream, and finally
+    with the router. This node's own commands (transfers, ends of sessions, drains) come first and are not bounded.
     """
 
     def __init__(self, *, max_commands: int = MAX_COMMANDS, max_tokens: int = MAX_TOKENS) -> None:
@@ -66,15 +65,15 @@ class Inbox:
         self._max_tokens = max_tokens
         self._has_news = threading.Condition()
         self._own: deque[Command] = deque()
-        self._lanes: dict[int, _Lane] = {}  # by session; the first has the next turn, none is empty
-        self._awaited: dict[tuple[int, bytes], list[RouterCommand]] = {}  # `put_when_done`; by session and group
+        self._lanes: dict[int, _Lane] = {}  # by session; the first has the next turn, and none is empty
+        self._awaited: dict[tuple[int, bytes], list[RouterCommand]] = {}  # see `put_when_done`; by session and group
 
     @property
     def is_empty(self) -> bool:
         return not (self._own or self._lanes)
 
     def has_room(self, session_id: int) -> bool:
-        """Whether one command more of this router may be put."""
+        """Returns whether the router may queue another command."""
         with self._has_news:
             lane = self._lanes.get(session_id) or _Lane()
             of_router = [commands for (session, _), commands in self._awaited.items() if session == session_id]
@@ -84,7 +83,7 @@ class Inbox:
 
     def put(self, command: Command) -> None:
         with self._has_news:
-            if isinstance(command, SessionEnded):  # which frees what its commands would have opened
+            if isinstance(command, SessionEnded):  # it also frees what the session's commands would have opened
                 self._lanes.pop(command.session_id, None)
                 self._awaited = {key: held for key, held in self._awaited.items() if key[0] != command.session_id}
             if not isinstance(command, RouterCommand):
@@ -98,7 +97,7 @@ class Inbox:
             self._has_news.notify()
 
     def put_when_done(self, opened: RouterCommand, compiled: Future[Any]) -> None:
-        """Puts it once its constraint is compiled, unless it is cancelled before. Other commands do not wait."""
+        """Queues an open when its constraint is compiled, unless it is cancelled before. Other commands do not wait."""
         key, commands = _group_of(opened), list[RouterCommand]([opened])
         with self._has_news:
             if key in self._awaited:
@@ -109,25 +108,25 @@ class Inbox:
 
     def _put_awaited(self, key: tuple[int, bytes], commands: list[RouterCommand]) -> None:
         with self._has_news:
-            if self._awaited.get(key) is commands:  # else given up, and perhaps opened again
+            if self._awaited.get(key) is commands:  # else it was cancelled, and perhaps opened again
                 del self._awaited[key]
                 first, *others = commands
                 self.put(first)
-                for command in others:  # a cancel from another thread comes after them
+                for command in others:  # a cancel from another thread comes after these
                     if command.compiled is not None:
                         self.put_when_done(command, command.compiled)
                     else:
                         self.put(command)
-            commands.clear()  # a future keeps its callbacks, and these commands would keep it
+            commands.clear()  # a future keeps its callbacks, and they would keep these commands
 
     def wait(self, timeout_seconds: float) -> None:
-        """Until a command is here, or for so long."""
+        """Waits until there is a command or the timeout is over."""
         with self._has_news:
             if self.is_empty:
                 self._has_news.wait(timeout_seconds)
 
     def take_some(self) -> list[Command]:
-        """For one iteration: all of this node's own, and of routers what their steps should wait for at most."""
+        """Returns the commands for one iteration: all of this node's own, and at most MAX_WORK of the routers'."""
         with self._has_news:
             commands = list(self._own)
             self._own.clear()
@@ -143,7 +142,7 @@ class Inbox:
         lane = self._lanes.pop(session_id)
         command = lane.take()
         if lane.commands:
-            self._lanes[session_id] = lane  # behind the others
+            self._lanes[session_id] = lane  # goes to the end of the line
         return command
 
 
@@ -152,7 +151,7 @@ def _group_of(command: RouterCommand) -> tuple[int, bytes]:
 
 
 def _gives_up(command: RouterCommand) -> bool:
-    """Whether it cancels a whole group."""
+    """Returns whether the command cancels a whole group."""
     return isinstance(command.message, CancelSequenceGroup) and not command.message.samples
 
 

@@ -1,4 +1,4 @@
-"""KV that arrives from prefill nodes, written into the blocks that were reserved for it."""
+"""Reception of KV from prefill nodes into reserved blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Ingest:
-    """Opens and closes transfers on the receiver; knows this node's KV address."""
+    """Opens and closes transfers on the receiver, and knows this node's KV address."""
 
     def __init__(
         self, receiver: KvReceiver, kv_cache: KVCache, *, host: str, advertise_address: str, security: PeerSecurity
     ) -> None:
-        """`host`: that the receiver binds. `advertise_address`: "host" or "host:port" of this node for others; only
-        the host counts here.
+        """`host`: the host that the receiver binds. `advertise_address`: this node's "host" or "host:port" for
+        others; only the host is used.
         """
         self.receiver = receiver
         self.inbox = receiver.inbox
@@ -34,7 +34,7 @@ class Ingest:
         self._port = 0
 
     def start(self) -> None:
-        """Raises: ConfigError."""
+        """Starts the receiver. Raises: ConfigError."""
         warn_if_exposed(
             self._host,
             what="this node's KV ingest",
@@ -44,7 +44,7 @@ class Ingest:
         self._port = self.receiver.start()
 
     def address(self, reached_host: str) -> str:
-        """host:port that a prefill node dials."""
+        """Returns the host:port that a prefill node dials."""
         return f"{kv_host(self._host, self._advertised_host, reached_host)}:{self._port}"
 
     def open(self, transfer_id: bytes, block_ids: Sequence[int], *, start_token: int, end_token: int) -> None:
@@ -60,18 +60,18 @@ class Ingest:
         )
 
     def close(self, transfer_id: bytes) -> DrainState:
-        """DRAINED: no byte of this transfer is written any more. UNKNOWN: keep its blocks, and call again.
+        """Closes the transfer. DRAINED: it writes no further byte. UNKNOWN: keep its blocks, and call again.
 
-        Never waits for a write in flight: steps must go on.
+        Never waits for a write in progress, since steps must go on.
         """
         return self.receiver.close(transfer_id, timeout_seconds=0.0)
 
 
 def kv_host(bound: str, advertised: str, reached: str) -> str:
-    """The host that prefill nodes dial, which may be on other machines than the router.
+    """Returns the host that prefill nodes dial; they may be on other machines than the router.
 
-    The advertised one; else the one interface that is bound; else where the router
-    reached this node, unless that means another machine to everybody else.
+    This is the advertised host, else the one interface that is bound, else the host under which the router reached
+    this node, unless that is a local address.
     """
     if advertised:
         return advertised

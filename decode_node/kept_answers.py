@@ -1,7 +1,7 @@
-"""What this node has answered, kept in files for `outrider train-head --from-traffic`.
+"""Answers of this node, kept in files for `outrider train-head --from-traffic`.
 
-Tokens, not features: a trainer computes the same features from them again, and they take a thousandth of the space
-(docs/adr/0031-answers-are-kept-as-tokens.md). They are texts of users.
+They are kept as tokens, not features: a trainer can recompute the features, and tokens take a thousandth of the space
+(docs/adr/0031-answers-are-kept-as-tokens.md). They are users' texts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _log = get_logger("kept_answers")
 
 
 class KeptAnswers:
-    """A thread that writes, and a short queue to it. What does not fit, as with a slow disk, is dropped and counted."""
+    """A writer thread and a short queue to it. If the queue is full (a slow disk), answers are dropped and counted."""
 
     def __init__(self, folder: Path | str, *, max_bytes: int) -> None:
-        """Raises: ConfigError where the folder cannot be written to."""
+        """Raises: ConfigError if the folder cannot be written to."""
         self.num_dropped = 0
         self._waiting: queue.Queue[KeptAnswer | None] = queue.Queue(MAX_WAITING)
         try:
@@ -37,7 +37,7 @@ class KeptAnswers:
         self._thread.start()
 
     def keep(self, token_ids: Sequence[int], *, prompt_length: int, temperature: float) -> None:
-        """A whole text. From the engine thread: never waits, never raises."""
+        """Queues a whole text. Called from the engine thread: never blocks, never raises."""
         answer = KeptAnswer(list(token_ids[:prompt_length]), list(token_ids[prompt_length:]), temperature, KIND)
         try:
             self._waiting.put_nowait(answer)
@@ -45,7 +45,7 @@ class KeptAnswers:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Writes what waits, for at most CLOSE_SECONDS."""
+        """Writes the queued answers, for at most CLOSE_SECONDS."""
         try:
             self._waiting.put(None, timeout=CLOSE_SECONDS)
         except queue.Full:
@@ -60,7 +60,7 @@ class KeptAnswers:
             except OSError as error:
                 self.num_dropped += 1
                 reason = str(error)
-            if self.num_dropped >= report_at:  # not for each: a full disk stays full
+            if self.num_dropped >= report_at:  # not for each answer: a full disk stays full
                 report_at = 2 * self.num_dropped
                 _log.warning("answers were not kept", num_dropped=self.num_dropped, reason=reason)
         self._writer.close()

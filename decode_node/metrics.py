@@ -1,4 +1,4 @@
-"""The decode node's counts, taken at step boundaries and from parts that keep totals of their own."""
+"""The decode node's metrics, taken at step boundaries and from parts that keep their own totals."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ REFUSED = {
     "failed": "frames_failed",
     "malformed": "messages_malformed",
 }
-"""Reason, as exported, and the receiver's counter."""
+"""The receiver's counter by exported reason."""
 
 
 class RecentRates:
-    """What the node reports of its last ten seconds."""
+    """The rates of the last ten seconds that the node reports."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens, self.kv_bytes = RecentSum(clock), RecentSum(clock)
@@ -46,18 +46,18 @@ class RecentRates:
         self._hit_steps.add(counts.num_hit_steps)
 
     def mean_acceptance_length(self) -> float:
-        """1 + accepted draft tokens for each draft; 0 where nothing was drafted."""
+        """Returns 1 + accepted draft tokens per draft, or 0 if nothing was drafted."""
         num_drafts = self._drafts.total()
         return 1.0 + self._accepted.total() / num_drafts if num_drafts else 0.0
 
     def look_ahead_hit_rate(self) -> float:
-        """Of the steps that wanted a draft node's proposals; 0 where none did."""
+        """Returns the fraction of hits in steps that requested a draft node's proposals, or 0 if none did."""
         num_wanting = self._wanting_steps.total()
         return self._hit_steps.total() / num_wanting if num_wanting else 0.0
 
 
 class DecodeMetrics:
-    """Event loop only."""
+    """The node's Prometheus metrics. Event loop only."""
 
     def __init__(self, model_name: str, *, pool: BlockPool, registry: CollectorRegistry = REGISTRY) -> None:
         self._engine = EngineMetrics(model_name=model_name, registry=registry)
@@ -70,7 +70,7 @@ class DecodeMetrics:
         self._drafts = DraftCounters()
 
     def observe(self, events: EventsBySession, stats: StepStats | None) -> None:
-        """One turn of the engine thread."""
+        """Records the events and the statistics of one iteration of the engine thread."""
         speculation: list[SpeculationCounts] = []
         for event in chain.from_iterable(events.values()):
             match event:
@@ -85,7 +85,7 @@ class DecodeMetrics:
                     self.recent.kv_bytes.add(ready.kv_bytes)
                 case _:
                     continue
-        if speculation:  # summed first: a counter takes a lock each time
+        if speculation:  # sums them first, since a counter takes a lock each time
             counts = SpeculationCounts.total(speculation)
             self._engine.add_speculation(counts)
             self.recent.add_speculation(counts)
@@ -109,7 +109,7 @@ class DecodeMetrics:
         drafts: DraftClientStatus,
         prefix_lookups: PrefixLookups,
     ) -> None:
-        """What others count in totals, and gauges. Called now and then."""
+        """Exports gauges and the totals that other parts keep. Called periodically."""
         self._engine.set_load(load)
         for reason, name in REFUSED.items():
             if num_new := received[name] - self._received[name]:

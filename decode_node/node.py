@@ -1,4 +1,4 @@
-"""The decode node as a service: two threads' worth of work behind one event loop."""
+"""The decode node as a service: one event loop in front of the engine thread and the KV ingest."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class DecodeParts(TargetParts):
     loop: DecodeLoop
     groups: SequenceGroupManager
     ingest: Ingest
-    drafts: DraftClient | None  # None: no draft nodes are named
+    drafts: DraftClient | None  # None if no draft nodes are configured
 
 
 Emit = Callable[[EventsBySession, StepStats | None], None]
 Build = Callable[[bytes, str, Emit], DecodeParts]
-"""(incarnation, node name, emit) → parts. Blocking: loads the model."""
+"""(incarnation, node name, emit) → parts. Blocks while it loads the model."""
 
 
 class DecodeNode(TargetNode[DecodeParts]):
-    """A Service (see `outrider.service.server`)."""
+    """A Service (see `outrider.service.server`) for sequence groups."""
 
     service_names: tuple[str, ...] = ("outrider.v1.DecodeService", NODE_SERVICE_NAME)
 
@@ -93,12 +93,12 @@ class DecodeNode(TargetNode[DecodeParts]):
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """No new groups. What runs ends, is moved by its router, or is given up at the deadline.
+        """Refuses new groups. Running ones end, are migrated by their router, or are failed at the deadline.
 
         Returns when the last events are sent.
         """
         self._state = NodeState.DRAINING
-        self._sessions.report_now()  # routers move what runs here: the sooner they know the better
+        self._sessions.report_now()  # the sooner routers know, the sooner they migrate what runs here
         parts = self._parts
         if parts is None:
             return
@@ -130,8 +130,8 @@ class DecodeNode(TargetNode[DecodeParts]):
             await asyncio.to_thread(parts.groups.kept_answers.close)
 
     async def _until_idle(self, parts: DecodeParts) -> None:
-        # Polled: the engine thread must not know about event loops. What it emitted before it
-        # was drained has been delivered when the first sleep after that is over.
+        # Polled: the engine thread must not know about event loops. What it emitted before it was drained has been
+        # delivered when the first sleep after that is over.
         while not parts.loop.is_drained:  # noqa: ASYNC110 see above
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         await asyncio.sleep(DRAIN_POLL_SECONDS)
@@ -141,7 +141,7 @@ class DecodeNode(TargetNode[DecodeParts]):
     # --- engine thread ⇄ event loop -------------------------------------------------------
 
     def _emit(self, events: EventsBySession, stats: StepStats | None) -> None:
-        """Called from the engine thread."""
+        """Hands events to the event loop. Called from the engine thread."""
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(self._deliver, events, stats)
 

@@ -1,4 +1,4 @@
-"""Blocks that wait for their KV: transfers into them begin, fail, and are replaced by others."""
+"""Reserved blocks that wait for their KV, and the transfers into them, with retries."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from outrider.kv_transfer.base import DrainState, TransferStats
 from outrider.session import Granted, KvFailed, KvReady, SequenceGroupEvent
 
 WRITE_SECONDS = 0.5
-"""A frame is written in milliseconds: longer, and what has been received is not worth the wait."""
+"""Seconds to wait for a frame's write, which takes milliseconds. After that, received KV is given up."""
 
 
 @dataclass(slots=True)
 class _Filling:
-    """How one reservation is to be filled at present."""
+    """The current state of filling one reservation."""
 
-    deadline: float  # on the owner's clock: of the transfer, or of the reservation that has none
-    transfer_id: bytes = b""  # the receiver expects it; empty: the last one has failed
-    undrained_id: bytes = b""  # closed, but a write of it may be under way
-    next_id: bytes | None = None  # what follows once that has drained; empty: the node computes itself
-    received_until: int = 0  # the token up to which the last transfer has brought its KV; 0: not known
-    keeps_received: bool = False  # what follows goes on from there
-    waits_until: float = 0.0  # for a write under way, before other blocks are taken and nothing is kept
+    deadline: float  # on the owner's clock; the transfer's, or the reservation's if it has no transfer
+    transfer_id: bytes = b""  # expected by the receiver; empty if the last one has failed
+    undrained_id: bytes = b""  # a closed transfer with a possible write in progress
+    next_id: bytes | None = None  # the next transfer, once that one has drained; empty: the node computes the KV itself
+    received_until: int = 0  # token up to which the last transfer has delivered KV; 0: not known
+    keeps_received: bool = False  # whether the next transfer continues from there
+    waits_until: float = 0.0  # deadline for a write in progress, after which other blocks are taken and nothing is kept
 
 
 class Reservations:
-    """A reservation outlives its transfers. Engine thread only.
+    """Reservations, each of which outlives its transfers. Engine thread only.
 
-    The next transfer is opened for the same blocks only when the one before has been closed and has
-    drained. Where the router says so (nodes of equal numerics) it goes on behind the tokens that have
-    arrived whole, else it has to bring every token itself. While a write into them is still under way it
-    gets other blocks, or waits where there are none.
+    The next transfer into the same blocks is opened only after the one before is closed and drained. If the router
+    says so (nodes with equal numerics), it continues after the tokens that arrived completely; otherwise it has to
+    bring every token. While a write into the blocks is still in progress, the reservation gets other blocks, or waits
+    if there are none.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reservations:
         clock: Callable[[], float],
         report: Callable[[SequenceGroup, SequenceGroupEvent], None],
     ) -> None:
-        """`timeout_seconds`: a transfer without a new frame, and then a reservation without a transfer, ends."""
+        """`timeout_seconds`: limit for a transfer without a new frame, and for a reservation without a transfer."""
         self._ingest = ingest
         self._pool = pool
         self._timeout_seconds = timeout_seconds
@@ -56,27 +56,28 @@ class Reservations:
         self._report = report
         self._fillings: dict[SequenceGroup, _Filling] = {}
         self._by_transfer: dict[bytes, SequenceGroup] = {}
-        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: blocks that nobody waits for any more
+        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: blocks of dropped reservations
 
     def __len__(self) -> int:
-        """Groups that wait."""
+        """Returns the number of groups that wait for KV."""
         return len(self._fillings)
 
     def is_known(self, transfer_id: bytes) -> bool:
-        """Whether the id is taken, or was until lately."""
+        """Returns whether the id is in use, or was recently."""
         is_next = any(filling.next_id == transfer_id for filling in self._fillings.values())
         return is_next or transfer_id in self._by_transfer or self._ingest.inbox.has_seen(transfer_id)
 
     def add(self, group: SequenceGroup, transfer_id: bytes) -> None:
-        """The group waits for this transfer from here on; its blocks are reserved."""
+        """Makes a group with reserved blocks wait for this transfer."""
         group.is_waiting_for_kv = True
         filling = self._fillings[group] = _Filling(deadline=0.0)
         self._open(group, filling, transfer_id)
 
     def retarget(self, group: SequenceGroup, transfer_id: bytes, *, keeps_received: bool = False) -> bool:
-        """Another transfer, or none (empty). True: the group waits no more, its samples compute what is missing.
+        """Replaces the transfer by another, or by none (empty). Returns True if the group's samples can start and
+        compute what is missing.
 
-        `keeps_received`: tokens whose KV has arrived whole stay.
+        `keeps_received`: whether tokens whose KV has arrived completely are kept.
         """
         filling = self._fillings[group]
         self._close(filling)
@@ -86,7 +87,7 @@ class Reservations:
         return self._go_on(group, filling)
 
     def complete(self, transfer_id: bytes, stats: TransferStats) -> SequenceGroup | None:
-        """The group that waits no more, its KV is there. None: nobody waits for this transfer (any more)."""
+        """Returns the group whose KV is now complete, or None if no group waits for this transfer (any more)."""
         group = self._by_transfer.get(transfer_id)
         if group is None:
             return None
@@ -109,7 +110,7 @@ class Reservations:
         return group
 
     def fail(self, transfer_id: bytes, message: str) -> None:
-        """The transfer has failed; its blocks wait for another."""
+        """Records that the transfer has failed; its blocks wait for another."""
         group = self._by_transfer.get(transfer_id)
         if group is None:
             return
@@ -126,7 +127,7 @@ class Reservations:
         )
 
     def idle_behind(self, rank: tuple[int, int]) -> SequenceGroup | None:
-        """The last ranked group behind this `rank` of a group for which nothing was received yet."""
+        """Returns the last of the groups ranked behind `rank` for which nothing has been received."""
         idle = [
             group
             for group, filling in self._fillings.items()
@@ -137,10 +138,10 @@ class Reservations:
         return max(idle, key=lambda group: group.rank, default=None)
 
     def tend(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """Groups whose samples compute for themselves from now on, and groups for which no transfer comes any more.
+        """Returns (groups whose samples can start and compute the rest, groups that get no transfer any more).
 
-        The latter still wait: they are to be given up. Fails transfers without progress, opens
-        those that follow on one that has drained meanwhile, frees blocks that have drained.
+        The caller has to fail the latter, which still wait. Also fails transfers without progress, opens the next
+        transfers after drained ones, and frees drained blocks.
         """
         for transfer_id, kv in tuple(self._undrained.items()):
             if self._ingest.close(transfer_id) is DrainState.DRAINED:
@@ -160,7 +161,7 @@ class Reservations:
         return starting, overdue
 
     def drop(self, group: SequenceGroup) -> None:
-        """The group is given up. Frees its blocks, now or once nothing is written into them any more."""
+        """Removes the group's reservation and frees its blocks, at once or when no write into them is in progress."""
         filling = self._fillings[group]
         self._close(filling)
         self._remove(group)
@@ -172,7 +173,7 @@ class Reservations:
             kv.free()
 
     def grant(self, group: SequenceGroup, transfer_id: bytes, *, kv_address: str = "") -> None:
-        """Reports it; without an address the samples compute what is missing."""
+        """Reports the grant; without an address the samples compute what is missing."""
         assert group.kv is not None
         opened, held = group.opened, group.kv.num_tokens
         num_known = len(opened.known_token_ids(opened.samples[0]))
@@ -198,7 +199,7 @@ class Reservations:
         self.grant(group, transfer_id, kv_address=self._ingest.address(group.kv_host))
 
     def _go_on(self, group: SequenceGroup, filling: _Filling) -> bool:
-        """With what was asked for, once the blocks are safe to write. True: the node computes itself."""
+        """Proceeds to the next transfer once the blocks are safe to write. Returns True if the samples can start."""
         is_undrained = filling.undrained_id and not self._is_drained(filling, filling.undrained_id)
         waits = filling.keeps_received and self._clock() < filling.waits_until
         if is_undrained and (waits or not self._change_blocks(group, filling.undrained_id)):
@@ -209,23 +210,23 @@ class Reservations:
         if next_id and group.kv.num_tokens < len(group.shared_token_ids):
             self._open(group, filling, next_id)
             return False
-        self._remove(group)  # it computes itself, or all of the last transfer had arrived
+        self._remove(group)  # the node computes the rest, or all of it had arrived
         self.grant(group, next_id or b"")
         return True
 
     def _keep_received(self, group: SequenceGroup, filling: _Filling) -> None:
-        """What has arrived whole is valid from now on; or nothing that has arrived is."""
+        """Makes completely received tokens valid, or discards everything received, as `keeps_received` says."""
         kv, received_until = group.kv, filling.received_until
         filling.received_until = 0
         assert kv is not None
         if not filling.keeps_received:
             kv.truncate(kv.num_cached_tokens)
-            kv.reserve(len(group.shared_token_ids))  # the blocks that `truncate` has freed
+            kv.reserve(len(group.shared_token_ids))  # reserves the blocks again that `truncate` has freed
         elif received_until > kv.num_tokens:
             kv.advance(received_until)
 
     def _is_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
-        """Closes a transfer. True: nothing is written any more, and what it has brought is known."""
+        """Closes a transfer. Returns True if no write is in progress, and then `received_until` is set."""
         received_until = self._ingest.inbox.received_until(transfer_id)
         if received_until is None or self._ingest.close(transfer_id) is DrainState.UNKNOWN:
             return False
@@ -233,7 +234,7 @@ class Reservations:
         return True
 
     def _change_blocks(self, group: SequenceGroup, undrained_id: bytes) -> bool:
-        """Reserves others; those that may still be written into are freed once they have drained. False: no room."""
+        """Reserves other blocks; the old ones are freed once they have drained. Returns False if there is no room."""
         kv = cached_table(self._pool, group.opened, group.shared_token_ids)
         try:
             kv.reserve(len(group.shared_token_ids))
@@ -245,7 +246,7 @@ class Reservations:
         return True
 
     def _close(self, filling: _Filling) -> None:
-        """The transfer at hand, if there is one."""
+        """Closes the current transfer, if there is one."""
         transfer_id, filling.transfer_id = filling.transfer_id, b""
         if not transfer_id:
             return
@@ -254,7 +255,7 @@ class Reservations:
             filling.undrained_id = transfer_id
 
     def _has_moved(self, filling: _Filling, now: float) -> bool:
-        """Whether a frame came within the timeout; puts the deadline off accordingly."""
+        """Returns whether a frame came within the timeout; if so, extends the deadline."""
         last = self._ingest.inbox.last_frame_at(filling.transfer_id)
         if last is None or now >= last + self._timeout_seconds:
             return False

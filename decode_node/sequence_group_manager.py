@@ -35,10 +35,10 @@ from outrider.wire.answer import pack_logprobs
 
 
 class SequenceGroupManager:
-    """Admits groups, starts their samples when the prompt's KV is there, frees them when they end.
+    """Admits groups, starts their samples when the prompt's KV is available, frees them when they end.
 
-    Every path out of here frees what the group held: blocks, scheduler entry, draft
-    state, transfer. A transfer is closed (drained) before its blocks are freed.
+    Every path to the end of a group frees its blocks, scheduler entry, draft state and transfer. A transfer is closed
+    (drained) before its blocks are freed.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class SequenceGroupManager:
         )
         self._events: defaultdict[int, list[SequenceGroupEvent]] = defaultdict(list)  # by session
         self._num_arrived = 0
-        self.prefix_lookups = PrefixLookups()  # replaced as a whole: other threads may read it
-        self._led: dict[SequenceGroup, None] = {}  # whose first sample computes what all begin with
+        self.prefix_lookups = PrefixLookups()  # replaced as a whole, so that other threads may read it
+        self._led: dict[SequenceGroup, None] = {}  # groups whose first sample computes the shared tokens
         self.is_draining = False  # new groups are refused
 
     @property
@@ -80,23 +80,23 @@ class SequenceGroupManager:
 
     @property
     def num_waiting(self) -> int:
-        """Groups whose KV is on its way, and preempted sequences."""
+        """Number of groups whose KV is in transfer, and of preempted sequences."""
         return len(self._reservations) + self._engine.scheduler.num_waiting
 
     @property
     def num_prompts_awaited(self) -> int:
-        """Groups whose KV is on its way."""
+        """Number of groups whose KV is in transfer."""
         return len(self._reservations)
 
     @property
     def num_sequences_free(self) -> int:
-        """Samples for which there may be room; none while preempted ones wait for it. May be read by any thread."""
+        """Number of samples that might be admitted; 0 while preempted ones wait for room. Readable from any thread."""
         if self._engine.scheduler.num_waiting:
             return 0
         return max(self._admission.max_running_sequences - self._groups.num_sequences, 0)
 
     def samples_at_decode_row(self) -> list[Sample]:
-        """Running samples that have all their KV but the newest token's: the ones that can use drafts."""
+        """Returns the running samples with all KV but the newest token's: those that can use drafts."""
         return self._groups.samples_of(
             sequence
             for sequence in self._engine.scheduler.running
@@ -107,7 +107,7 @@ class SequenceGroupManager:
         self._events[group.session_id].append(event)
 
     def report_scores(self, scores: Iterable[ScoredSequence]) -> None:
-        """Logprobs of prompts, which come before the first tokens of their groups."""
+        """Reports prompts' logprobs, which come before the first tokens of their groups."""
         for sequence, logprobs in scores:
             (sample,) = self._groups.samples_of([sequence])
             group_id = sample.group.opened.sequence_group_id
@@ -120,7 +120,7 @@ class SequenceGroupManager:
     # --- coming ---------------------------------------------------------------------------
 
     def open(self, command: RouterCommand, opened: OpenSequenceGroup) -> None:
-        """Granted or Rejected, at once."""
+        """Grants or rejects the group at once."""
         fault_point("decode.before_grant")
         if self.is_draining:
             self._reject(command, RejectReason.DRAINING, "the node is draining")
@@ -162,7 +162,7 @@ class SequenceGroupManager:
         self._start_samples(group)
 
     def _has_no_room(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
-        """Rejects the group where it finds no room, or where the room there is goes to another router first."""
+        """Rejects the group if there is no room, or if another router has a claim on it. Returns whether it did."""
         pool = self._engine.pool
         is_short = num_blocks > pool.num_free_blocks or len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
@@ -182,14 +182,14 @@ class SequenceGroupManager:
             sequence_group_id=opened.sequence_group_id,
             reason=RejectReason.NO_ROOM,
             message=message,
-            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # when all are free the node is empty
+            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # if all blocks are free, the node is empty
             num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )
         self._events[session_id].append(rejected)
 
     def retarget(self, session_id: int, retarget: RetargetSequenceGroup) -> None:
-        """Another try to fill the reservation; nothing for a group that has its KV, or is gone."""
+        """Tries another way to fill the reservation. Does nothing if the group has its KV or is gone."""
         group = self._groups.find(session_id, retarget.sequence_group_id)
         if group is None or not group.is_waiting_for_kv:
             return
@@ -207,7 +207,7 @@ class SequenceGroupManager:
         self._reservations.fail(command.transfer_id, command.reason)
 
     def tend_groups(self) -> None:
-        """Starts what can start, and gives up what nobody fills."""
+        """Starts samples whose KV is available, and fails groups whose reservation nobody fills."""
         for group in tuple(self._led):
             (leader,) = group.samples.values()
             if leader.sequence.num_computed >= len(group.shared_token_ids):
@@ -219,10 +219,10 @@ class SequenceGroupManager:
             self._fail(group, "the KV transfer failed, and no other came")
 
     def reclaim_reservation(self, sequence: EngineSequence) -> bool:
-        """Takes the blocks of one group that no KV has come for, if one ranks behind the sequence.
+        """Takes the blocks of one group that has received no KV, if one ranks behind the sequence.
 
-        It is rejected like one that comes when there is no room: less is lost than by preempting
-        a sequence, whose KV would be computed again.
+        The group is rejected as if it had come without room. This loses less than preempting a sequence, whose KV
+        would have to be recomputed.
         """
         group = self._reservations.idle_behind((-sequence.priority, sequence.arrival))
         if group is None:
@@ -237,10 +237,10 @@ class SequenceGroupManager:
         return pool.num_free_blocks > num_free
 
     def _start_samples(self, group: SequenceGroup) -> None:
-        """The samples share the blocks of what they begin with; the first write into a shared one copies it.
+        """Starts the samples, which share the blocks of their common tokens (copy on write).
 
-        Where some of that is missing, the first sample computes it and the others follow. What
-        a sample has of its own already, it computes in its first rows.
+        If some of the shared KV is missing, the first sample computes it and the others follow. A sample computes its
+        own known tokens in its first rows.
         """
         kv, group.kv = group.kv, None
         assert kv is not None
@@ -255,7 +255,7 @@ class SequenceGroupManager:
         fault_point("decode.before_first_token")
 
     def _start_followers(self, group: SequenceGroup, leader: Sample) -> None:
-        """The leader has computed what all begin with, or ends: the others have as much of it as there is."""
+        """Starts the other samples with the shared KV that exists when the leader has computed it, or ends."""
         del self._led[group]
         starts, group.followers = group.followers, []
         kv = leader.sequence.kv
@@ -297,7 +297,7 @@ class SequenceGroupManager:
     # --- going ----------------------------------------------------------------------------
 
     def finish(self, sample: Sample) -> None:
-        """Its tokens are all decided."""
+        """Ends a sample whose tokens are all decided."""
         fault_point("decode.done")
         self._admission.observe_finished(sample.num_generated)
         if self.kept_answers is not None:
@@ -311,7 +311,7 @@ class SequenceGroupManager:
 
     def cancel(self, session_id: int, cancel: CancelSequenceGroup) -> None:
         group = self._groups.find(session_id, cancel.sequence_group_id)
-        if group is None:  # it ended by itself meanwhile
+        if group is None:  # it has ended meanwhile
             return
         if not cancel.samples:
             self._free(group)
@@ -330,14 +330,14 @@ class SequenceGroupManager:
         self._close_drafts(group, cancel.samples)
 
     def end_session(self, session_id: int) -> None:
-        """The lease is over. Nobody is left to report to."""
+        """Frees the groups of a router whose lease has ended; there is nobody to report to."""
         self._fair_shares.settle(session_id)
         for group in self._groups.of_session(session_id):
             self._free(group)
         self._events.pop(session_id, None)
 
     def fail(self, sample: Sample, why: str) -> None:
-        """The request cannot go on, here or anywhere. Nothing happens where another sample has said so."""
+        """Fails a request that cannot go on anywhere. Does nothing if another sample has failed it already."""
         if sample.group.samples.get(sample.index) is sample:
             self._fail(sample.group, why, code=code_pb2.INVALID_ARGUMENT)
 
@@ -374,7 +374,7 @@ class SequenceGroupManager:
         self._groups.remove_sample(sample)
 
     def _close_drafts(self, group: SequenceGroup, samples: Sequence[int]) -> None:
-        """These have ended, or will not start."""
+        """Closes the drafts of samples that have ended or will not start."""
         for index in samples:
             sequence_id = group.sequence_ids.pop(index, None)
             if sequence_id is not None:

@@ -1,4 +1,4 @@
-"""Router sessions: one stream for each router, and the stream is the lease."""
+"""Router sessions: one stream per router, which is also its lease."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.session import command_from_proto, report_message_to_proto
 
 MAX_UNSENT_EVENTS = 65_536
-"""For one router: many seconds of every sequence of a large batch."""
+"""Events for one router: many seconds of every sequence of a large batch."""
 
-REPORT_SECONDS = 0.2  # a router hears from this node at least this often
+REPORT_SECONDS = 0.2  # the longest interval between two reports to a router
 HELLO_SECONDS = 10.0
 LOOK_AGAIN_SECONDS = 0.01
-"""How often a session whose commands wait for the engine thread looks whether there is room for another."""
+"""Seconds between two checks of whether the engine thread's queue has room for a session's next command."""
 
 _log = get_logger("session")
 
 
 @dataclass(slots=True)
 class RouterSession:
-    """One router's stream, seen from the event loop."""
+    """One router's stream, as the event loop sees it."""
 
     session_id: int
     router: str
@@ -53,19 +53,18 @@ class RouterSession:
     failure: BaseException | None = None  # why this node ended the session
 
     def end(self, failure: BaseException) -> None:
-        """Ends the session from this side, also where its writer waits for a peer that does not read."""
+        """Ends the session from this side, even if its writer is blocked by a peer that does not read."""
         if self.failure is None:
             self.failure = failure
             self.writer.cancel()
 
 
 class Sessions(session_pb2_grpc.DecodeServiceServicer):
-    """All of them, as DecodeService. Event loop only. Until `is_open`, as while the model loads, routers are sent away.
+    """DecodeService. Event loop only. Until `is_open`, e.g. while the model loads, routers are refused.
 
-    Commands go to the engine thread through `submit` as long as there is room for them; then the
-    stream is not read, and its router waits. Events come back through `deliver`. A report is built
-    when the stream is writable, from all that happened since the last one: a slow router gets
-    fewer, larger messages and never holds the engine.
+    Commands go to the engine thread through `submit` while there is room; otherwise the stream is not read, and its
+    router waits. Events come back through `deliver`. A report is built when the stream is writable, from all events
+    since the last one: a slow router gets fewer, larger messages and never delays the engine.
     """
 
     def __init__(
@@ -78,9 +77,9 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
         timeout_seconds: float,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`has_room`: for one command more of a session.
+        """`has_room`: whether there is room for another command of a session.
 
-        `timeout_seconds`: a router that is silent for longer (it sends heartbeats) has lost its lease.
+        `timeout_seconds`: silence after which a router, which sends heartbeats, loses its lease.
         """
         self._timeout_seconds = timeout_seconds
         self._submit = submit
@@ -107,7 +106,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 _refuse_to_keep(session)
 
     def report_now(self) -> None:
-        """To every router, without waiting for an event or the next interval."""
+        """Reports to every router without waiting for an event or the next interval."""
         for session in self._sessions.values():
             session.wake.set()
 
@@ -130,11 +129,10 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
         commands: AsyncIterator[session_pb2.SessionCommand],
         write: Callable[[session_pb2.SessionReport], Awaitable[None]],
     ) -> None:
-        """One session, from hello to the end of the stream, however it ends.
+        """Serves one session, from hello to the end of the stream.
 
-        Raises: MismatchError for another protocol version or model, InvalidRequestError
-        for a message that breaks the protocol, PeerLostError for a router that fell silent,
-        CapacityError for one that does not read.
+        Raises: MismatchError for another protocol version or model, InvalidRequestError for a message that breaks the
+        protocol, PeerLostError for a router that fell silent, CapacityError for one that does not read.
         """
         hello = await self._read_hello(commands)
         writer = asyncio.current_task()
@@ -145,7 +143,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
         _log.info("session opened", router=session.router, session=session.session_id)
         reader: asyncio.Task[None] | None = None
         try:
-            # Before anything is read: gRPC cannot end a call with a status while the first write is under way.
+            # Before anything is read: gRPC cannot end a call with a status while the first write is in progress.
             await self._write_hello(session, write)
             reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
             reader.add_done_callback(lambda done: _end_writer(done, session))
@@ -156,11 +154,11 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 await write(report_message_to_proto(self._report(), merged))
                 if any(isinstance(event, Granted) for event in merged):
                     fault_point("decode.granted")
-                del session.events[: len(events)]  # written: a drain waits for that
+                del session.events[: len(events)]  # removed only when written: a drain waits for that
         except asyncio.CancelledError:
             if session.failure is None:
                 raise
-            writer.uncancel()  # it was us: see `RouterSession.end`
+            writer.uncancel()  # cancelled by `RouterSession.end`
             raise session.failure from None
         finally:
             if reader is not None:
@@ -218,7 +216,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]
     ) -> AsyncIterator[session_pb2.SessionCommand]:
-        """Raises: PeerLostError when nothing came for too long: SIGSTOP looks alive to TCP."""
+        """Yields messages. Raises: PeerLostError on silence; TCP does not notice a stopped process (SIGSTOP)."""
         while True:
             try:
                 async with asyncio.timeout(self._timeout_seconds):
@@ -232,15 +230,17 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             yield proto
 
     async def _something_to_say(self, session: RouterSession) -> None:
-        """Waits for it, at most `REPORT_SECONDS`."""
-        with contextlib.suppress(TimeoutError):  # nothing happened: the report itself says that this node lives
+        """Waits for an event, at most `REPORT_SECONDS`."""
+        with contextlib.suppress(TimeoutError):  # nothing happened: the report itself shows that this node is alive
             async with asyncio.timeout(REPORT_SECONDS):
                 await session.wake.wait()
         session.wake.clear()
 
 
 def _end_writer(reader: asyncio.Task[None], session: RouterSession) -> None:
-    """A router that has closed its side gets the last report; one that broke the lease or the protocol does not."""
+    """Lets the writer send the last report if the router has closed its side; ends it if the router broke the lease
+    or the protocol.
+    """
     session.wake.set()
     failure = None if reader.cancelled() else reader.exception()
     if failure is not None:
@@ -248,7 +248,7 @@ def _end_writer(reader: asyncio.Task[None], session: RouterSession) -> None:
 
 
 def _refuse_to_keep(session: RouterSession) -> None:
-    """A router that heartbeats and opens groups but does not read loses its lease before this node its memory."""
+    """Ends the session of a router that sends but does not read, before its events fill this node's memory."""
     if session.failure is None:
         _log.warning("router does not read", router=session.router, session=session.session_id)
     message = f"router {session.router} has left more than {MAX_UNSENT_EVENTS} events unread"
@@ -257,13 +257,13 @@ def _refuse_to_keep(session: RouterSession) -> None:
 
 
 def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEvent]:
-    """Consecutive SampleTokens of one sample become one; the order of everything else stays."""
+    """Merges all SampleTokens of one sample into the first one; the order of everything else stays."""
     of_tokens = [(event.sequence_group_id, event.sample) for event in events if isinstance(event, SampleTokens)]
-    if len(set(of_tokens)) == len(of_tokens):  # one step
+    if len(set(of_tokens)) == len(of_tokens):  # at most one for each sample: one step
         return list(events)
     merged: list[SequenceGroupEvent] = []
-    places: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in merged of its first tokens
-    parts: dict[int, list[SampleTokens]] = {}  # by that index: of samples that have more
+    places: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in `merged` of its first tokens
+    parts: dict[int, list[SampleTokens]] = {}  # by that index: the parts of samples that have several
     for event in events:
         if not isinstance(event, SampleTokens):
             merged.append(event)

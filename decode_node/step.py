@@ -52,7 +52,7 @@ class PlannedSequence(NamedTuple):
         )
 
     def draft_rows(self) -> DraftRows:
-        """Returns what the verifier decides: the tokens after the known ones, and after each draft token."""
+        """Returns the decisions that the verifier has to make: the tokens after the known ones and each draft token."""
         sample, draft = self.sample, self.draft
         rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
         return DraftRows(rows, draft.distributions, sample.group.opened.options.verification_method, draft.parents)
@@ -73,7 +73,7 @@ class LaunchedStep:
 
     plan: StepPlan
     planned: Sequence[PlannedSequence]
-    logits: Array  # as of Engine.forward
+    logits: Array  # as Engine.forward returns them
     launched_at: float  # when the forward pass was queued, in seconds of a monotonic clock
     drafts: StepDrafts = field(default_factory=StepDrafts)
     preempted: Sequence[Sample] = ()
@@ -140,7 +140,7 @@ def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What the engine thread reports of a step; it neither logs nor counts in metrics itself."""
+    """The engine thread's statistics of a step; it neither logs nor counts in metrics itself."""
 
     seconds: float
     nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before

@@ -1,8 +1,8 @@
-"""The next step of plain decoding, laid out while a device computes the present one.
+"""The next step of plain decoding, laid out while a device computes the current one.
 
-From one such step to the next nothing changes but that each sequence has one token more. So the batch is laid out
-ahead, without token ids. It is launched as soon as they are known, if every sequence goes on; the host commits and
-tells of them while the device computes again. The batch is the one that would have been planned otherwise.
+Consecutive steps of this kind differ only in one token per sequence. So the batch is laid out ahead, without token
+ids. It is launched as soon as they are known, if every sequence continues; the host commits and reports them while
+the device computes again. The batch equals the one that would have been planned otherwise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ UNKNOWN_TOKEN_ID = 0
 
 
 def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
-    """The batch that follows if each sequence of the step goes on with one token. Blocks for it are reserved.
+    """Returns the batch that follows if each sequence of the step continues by one token, and reserves its blocks.
 
-    None: the scheduler may plan something else.
+    Returns None if the scheduler may plan something else.
     """
     scheduler, planned = engine.scheduler, step.planned
     all_run = scheduler.num_running == len(planned) and not scheduler.num_waiting
@@ -45,7 +45,7 @@ def launch_next(
     engine: Engine,
     clock: Callable[[], float],
 ) -> LaunchedStep | None:
-    """Launches what `lay_out_next` has made, before the step is committed. None: a sequence ends with the step."""
+    """Launches the batch of `lay_out_next` before the step is committed. Returns None if a sequence ends with it."""
     token_ids = [outcome.token_ids[0] for outcome in verified]
     for item, token_id in zip(step.planned, token_ids, strict=True):
         if token_id in item.sample.stop_token_ids:
@@ -56,7 +56,7 @@ def launch_next(
 
 
 def _decodes_and_may_go_on(item: PlannedSequence) -> bool:
-    """Whether the step decides one token of it, and then another one may follow."""
+    """Returns whether the step decides one token of the sequence, after which another one may follow."""
     scheduled, sample = item.scheduled, item.sample
     has_one_row = scheduled.num_rows == 1 and scheduled.reaches_end and not scheduled.scored_token_ids
     return (

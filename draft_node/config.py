@@ -12,12 +12,12 @@ from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, PROPOSER_NAMES, PROPOSER_SUMMARY
 
 MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
-"""All of them and the main path fit one message."""
+"""Limit of alternatives per sequence: with the main path they fit one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNodeConfig:
-    """Section `draft_node`."""
+    """The section `draft_node`."""
 
     proposer: str = setting("ngram", choices=PROPOSER_NAMES, help=f"What guesses: {PROPOSER_SUMMARY}.")
     model: str = setting("", help="The draft model: a directory or a Hugging Face id; the folder of a head.")
@@ -45,9 +45,10 @@ class DraftNodeConfig:
             raise ValueError(f"proposer {self.proposer} needs draft_node.model")
 
     def draft_model(self, model: ModelConfig) -> ModelConfig:
-        """The draft model, computed as section `model` says, in one process and up to its own window.
+        """Returns the configuration of the draft model: the section `model` in one process, with the model's own
+        window.
 
-        Of a head: the target, of which it takes what is not in its folder.
+        For a head this is the target, which supplies the weights that the head's folder lacks.
         """
         if self.proposer == "head":
             return replace(model, head=self.model)
@@ -64,11 +65,11 @@ class DraftNodeConfig:
 
     @property
     def max_alternatives(self) -> int:
-        """Paths beside the main one that a look-ahead follows for a sequence; 0: there is no look-ahead."""
+        """Number of paths besides the main one that look-ahead follows for a sequence; 0 disables look-ahead."""
         if self.look_ahead == "off":
             return 0
         return MAX_ALTERNATIVES if self.look_ahead == "auto" else int(self.look_ahead)
 
 
 SECTIONS = {"model": ModelConfig, "kv_cache": KVCacheConfig, **SERVICE_SECTIONS, "draft_node": DraftNodeConfig}
-"""What a draft node reads."""
+"""The sections that a draft node reads."""

@@ -48,7 +48,7 @@ Answers = list[tuple[DraftPeer, SequenceProposals]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStepStats:
-    """What one step did, for reports and metrics."""
+    """The statistics of one step, for reports and metrics."""
 
     seconds: float
     num_held: int  # sequences
@@ -88,7 +88,7 @@ class DraftLoop:
             on_forgotten=self._forget,
             on_displaced=self._refuse_pending,
         )
-        self._refused: Answers = []  # to updates of this step
+        self._refused: Answers = []  # refusals of updates of this step
         self._pending: dict[int, HeldSequence] = {}  # sequences whose last update is not answered yet, by key
         self._ahead: dict[int, HeldSequence] = {}  # answered sequences with look-ahead, by key
         self._ahead_seconds = 0.0  # running mean of the duration of steps that only look ahead
@@ -156,7 +156,7 @@ class DraftLoop:
         """Takes newest states and sends proposals. Unfinished drafts are continued in the next step."""
         self.step_started_at = started = self._clock()
         self._apply(self._take_updates())
-        refused, self._refused = self._refused, []  # unknown prefixes, no room, nonsense
+        refused, self._refused = self._refused, []  # unknown prefixes, no room, invalid updates
         requests = self._requests(started)  # unanswered updates, then look-ahead
         num_wasted = self._proposer.num_wasted_tokens
         proposals = self._proposer.propose(requests)  # bounded work: at most one forward and a rollout

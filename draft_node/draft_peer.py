@@ -41,10 +41,10 @@ class ReceivedUpdate(NamedTuple):
 
 @dataclass(slots=True)
 class _Unsent:
-    """What was not sent to the decode node yet, for one sequence."""
+    """The unsent answers and branches of one sequence."""
 
     answer: SequenceProposals | None = None
-    acked_length: int = 0  # of the state that `ahead` was made from
+    acked_length: int = 0  # length of the state that `ahead` was made from
     ahead: dict[tuple[int, int | None], DraftTree] = field(default_factory=dict)  # by length and hash
 
     def put(self, answer: SequenceProposals) -> None:

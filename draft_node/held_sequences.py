@@ -62,7 +62,7 @@ class HeldFeatures:
 
 @dataclass(slots=True, eq=False)
 class HeldSequence:
-    """What the draft node knows of one sequence."""
+    """The state of one sequence on the draft node."""
 
     key: int  # its id for the proposer; never used twice
     peer: DraftPeer
@@ -73,7 +73,7 @@ class HeldSequence:
     num_wanted: int = 0
     min_reach: float = 0.0  # see ProposalRequest
     verified_by: float = 0.0  # clock seconds until which its target verifies the last answer
-    num_branches_left: int = 0  # that may be sent ahead of the next update
+    num_branches_left: int = 0  # branches that may still be sent before the next update
 
     @property
     def num_features(self) -> int:
@@ -83,7 +83,7 @@ class HeldSequence:
 
 @dataclass(slots=True)
 class _Holding:
-    """What is held for one decode node."""
+    """The sequences and memory of one decode node."""
 
     sequences: dict[int, HeldSequence] = field(default_factory=dict)  # by its ids, least recently updated first
     used: list[int] = field(default_factory=lambda: [0, 0, 0])  # sequences, tokens, features
@@ -187,7 +187,7 @@ class HeldSequences:
         return held
 
     def _make_room(self, peer: DraftPeer, needed: tuple[int, int, int]) -> bool:
-        """Makes room for so many sequences, tokens and features. False: the peer already holds its share."""
+        """Makes room for (sequences, tokens, features). Returns False if the peer already holds its share."""
         own = self._holdings.get(peer.peer_id, _Holding())
         own_share = self._share(map(add, own.used, needed))
         while self._share(map(sum, zip(needed, *(each.used for each in self._holdings.values()), strict=True))) > 1.0:

@@ -25,11 +25,11 @@ from outrider.speculation.proposers.base import Proposer
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
 MIN_EXPECTED_STEP_SECONDS = 1.0
-"""A short step may be followed by one that computes a long prefix; the node has not stalled then."""
+"""The minimum of the expected duration: a short step may be followed by one that computes a long prefix."""
 
 
 class DraftNode(EngineNode[DraftLoop]):
-    """A Service (see `outrider.service.server`)."""
+    """A Service (see `outrider.service.server`) for drafts."""
 
     service_names: tuple[str, ...] = ("outrider.v1.DraftService", "outrider.v1.NodeService")
 
@@ -43,7 +43,7 @@ class DraftNode(EngineNode[DraftLoop]):
         tracer: Tracer = NO_TRACER,
         on_loop_failure: Callable[[Exception], None] = end_process,
     ) -> None:
-        """`make_proposer` is called in the draft loop's thread. `name`: by default role and address."""
+        """`make_proposer` is called in the draft loop's thread. `name`: role and address by default."""
         super().__init__(
             NodeRole.DRAFT,
             build=self._build_loop,
@@ -55,7 +55,7 @@ class DraftNode(EngineNode[DraftLoop]):
         self._config = config
         self._registry = registry
         self._make_proposer = make_proposer
-        self._proposer: Proposer | None = None  # until `start`
+        self._proposer: Proposer | None = None  # None until `start`
         self._streams = DraftServicer(self.draft_loop, self.info, tracer)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -63,7 +63,7 @@ class DraftNode(EngineNode[DraftLoop]):
         node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(self.info, self.report), server)
 
     async def start(self, address: str) -> None:
-        """Makes the proposer, in a thread, and starts the draft loop."""
+        """Makes the proposer, in the draft loop's thread, and starts the loop."""
         await self._build(address)
         self._state = NodeState.SERVING
         self._thread.run()
@@ -80,7 +80,7 @@ class DraftNode(EngineNode[DraftLoop]):
             await asyncio.to_thread(self._thread.join, 5.0)
 
     def _build_loop(self) -> DraftLoop:
-        """In the draft loop's thread."""
+        """Builds the draft loop, in its thread."""
         proposer = self._proposer = self._make_proposer()
         metrics = EngineMetrics(model_name=proposer.info.name, registry=self._registry)
         return DraftLoop(
@@ -98,13 +98,13 @@ class DraftNode(EngineNode[DraftLoop]):
             "vocabulary_fingerprint": info.vocabulary_fingerprint,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "look_ahead": self._config.max_alternatives if info.can_look_ahead else 0,
-            # At most, besides a model's weights.
+            # The limit, without a model's weights.
             "memory_bytes": max_held_bytes(has_head=info.features is not None) + info.memory_bytes,
             **info.description,
         }
 
     def draft_loop(self) -> DraftLoop:
-        """Raises: PeerLostError while starting and when draining: come again, or go elsewhere."""
+        """Returns the loop. Raises: PeerLostError while the node starts or drains; the caller may retry elsewhere."""
         if self._parts is None or self._state is not NodeState.SERVING:
             raise PeerLostError(f"draft node {self._name} is {self._state.name.lower()}", node=self._name)
         return self._parts
@@ -143,7 +143,7 @@ class DraftNode(EngineNode[DraftLoop]):
 
 
 def _count_step(metrics: EngineMetrics, stats: DraftStepStats) -> None:
-    """On the draft loop's thread."""
+    """Counts a step in the metrics. Called from the draft loop's thread."""
     metrics.set_load(NodeLoad(num_running=stats.num_held, num_waiting=stats.num_waiting))
     metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_requests)
     metrics.add_tokens(num_generated_tokens=stats.num_proposed_tokens + stats.num_ahead_tokens)

@@ -1,4 +1,4 @@
-"""Spans of drafted sequences, made of what the event loop sees pass on one decode node's stream."""
+"""Spans of drafted sequences, made from the messages on one decode node's stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.service.telemetry.tracing import Tracer, caller_of, fail
 from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceUpdate
 
 MAX_TRACED = 4096
-"""Sequences of a stream at a time; those beyond have no spans."""
+"""Traced sequences of a stream at a time; further ones have no spans."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class SequenceTraces:
                 sequence.take(answer)
 
     def end(self) -> None:
-        """The stream has ended."""
+        """Ends all spans when the stream has ended."""
         for sequence_id in tuple(self._sequences):
             self._end(sequence_id, error="STREAM_ENDED")
 

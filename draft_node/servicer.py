@@ -24,7 +24,7 @@ from outrider.wire.node import info_to_proto
 HELLO_TIMEOUT_SECONDS = 5.0
 
 UPDATES_AT_ONCE = 256
-"""Read without a break: about a millisecond."""
+"""Updates that are read without a break: about a millisecond."""
 
 DraftContext = grpc.aio.ServicerContext[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
@@ -41,7 +41,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._draft_loop = draft_loop
         self._info = info
         self._tracer = tracer
-        self._open: dict[DraftPeer, asyncio.Event] = {}  # wakes its writer
+        self._open: dict[DraftPeer, asyncio.Event] = {}  # each event wakes the peer's writer
         self._is_closing = False
         self._all_gone = asyncio.Event()
 
@@ -75,19 +75,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     if task.done():
                         await task  # raises what ended it
             finally:
-                # No await before these: a second cancellation could end it.
+                # No await before these: a second cancellation could interrupt it.
                 reader.cancel()
                 writer.cancel()  # it may be blocked by a peer that does not read
                 loop.disconnect(peer)
                 traces.end()
                 del self._open[peer]
                 if self._is_closing and not self._open:
-                    self._all_gone.set()  # before gRPC has ended the call: a peer that does not read delays that
+                    self._all_gone.set()  # not after gRPC has ended the call: an unread stream delays that
                 _log.info("decode node gone", node=hello.name)
                 await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def close(self, deadline_seconds: float) -> None:
-        """Ends every stream, and waits for them. Raises: TimeoutError."""
+        """Ends every stream and waits for their ends. Raises: TimeoutError."""
         self._is_closing = True
         for wake in self._open.values():
             wake.set()
@@ -97,7 +97,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _read_hello(
         self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate]
     ) -> tuple[DraftHello, draft_pb2.DraftUpdate]:
-        """Raises: InvalidRequestError without a hello in time, MismatchError for one that does not fit."""
+        """Returns the hello and its message. Raises: InvalidRequestError if none comes in time, MismatchError if it
+        does not fit this node.
+        """
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
                 first = await anext(request_iterator, None)
@@ -106,14 +108,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if first is None or not first.HasField("hello"):
             raise InvalidRequestError("the first message carries the hello", field="hello")
         hello = hello_from_proto(first.hello)
-        self._draft_loop()  # serving?
+        self._draft_loop()  # raises unless the node serves
         check_fits(hello, self._info())
         return hello, first
 
     async def _write_answers(
         self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext, traces: SequenceTraces
     ) -> None:
-        """Writes messages until the node closes, each made from the newest answers once the last is written."""
+        """Writes messages until the node closes; each is made from the newest answers when the last one is written."""
         while not self._is_closing:
             await wake.wait()
             wake.clear()
@@ -132,7 +134,7 @@ async def _read_updates(
     request_iterator: AsyncIterator[draft_pb2.DraftUpdate],
     traces: SequenceTraces,
 ) -> None:
-    """Until the decode node closes its side. `room`: set when the peer may have room again.
+    """Reads updates until the decode node closes its side. `room`: set when the peer may have room again.
 
     Raises: InvalidRequestError for a message with too many features, CapacityError for a peer that does not read.
     """
@@ -151,7 +153,7 @@ async def _read_updates(
                 )
             traces.take_updates(updates)
             loop.submit(peer, updates, step_seconds=step_seconds)
-            await asyncio.sleep(0)  # other streams' messages have their turn
+            await asyncio.sleep(0)  # lets other streams' messages have their turn
         while not peer.has_room:
             room.clear()
             if not peer.has_room:

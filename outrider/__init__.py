@@ -1,7 +1,7 @@
 """Outrider serves a large language model as four gRPC services.
 
-Importing this package loads neither torch nor gRPC. Clients start at `outrider.client`, scripts that generate in
-processes of their own at `LLM`.
+Importing this package loads neither torch nor gRPC. Clients start at `outrider.client`; scripts that generate in
+their own processes start at `LLM`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OFFLINE = {
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
 }
-"""By name, its module in `outrider.llm`, which is imported when the name is first used. See `__init__.pyi`."""
+"""The module in `outrider.llm` of each name; it is imported when the name is first used. See `__init__.pyi`."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,8 +1,7 @@
-"""What a client gets, as values: the events of one answer, in the contract's order and words.
+"""The events of one answer, as values, in the order and words of the public API.
 
-One Started, then for each sample its Deltas and one Finished (samples interleaved), then
-one Summary. The router makes these and the client gets them. The proto mirror is
-`router.proto`; `outrider.wire.answer` converts.
+One Started comes first, then for each sample its Deltas and one Finished (samples interleaved), then one Summary. The
+router makes these and the client gets them. The proto mirror is `router.proto`; `outrider.wire.answer` converts.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from outrider.request import FinishReason, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The request was admitted."""
+    """The admission of the request."""
 
     request_id: str
     num_prompt_tokens: int
     seed: int
     model: str
-    router: str  # address that Abort must reach
+    router: str  # the address to send Abort to
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Delta(NamedTuple):
-    """Everything new of one sample since the client's last one. One for nearly every token: a tuple is made fastest."""
+    """One sample's news since the client's last Delta. There is one for nearly every token: a tuple is made fastest."""
 
     sample: int
-    start_position: int  # of token_ids[0], or of the next token when there is none
+    start_position: int  # of token_ids[0], or of the next token if there is none
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -53,7 +52,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferMetrics:
-    connector: str = ""  # empty: nothing had to move
+    connector: str = ""  # empty: nothing was transferred
     bytes: int = 0
     seconds: float = 0.0
     exposed_seconds: float = 0.0
@@ -65,7 +64,7 @@ class SpeculationMetrics:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     draft_acceptance_rate: float = 0.0
-    mean_acceptance_length: float = 0.0  # 0 when nothing was drafted
+    mean_acceptance_length: float = 0.0  # 0 if nothing was drafted
     acceptance_histogram: tuple[int, ...] = ()
     look_ahead_hit_rate: float = 0.0
 
@@ -113,5 +112,5 @@ class CompleteResult:
 
     @property
     def text(self) -> str:
-        """Of sample 0."""
+        """The text of sample 0."""
         return self.completions[0].text

@@ -1,4 +1,4 @@
-"""Where this user's cache is, who may write there, and what leaves it again. Standard library only."""
+"""The user's cache: its location, its locks and the removal of old entries. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 CACHE_VARIABLE = "OUTRIDER_CACHE_DIR"
-"""The directory in place of the user's cache."""
+"""The variable with a directory to use instead of the user's cache."""
 LOCK_POLL_SECONDS = 0.05
 REPORT_SECONDS = 1.0
-"""How often a process that waits for a lock tells so."""
+"""Seconds between two calls of `while_waiting`."""
 KEPT_SECONDS = 30 * 24 * 3600
-"""How long what nobody uses stays in a cache."""
+"""Seconds for which unused entries stay in a cache."""
 
 
 def user_cache_directory() -> Path:
-    """What may be made again is kept here: $OUTRIDER_CACHE_DIR, else `outrider` in the user's own cache."""
+    """Returns the folder for what can be remade: $OUTRIDER_CACHE_DIR, or else `outrider` in the user's own cache."""
     if chosen := os.environ.get(CACHE_VARIABLE, ""):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
@@ -27,12 +27,12 @@ def user_cache_directory() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, *, while_waiting: Callable[[], object], seconds: float = float("inf")) -> Iterator[None]:
-    """Holds the lock of this file, whose folder is made if need be, for this process alone.
+    """Holds the lock of this file, and makes its folder if need be.
 
-    `while_waiting` is called every `REPORT_SECONDS`. The system releases the lock of a process that dies, however it
-    dies. Raises TimeoutError after `seconds`, OSError where the file cannot be written.
+    `while_waiting` is called every `REPORT_SECONDS`. The system releases the lock of a process that dies in any way.
+    Raises: TimeoutError after `seconds`, OSError if the file cannot be written.
     """
-    import fcntl  # not on Windows, where clients are installed and nothing is made
+    import fcntl  # does not exist on Windows, where only clients are installed
 
     began_at = reported_at = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def locked(path: Path, *, while_waiting: Callable[[], object], seconds: float = 
 
 
 def remove_unused(paths: Iterable[Path]) -> None:
-    """Removes the files and folders that were not modified for `KEPT_SECONDS`: whoever uses one touches it.
+    """Removes files and folders that were not modified for `KEPT_SECONDS`; their users touch them.
 
     Another process may remove them at the same time.
     """

@@ -1,4 +1,4 @@
-"""What nodes with an engine do alike: a thread that computes behind one event loop, and what others are told of it."""
+"""The common part of nodes with an engine: a thread that computes behind one event loop, and the node's reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = get_logger("engine")
 
 
 def end_process(error: Exception) -> None:
-    """A bug of ours, or a lost rank: whatever the state is now, it must not be served from.
+    """Ends the process after a bug or a lost rank, since its state must not serve anything.
 
     The process's supervisor starts another one.
     """
@@ -42,9 +42,9 @@ def end_process(error: Exception) -> None:
 
 
 def event_loop_clock() -> Callable[[], int]:
-    """A clock of the main thread's processor time in nanoseconds: `ServiceProcess` runs the event loop there.
+    """Returns a clock of the main thread's processor time in nanoseconds; `ServiceProcess` runs the event loop there.
 
-    Readable from any thread. Always 0 on systems that do not tell one thread's time to another.
+    Readable from any thread. Always 0 on systems that do not show one thread's time to another.
     """
     main_thread = threading.main_thread().ident
     if main_thread is None or not hasattr(time, "pthread_getcpuclockid"):
@@ -54,13 +54,13 @@ def event_loop_clock() -> Callable[[], int]:
 
 
 def open_logged_turns(path: str, kernels: CpuKernels | None) -> CpuTurns:
-    """`open_turns` on this process's processors; a turn that is taken from another node is logged."""
+    """Calls `open_turns` for this process's processors, and logs each turn that is taken from another node."""
     log = get_logger("cpu_turns")
     return open_turns(path, kernels, cpus=usable_cpus(), on_taken_from_another=lambda: log.warning(TAKEN_FROM_ANOTHER))
 
 
 class EngineNode(Generic[Built]):
-    """What every such `Service` has: a name, a state, and the thread that builds an engine and runs it."""
+    """A `Service` with a name, a state, and a thread that builds an engine and runs it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class EngineNode(Generic[Built]):
         configured_name: str = "",
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: empty: role and address."""
+        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: by default role and address."""
         self._role = role
         self._configured_name = configured_name
         self._tracer = tracer
@@ -84,7 +84,7 @@ class EngineNode(Generic[Built]):
         self._parts: Built | None = None
 
     async def _build(self, address: str) -> Built:
-        """In the engine's thread, which runs what it has built once it is told to."""
+        """Builds the parts in the engine's thread, which runs them when told to."""
         self._name = default_node_name(self._role.name.lower(), address, configured=self._configured_name)
         self._tracer.start(self._name)
         self._event_loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ class EngineNode(Generic[Built]):
         return self._parts
 
     def _model(self) -> ModelInfo | None:
-        """None until it is loaded."""
+        """Returns the model, or None until it is loaded."""
         raise NotImplementedError
 
     def info(self) -> NodeInfo:
@@ -107,25 +107,25 @@ class EngineNode(Generic[Built]):
 
 
 class EngineLoop(Protocol):
-    """What runs in the thread of a node with a target model."""
+    """The loop in the thread of a node with a target model."""
 
     progress: StepProgress
 
     def submit(self, command: Any) -> None:
-        """From any thread."""
+        """Queues a command, from any thread."""
 
     def run(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetParts:
-    """What a composition root has built; the loop is not running yet."""
+    """The parts of a node before the loop runs, as the composition root builds them."""
 
     engine: PromptEngine
     loop: EngineLoop
     model: ModelInfo
     tokenizer_files: Mapping[str, bytes]
-    description: Mapping[str, object]  # for the start-up line
+    description: Mapping[str, object]  # for the log line at start
     ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered while the loop runs
 
 
@@ -164,7 +164,7 @@ class TargetNode(EngineNode[Parts]):
         return dict(self._parts.description) if self._parts else {}
 
     def _submit(self, command: Any) -> None:
-        """To the engine's thread, once there is one."""
+        """Submits a command to the engine's thread, if there is one already."""
         if self._parts is not None:
             self._parts.loop.submit(command)
 
@@ -172,7 +172,7 @@ class TargetNode(EngineNode[Parts]):
         return self._parts.model if self._parts else None
 
     def _load(self) -> NodeLoad:
-        """Once everything is built."""
+        """Returns the load. Called only when everything is built."""
         raise NotImplementedError
 
     def report(self) -> NodeReport:

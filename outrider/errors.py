@@ -1,4 +1,4 @@
-"""Everything that can go wrong, and what a caller is told.
+"""All errors, and what a caller is told.
 
 OutriderError
 ├── InvalidRequestError      INVALID_ARGUMENT     names the field
@@ -27,7 +27,7 @@ MAX_DESCRIPTION = 500
 
 
 class OutriderError(Exception):
-    """Base of every error that is ours. `reason` is the ErrorInfo reason, UPPER_SNAKE_CASE."""
+    """Base of all our errors. `reason` is the ErrorInfo reason, UPPER_SNAKE_CASE."""
 
     reason = "UNKNOWN"
 
@@ -39,7 +39,7 @@ class OutriderError(Exception):
 
 
 def describe_error(error: BaseException) -> str:
-    """On one line of a few hundred characters; an error that is not ours with its type."""
+    """Returns the error on one line of a few hundred characters, with its type unless it is an OutriderError."""
     text = " ".join(str(error).split())
     if not isinstance(error, OutriderError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -85,7 +85,7 @@ class CapacityError(OutriderError):
 
 
 class NotSupportedError(OutriderError):
-    """Part of the contract that this version does not have yet; `field` is its path."""
+    """A part of the public API that this version does not support yet; `field` is its path."""
 
     reason = "NOT_SUPPORTED"
 
@@ -95,13 +95,13 @@ class NotSupportedError(OutriderError):
 
 
 class UnauthenticatedError(OutriderError):
-    """A client that did not say who it is."""
+    """A client without a valid token."""
 
     reason = "UNAUTHENTICATED"
 
 
 class NotAllowedError(OutriderError):
-    """A caller that is known, and not for this."""
+    """A known caller without permission for this."""
 
     reason = "NOT_ALLOWED"
 
@@ -132,9 +132,9 @@ class PeerLostError(OutriderError):
 
 
 LOSES_NODES = "REQUEST_LOSES_NODES"
-"""Reason of the PeerLostError of a request that may itself be what ends nodes: nobody sends it again."""
+"""Reason of the PeerLostError of a request that may itself cause the loss of nodes: it is not retried."""
 RESUMED_ELSEWHERE = "RESUMED_ELSEWHERE"
-"""The reason of the AbortedError of a stream whose answer goes on in another stream, or on another router."""
+"""The reason of the AbortedError of a stream whose answer continues in another stream, or on another router."""
 
 
 class StoreError(PeerLostError):
@@ -144,7 +144,7 @@ class StoreError(PeerLostError):
 
 
 class ConfigError(OutriderError):
-    """A setting that cannot be: the message names it, its source and the fix."""
+    """An invalid setting: the message names it, its source and the fix."""
 
     reason = "BAD_CONFIG"
 
@@ -156,6 +156,6 @@ class ModelError(OutriderError):
 
 
 class InternalError(OutriderError):
-    """A broken invariant of ours."""
+    """A broken invariant, i.e. a bug of ours."""
 
     reason = "INTERNAL"

@@ -1,4 +1,4 @@
-"""Which of the package's extras brings a module: clients and routers install without what nodes need."""
+"""The package's extras, by module: clients and routers install without the dependencies of nodes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MODULES = {  # the smallest extra first
     "triton": "triton",
 }
 EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in modules.split()}
-"""By module, the extra that brings it."""
+"""The extra that installs each module."""
 
 
 def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
-    """What to install, which is all that nodes need where some are to be started.
+    """Returns what to install: all dependencies of nodes, if nodes are to be started.
 
-    Raises: the error itself, where no extra brings the module.
+    Raises: the error itself, if no extra installs the module.
     """
     package, *within = (error.name or "").split(".")
     extra = EXTRAS.get(".".join([package, *within[:1]])) or EXTRAS.get(package)
@@ -39,14 +39,14 @@ def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
 
 
 def require(extra: str) -> None:
-    """Raises ModuleNotFoundError, which `explain_missing` takes, where a module of the extra is not installed."""
+    """Checks an extra. Raises: ModuleNotFoundError, for `explain_missing`, if one of its modules is not installed."""
     for module, its in EXTRAS.items():
         if its == extra and find_spec(module) is None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def run_role(role: str, main: Callable[[], int]) -> Never:
-    """Ends the process with the status of `main`. A missing extra (1) and a wrong setting (2) are a line on stderr."""
+    """Ends the process with the status of `main`. Prints one line for a missing extra (1) or an invalid setting (2)."""
     try:
         sys.exit(main())
     except ModuleNotFoundError as error:
@@ -57,9 +57,9 @@ def run_role(role: str, main: Callable[[], int]) -> Never:
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra here. Pip does not look again for an Outrider that is installed: no index need have it."""
+    """Returns the command that installs an extra. It needs no index for an installed Outrider, which pip keeps."""
     try:
         distribution("outrider")
-    except PackageNotFoundError:  # a source tree that is run as it lies there
+    except PackageNotFoundError:  # a source tree that was not installed
         return f"pip install '{Path(__file__).resolve().parents[1]}[{extra}]'"
     return f"pip install 'outrider[{extra}]'"

@@ -1,15 +1,14 @@
-"""Named fault points: where tests let a process die, stop, hang or be slow. Torch-free.
+"""Named fault points, at which tests make a process die, stop, hang or slow down. Torch-free.
 
 Inert unless the variable OUTRIDER_FAULTS is set when the process starts:
 
     OUTRIDER_FAULTS="decode.granted=kill; prefill.before_commit:2=stop; decode.step:*=delay:50"
 
-The second time that the prefill node is about to commit, it stops; without a number it is
-the first time, with `*` every time. A fault happens in the thread that reaches its point.
-With OUTRIDER_FAULTS_ONCE=PATH each fault happens once in all processes and restarts that
-share the path: the file PATH.POINT says that it has, and holds the process's id. A test that
-writes this file first disarms the point, and arms it again when it removes the file. `hold`
-waits until the file is emptied, which leaves the point disarmed, or removed, which leaves it armed.
+The second time that the prefill node is about to commit, it stops. Without a number it is the first time, with `*`
+every time. A fault happens in the thread that reaches its point. With OUTRIDER_FAULTS_ONCE=PATH each fault happens
+once in all processes and restarts that share the path: the file PATH.POINT records that it has, and holds the
+process's id. A test that writes this file first disarms the point, and rearms it by removing the file. `hold` waits
+until the file is emptied, which leaves the point disarmed, or removed, which leaves it armed.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ FAULT_POINTS: Mapping[str, str] = {
     "router.token": "tokens have arrived; the client has not seen them",
     "router.before_finish": "a request has its last token; the client does not know yet",
 }
-"""Every point, and what holds there."""
+"""All fault points, and the state in which each is reached."""
 
 ACTIONS: Mapping[str, str] = {
     "kill": "SIGKILL to this process",
@@ -73,13 +72,13 @@ _HOLD_POLL_SECONDS = 0.002
 
 @dataclass(slots=True)
 class Fault:
-    """What happens at one point, and when. Thread-safe."""
+    """The action at one point, and its condition. Thread-safe."""
 
     point: str
     action: str  # "kill", "stop", "hang", "hold", "delay"
     delay_seconds: float = 0.0
     nth: int | None = 1  # None: every time
-    once_path: str = ""  # a file that says that it has happened; empty: in each process anew
+    once_path: str = ""  # a file that records that it has happened; empty: no record
     _num_reached: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,7 +97,7 @@ class Fault:
         path = Path(self.once_path)
         if path.exists():
             return False
-        # The file appears with its content: a test that empties it meanwhile would have it filled again.
+        # The file appears with its content, so that it cannot be filled again after a test has emptied it.
         own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         own.write_text(str(os.getpid()))
         try:
@@ -128,7 +127,7 @@ class Fault:
 
 
 def parse_faults(environ: Mapping[str, str]) -> dict[str, Fault]:
-    """What the variables ask for, by point. Raises: ConfigError that names the part which is wrong."""
+    """Returns the faults in the variables, by point. Raises: ConfigError that names the invalid part."""
     faults: dict[str, Fault] = {}
     for part in filter(None, (part.strip() for part in environ.get(FAULTS_VARIABLE, "").split(";"))):
         fault = _parse_fault(part, once=environ.get(ONCE_VARIABLE, ""))

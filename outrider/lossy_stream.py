@@ -1,7 +1,7 @@
-"""Standard output and error that neither fail nor wait, whatever becomes of the disk, terminal or reader behind them.
+"""Standard output and error that neither fail nor block, whatever happens to the disk, terminal or reader behind them.
 
-A full disk, a closed pipe, or a reader that is stopped must not reach whoever writes a log line: not the request that
-it is about, and not the supervisor of other processes.
+A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line: neither the request it
+is about, nor the supervisor of other processes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Never, TextIO
 
 MAX_PENDING_CHARACTERS = 1 << 20
 GATHER_SECONDS = 0.01
-"""How long a line waits for others, so that a busy process wakes the writer a hundred times a second at most."""
+"""Seconds that a line waits for others, so that a busy process wakes the writer at most a hundred times a second."""
 IDLE_SECONDS = 10.0
-"""After which a stream's thread ends, until there is something to write."""
+"""Seconds without output after which a stream's thread ends; the next write starts another."""
 DRAIN_SECONDS = 1.0
-"""How long the end of a process waits for what it has written last."""
+"""Seconds that a process waits at its end for its last output to be written."""
 
 
 class LossyStream(io.TextIOBase):
-    """A thread writes what it is given; lines that cannot be written are dropped and counted. Thread-safe.
+    """A stream whose thread does the writing; lines that cannot be written are dropped and counted. Thread-safe.
 
-    Lines are lost while writing fails, and when `MAX_PENDING_CHARACTERS` wait behind a writer that is blocked.
+    Lines are lost while writing fails, and when `MAX_PENDING_CHARACTERS` wait behind a blocked writer.
     """
 
     encoding = "utf-8"
@@ -39,17 +39,17 @@ class LossyStream(io.TextIOBase):
     def __init__(
         self, write: Callable[[str], object], *, is_terminal: bool = False, descriptor: int | None = None
     ) -> None:
-        """`write` may raise and block; it writes all of a text, or raises. `descriptor`: where to, if it has one."""
+        """`write` writes all of a text or raises; it may block. `descriptor`: its file descriptor, if it has one."""
         self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
-        """Called in the writer's thread, once writing works again, with the number of lines that are lost."""
+        """Called in the writer's thread, when writing works again, with the number of lost lines."""
         self.num_lost_lines = 0
         self._write = write
         self._is_terminal = is_terminal
         self._descriptor = descriptor
-        self._changed = threading.Condition()  # reentrant: a finalizer may write while its thread is in here
-        self._pending: deque[str] = deque()  # with what is being written
+        self._changed = threading.Condition()  # reentrant: a finalizer may write while its thread holds the lock
+        self._pending: deque[str] = deque()  # including the text being written
         self._num_pending = 0  # characters
-        self._num_untold = 0  # of the lines that are lost
+        self._num_untold = 0  # lost lines that are not reported
         self._thread: threading.Thread | None = None
 
     def isatty(self) -> bool:
@@ -62,7 +62,7 @@ class LossyStream(io.TextIOBase):
         return super().fileno() if self._descriptor is None else self._descriptor
 
     def write(self, text: str) -> int:
-        """Never raises an OSError, and never waits for the reader."""
+        """Queues a text. Never raises an OSError, and never waits for the reader."""
         with self._changed:
             if self._pending and self._num_pending + len(text) > MAX_PENDING_CHARACTERS:
                 self._lose(text)
@@ -73,13 +73,13 @@ class LossyStream(io.TextIOBase):
                 self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:  # none can be had now: the next write tries again
+                except RuntimeError:  # no thread is available; the next write tries again
                     self._thread = None
             self._changed.notify_all()
         return len(text)
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Waits until everything is written or lost, at most so long."""
+        """Waits until everything is written or lost, at most this long."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending, seconds)
 
@@ -103,7 +103,7 @@ class LossyStream(io.TextIOBase):
     def _write_or_lose(self, text: str) -> None:
         try:
             self._write(text)
-        except Exception:  # noqa: BLE001 a stream of somebody else's may raise anything
+        except Exception:  # noqa: BLE001 a foreign stream may raise anything
             self._lose(text)
             return
         if self._num_untold:
@@ -123,10 +123,10 @@ class _Descriptor:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._is_torn = False  # the last line has no end
+        self._is_torn = False  # whether the last line is incomplete
 
     def write(self, text: str) -> None:
-        """Raises: OSError."""
+        """Writes the whole text. Raises: OSError."""
         rest = memoryview((f"\n{text}" if self._is_torn else text).encode(errors="backslashreplace"))
         while rest:
             try:
@@ -138,7 +138,7 @@ class _Descriptor:
 
 
 def lossy(stream: TextIO | None) -> LossyStream:
-    """To the same place; None, as `sys.stderr` is where it was closed, to nowhere."""
+    """Returns a lossy stream to the same place; for None, which `sys.stderr` is if it was closed, one to nowhere."""
     if stream is None or stream.closed:
         return LossyStream(len)
 
@@ -150,20 +150,20 @@ def lossy(stream: TextIO | None) -> LossyStream:
 
 
 def guard_standard_streams() -> None:
-    """Makes `sys.stdout` and `sys.stderr` lossy. Call it first in a process; what a test has put there stays.
+    """Makes `sys.stdout` and `sys.stderr` lossy, except streams that a test has put there. Call it first in a process.
 
-    A descriptor that was closed becomes the null device, so that no file and no connection gets its number, to which
-    libraries write. Standard error of a pipe or terminal no longer blocks libraries either.
+    A closed descriptor becomes the null device, so that no file or connection gets its number, to which libraries
+    write. Standard error that is a pipe or terminal no longer blocks libraries either.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
     _unblock(2)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            # Python has none where the descriptor was closed; by now it may be anybody's.
+            # Python has no stream if the descriptor was closed; by now it may belong to anything.
             target = descriptor if getattr(sys, name) is not None else os.open(os.devnull, os.O_WRONLY)
             write = _Descriptor(target).write
             setattr(sys, name, LossyStream(write, is_terminal=os.isatty(target), descriptor=target))
@@ -171,22 +171,22 @@ def guard_standard_streams() -> None:
 
 
 def _unblock(descriptor: int) -> None:
-    """Opens a pipe or terminal anew: O_NONBLOCK is a flag of the open file, which other processes may share."""
+    """Reopens a pipe or terminal: O_NONBLOCK is a flag of the open file, which other processes may share."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(mode) or os.isatty(descriptor):
-        with suppress(OSError):  # nobody reads it, or it belongs to another user
+        with suppress(OSError):  # there is no reader, or it belongs to another user
             fresh = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
             os.dup2(fresh, descriptor)
             os.close(fresh)
 
 
 def num_lost_lines() -> int:
-    """Of this process's standard streams, once they are guarded."""
+    """Returns the number of lost lines of this process's standard streams, if they are guarded."""
     return sum(stream.num_lost_lines for stream in _guarded())
 
 
 def drain_standard_streams() -> None:
-    """Waits until what was written to them has left, at most `DRAIN_SECONDS` each."""
+    """Waits until the output of the standard streams is written, at most `DRAIN_SECONDS` each."""
     for stream in _guarded():
         stream.drain()
 
@@ -196,6 +196,6 @@ def _guarded() -> list[LossyStream]:
 
 
 def exit_now(status: int) -> Never:
-    """Ends the process without the interpreter's own end, after its last log lines."""
+    """Ends the process after its last log lines, without the interpreter's shutdown."""
     drain_standard_streams()
     os._exit(status)

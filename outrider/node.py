@@ -1,7 +1,7 @@
-"""Who a node is and how it is doing, as values.
+"""The identity and the state of nodes, as values.
 
-The proto mirrors are `node.proto`, and for what clients see (Model, NodeStatus,
-ClusterStatus) `router.proto`; `outrider.wire.node` and `outrider.wire.cluster` convert.
+The proto mirrors are `node.proto`, and for what clients see (Model, NodeStatus, ClusterStatus) `router.proto`;
+`outrider.wire.node` and `outrider.wire.cluster` convert.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureFormat:
-    """Features of a target's tokens, as they are sent to a drafter head; fields as in `FeatureFormat` of node.proto."""
+    """The format in which features of a target's tokens are sent to a drafter head; fields as in node.proto."""
 
-    fingerprint: str  # of the reduction (see outrider.engine.feature_spec)
+    fingerprint: str  # the reduction's (see outrider.engine.feature_spec)
     width: int
     dtype: str
     taps: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class FeatureFormat:
         return self.width * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
-        taps = ", ".join(map(str, self.taps[:MAX_NAMED_TAPS]))  # a peer may say anything
+        taps = ", ".join(map(str, self.taps[:MAX_NAMED_TAPS]))  # input from a peer is untrusted
         return f"{self.fingerprint[:16]} ({self.width} numbers of {self.dtype[:16]}, taps {taps})"
 
 
@@ -88,7 +88,7 @@ class NodeLoad:
     mean_acceptance_length: float = 0.0
     num_outstanding_tokens: int = 0
     num_sequences_free: int = 0
-    max_rows_per_step: int = 0  # prompt tokens of one forward pass at most; 0 except on prefill nodes
+    max_rows_per_step: int = 0  # prompt tokens of one forward pass, at most; 0 except on prefill nodes
     look_ahead_hit_rate: float = 0.0
     kv_bytes_per_second: float = 0.0
 
@@ -97,8 +97,8 @@ class NodeLoad:
 class NodeReport:
     state: NodeState
     incarnation: bytes
-    mark: int = 0  # of progress: stays only while the engine's thread is in one place
-    num_steps: int = 0  # forward passes, since the start
+    mark: int = 0  # of progress: stays the same only while the engine's thread is in one place
+    num_steps: int = 0  # forward passes since the start
     expected_step_seconds: float = 0.0
     step_age_seconds: float = 0.0
     load: NodeLoad = field(default_factory=NodeLoad)
@@ -106,7 +106,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The served model and the speculation in force, as clients see them."""
+    """The served model and its speculation, as clients see them."""
 
     name: str
     revision: str
@@ -116,23 +116,23 @@ class Model:
     dtype: str
     proposer: str
     num_speculative_tokens: int
-    verification_method: VerificationMethod | None  # None: one that this version does not know
+    verification_method: VerificationMethod | None  # None: unknown to this version
     fingerprint: str
-    version: str  # of the server
-    default_sampling: Mapping[str, float] = field(default_factory=dict)  # what generation_config.json names, by field
+    version: str  # the server's
+    default_sampling: Mapping[str, float] = field(default_factory=dict)  # values in generation_config.json, by field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node as the router sees it. One that does not serve has zero counts."""
+    """A node as the router sees it. A node that is not serving has zero counts."""
 
     name: str
-    role: NodeRole | None  # None: one that this version does not know
+    role: NodeRole | None  # None: unknown to this version
     state: NodeState | None
     target: str
     step: int = 0
     load: NodeLoad = field(default_factory=NodeLoad)
-    condition: str = ""  # what is wrong with it; empty when nothing is
+    condition: str = ""  # the node's problem; empty if there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which nodes worked on a request, as its receipt and its trailers name them."""
+"""Nodes that worked on a request, as its receipt and its trailers name them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NODES_KEY = "outrider-nodes"
-"""Key of the trailer whose value is `stamps_to_text`."""
+"""Key of the trailer with the value of `stamps_to_text`."""
 MAX_TEXT = 1024
 """Characters of `stamps_to_text`: trailers share 8 KiB with a status's details."""
 _MAX_PART = 100
@@ -24,7 +24,7 @@ class NodeStamp:
     numerics: str
 
     def __str__(self) -> str:
-        """On one line of printable ASCII, without semicolons; spaces in the last part only."""
+        """Returns one line of printable ASCII, without semicolons, and with spaces in the last part only."""
         name, role, version = (
             re.sub(r"[^!-:<-~]", "_", part)[:_MAX_PART] or "-" for part in (self.name, self.role, self.version)
         )
@@ -32,7 +32,7 @@ class NodeStamp:
 
 
 def stamps_to_text(stamps: Iterable[NodeStamp]) -> str:
-    """At most `MAX_TEXT` characters of printable ASCII; nodes that do not fit are left out."""
+    """Returns at most `MAX_TEXT` characters of printable ASCII, without the nodes that do not fit."""
     text = ""
     for stamp in stamps:
         longer = f"{text}; {stamp}" if text else str(stamp)
@@ -43,6 +43,6 @@ def stamps_to_text(stamps: Iterable[NodeStamp]) -> str:
 
 
 def stamps_from_text(text: str) -> tuple[NodeStamp, ...]:
-    """What `stamps_to_text` wrote; parts that are not of its form are passed over."""
+    """Parses the text of `stamps_to_text`; ignores invalid parts."""
     found = (part.split(" ", 3) for part in text.split("; "))
     return tuple(NodeStamp(*parts) for parts in found if len(parts) == 4)

@@ -1,6 +1,6 @@
-"""How a process of ours is started: it runs our modules and not what lies in the working folder, and ends with us.
+"""Commands for our own processes, which run our modules, not those of the working folder, and end with this one.
 
-`python -m router` looks there first, and a web service has a router.py of its own.
+`python -m router` looks in the working folder first, and a web service may have a router.py of its own.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from pathlib import Path
 import outrider
 
 ROOT = Path(outrider.__file__).resolve().parents[1]
-"""Where our packages lie."""
+"""The folder of our packages."""
 SEARCH_PATH = "PYTHONPATH"
 LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 def module_command(module: str) -> list[str]:
-    """`python -m MODULE` of this interpreter, without the working folder."""
+    """Returns `python -m MODULE` for this interpreter, without the working folder."""
     return [sys.executable, "-P", "-m", module]
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """The same, but it gets SIGKILL when the thread that starts it ends, however it does.
+    """Returns the command for a process that gets SIGKILL when the thread that starts it ends in any way.
 
-    A watcher of a pipe would not do: it does not run in a child that is stopped by SIGSTOP.
+    A watcher of a pipe would not be enough: it does not run in a child that is stopped by SIGSTOP.
     """
     return [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command]
 
 
 def without_working_folder(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment for such a process, and for those that it starts.
+    """Returns an environment for our processes and their children.
 
-    `PYTHONPATH` does not name the working folder either, as `PYTHONPATH=.` does, unless our packages lie there.
+    `PYTHONPATH` in it does not name the working folder either, e.g. as ".", unless our packages are there.
     """
     others = {name: value for name, value in environ.items() if name != SEARCH_PATH}
     entries = environ.get(SEARCH_PATH, "").split(os.pathsep)
     try:
         here = Path.cwd()
-    except FileNotFoundError:  # it was removed, with all that is in it
+    except FileNotFoundError:  # it was removed
         kept = [entry for entry in entries if Path(entry).is_absolute()]
     else:
         folders = [Path(entry).absolute() for entry in entries]

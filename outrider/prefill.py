@@ -1,4 +1,4 @@
-"""What a router asks of a prefill node, and what it hears of the work, as values (proto mirror: `prefill.proto`)."""
+"""The call to a prefill node and its answer, as values (proto mirror: `prefill.proto`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from outrider.request import RequestOptions
 from outrider.session import Granted, OpenSequenceGroup
 
 MAX_SCORED_ROWS = 32
-"""Of a step, whose logits are wanted for logprobs of prompts: the output layer over a whole chunk would take as long
-as the other layers, and other requests would wait for it."""
+"""Rows of a step with logits for prompt logprobs: the output layer over a whole chunk would take as long as the other
+layers, and other requests would wait for it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +20,19 @@ class PrefillCall:
     sequence_group_id: bytes  # 16 bytes
     transfer_id: bytes  # 16 bytes
     request_id: str  # for logs only
-    token_ids: tuple[int, ...]  # whose KV is wanted, from position 0
+    token_ids: tuple[int, ...]  # the tokens to compute KV for, from position 0
     kv_address: str  # host:port of the decode node's KV ingest
     decode_incarnation: bytes
     held_prefix_length: int  # tokens from the start that need no push
     fingerprint: str
     options: RequestOptions
-    may_read_held: bool = False  # the KV that the decode node holds may be read: its numerics are equal
-    scored_token_ids: tuple[int, ...] = ()  # the prompt's without its first, if their logprobs are wanted
-    traceparent: str = ""  # of the call's span, in its metadata; empty: not traced
+    may_read_held: bool = False  # whether the KV that the decode node holds may be read, as its numerics are equal
+    scored_token_ids: tuple[int, ...] = ()  # the prompt's tokens without the first, if their logprobs are wanted
+    traceparent: str = ""  # the call's span, sent in its metadata; empty: not traced
 
     @property
     def most_outstanding_tokens(self) -> int:
-        """With which it holds others up: where it is scored, a step has rows for them too."""
+        """The tokens for which others wait. If the call is scored, they do so for one step's rows only."""
         return MAX_SCORED_ROWS if self.scored_token_ids else len(self.token_ids)
 
     @classmethod
@@ -45,7 +46,7 @@ class PrefillCall:
         may_read_held: bool,
         traceparent: str = "",
     ) -> PrefillCall:
-        """What fills the reservation that a decode node has granted."""
+        """Returns the call that fills a granted reservation."""
         token_ids = opened.known_token_ids(opened.samples[0])
         return cls(
             sequence_group_id=opened.sequence_group_id,
@@ -64,23 +65,23 @@ class PrefillCall:
 
 
 MAX_TIMED_PARTS = 128
-"""Chunks, and groups of frames, whose times an answer tells one by one."""
+"""Number of chunks, and of groups of frames, whose times an answer lists singly."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPart:
-    """When a part of a call was in work: some tokens of the prompt in one forward pass, or their KV of one group of
+    """The time of a part of a call: some tokens of the prompt in one forward pass, or their KV of one group of
     layers, from its first frame's beginning to its last acknowledgement.
     """
 
-    start_seconds: float  # since the call's arrival at the node, as the next
+    start_seconds: float  # since the call's arrival at the node, also the next
     end_seconds: float
     amount: int  # tokens, or bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFigures:
-    """What one prefill took, for metrics only, and the logprobs that it was asked for."""
+    """The statistics of one prefill, for metrics only, and the requested logprobs."""
 
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
@@ -92,5 +93,5 @@ class PrefillFigures:
     exposed_seconds: float = 0.0
     prompt_logprobs: bytes = b""  # of scored_token_ids, packed (`outrider.wire.answer.pack_logprobs`)
     call_seconds: float = 0.0  # from the call's arrival at the node to its answer
-    chunks: tuple[TimedPart, ...] = ()  # in order; at most MAX_TIMED_PARTS, as the next
+    chunks: tuple[TimedPart, ...] = ()  # in order; at most MAX_TIMED_PARTS, also the next
     pushed: tuple[TimedPart, ...] = ()

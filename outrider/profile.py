@@ -1,4 +1,4 @@
-"""A profile of an engine's steps, as values: where each millisecond went. Torch-free."""
+"""A profile of an engine's steps, as values: the time spent in each part. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ FORWARD_REST = "forward.rest"
 
 
 class Part(enum.StrEnum):
-    """What the engine thread does with its time, in the order of a step. Every nanosecond belongs to one part.
+    """The engine thread's activities, in the order of a step. Every nanosecond belongs to one part.
 
-    IDLE waits for work. COMMANDS takes sequences in and lets them go, and tends transfers.
-    CPU_TURN waits for nodes that compute on the same processors (see outrider.engine.cpu_turns).
-    DRAFT_WAIT waits for draft nodes, within the step's budget; DRAFTING is the rest of
-    gathering drafts. SCHEDULE plans, BATCH builds the forward's input, FORWARD runs the
-    model. HAND_OFF offers KV to pushes (prefill nodes). SAMPLING decides every row; COMMIT
-    judges drafts, frees slots, publishes blocks; EMIT gives events to the event loop.
+    IDLE waits for work. COMMANDS admits and removes sequences, and handles transfers. CPU_TURN waits for nodes that
+    compute on the same processors (see outrider.engine.cpu_turns). DRAFT_WAIT waits for draft nodes, within the
+    step's budget; DRAFTING is the rest of gathering drafts. SCHEDULE plans, BATCH builds the forward's input, FORWARD
+    runs the model. HAND_OFF offers KV to pushes (prefill nodes). SAMPLING decides every row; COMMIT judges drafts,
+    frees slots, publishes blocks; EMIT gives events to the event loop.
 
-    FORWARD is split into "forward.NAME" by whatever phases the forward reports; what none
-    of them claims is FORWARD_REST.
+    FORWARD is split into "forward.NAME" by the phases that the forward reports; the rest is FORWARD_REST.
     """
 
     IDLE = "idle"
@@ -62,15 +60,15 @@ class ProfiledStep:
     num_rows: int
     num_sequences: int
     nanoseconds: Mapping[str, int]  # by part; "forward.NAME" for the forward's phases
-    event_loop_nanoseconds: int  # processor time of the event loop meanwhile: gRPC, beside the step
+    event_loop_nanoseconds: int  # the event loop's processor time meanwhile, e.g. for gRPC, in parallel with the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """What is asked of a node. Raises: InvalidRequestError, which names the field."""
+    """The options of a profile. Raises: InvalidRequestError, which names the field."""
 
     num_steps: int = DEFAULT_NUM_STEPS
-    num_traced_steps: int = 0  # after those: the trace slows what it watches
+    num_traced_steps: int = 0  # after the others, since tracing slows the steps
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
@@ -85,28 +83,28 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What was captured: fewer steps than asked for where the time ran out."""
+    """The captured profile, with fewer steps than requested if the time ran out."""
 
     node: str = ""
     steps: tuple[ProfiledStep, ...] = ()
     num_traced_steps: int = 0
     seconds: float = 0.0  # from the request to the last step
     timed_out: bool = False
-    kv_bytes_per_token: int = 0  # of keys and values in the node's cache
-    feature_bytes_per_token: int = 0  # beside them, for a drafter head
+    kv_bytes_per_token: int = 0  # keys and values in the node's cache
+    feature_bytes_per_token: int = 0  # for a drafter head, in addition
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What the engine thread hands over. `export_trace` writes it as gzipped Chrome trace JSON; slow, any thread."""
+    """The engine thread's result. `export_trace` returns gzipped Chrome trace JSON; it is slow, and for any thread."""
 
-    profile: Profile  # without what the event loop knows: node, seconds, timed_out
+    profile: Profile  # without the event loop's part: node, seconds, timed_out
     export_trace: Callable[[], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """One profile under way. `on_done` is called once, from the engine thread, and must not block."""
+    """One profile in progress. `on_done` is called once, from the engine thread, and must not block."""
 
     options: ProfileOptions
     on_done: Callable[[Captured], object]
@@ -114,20 +112,20 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class StartProfile:
-    """A command to an engine thread."""
+    """The command to an engine thread to begin a capture."""
 
     capture: Capture
 
 
 @dataclass(frozen=True, slots=True)
 class EndProfile:
-    """Ends a capture whose time is over. Idempotent."""
+    """The command to end a capture whose time is over. Idempotent."""
 
     capture: Capture
 
 
 def parts_in_order(steps: Sequence[ProfiledStep]) -> list[str]:
-    """Those of a step in its order, the forward's phases by name in the forward's place; idle time is left out."""
+    """Returns the parts in the order of a step, the forward's phases by name in its place, without idle time."""
     found = {part for step in steps for part in step.nanoseconds} - {Part.IDLE}
     order: dict[str, int] = {part: index for index, part in enumerate(Part)}
     return sorted(found, key=lambda part: (order.get(part, order[Part.FORWARD]), part == FORWARD_REST, part))

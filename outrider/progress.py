@@ -1,4 +1,4 @@
-"""How long work is reported: one callback, whoever does the work."""
+"""Progress reports of long work: one callback for all kinds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total); total 0 is unknown.
 
-Stages: "download" (bytes), "convert" (steps), "wait" (bytes that another process has by
-now), "check" (bytes), "kernels" (compiled files), "weights" (tensors, or bytes of
-packed ones), "gpu" (waits for its turn on one).
+Stages: "download" (bytes), "convert" (steps), "wait" (bytes that another process has so far), "check" (bytes),
+"kernels" (compiled files), "weights" (tensors, or bytes of packed ones), "gpu" (waits for a turn on one).
 """
 
 

@@ -1,7 +1,7 @@
-"""Versions of the internal protocol, and the one that two processes speak with each other. Torch-free.
+"""Versions of the internal protocol, and the choice of the one that two processes speak. Torch-free.
 
-Every hello carries a range, so that a rollout may mix versions: a release that changes the
-protocol still speaks the version before, and the one after it no longer does.
+Every hello carries a range, so that a rollout may mix versions: a release that changes the protocol still speaks the
+version before, and the next release does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ProtocolVersions:
 
     @classmethod
     def of_hello(cls, *, oldest: int, newest: int) -> ProtocolVersions:
-        """As a peer has sent them. Processes of version 1 knew no range: `oldest` is 0 there."""
+        """Returns the versions in a peer's hello. Processes of version 1 knew no range: their `oldest` is 0."""
         return cls(oldest=oldest or newest, newest=newest)
 
     def __str__(self) -> str:
@@ -28,19 +28,19 @@ class ProtocolVersions:
 
 
 SUPPORTED_VERSIONS = ProtocolVersions(oldest=3, newest=4)
-"""What this build speaks. 4: features go along with what is committed, to draft nodes that say that they need them."""
+"""The versions of this build. 4: committed tokens come with features, for draft nodes that say that they need them."""
 
 
 def negotiate(ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them: str) -> int:
-    """The newest version that both sides speak; each finds the same one from the other's hello.
+    """Returns the newest version that both sides speak; both find the same one from the other's hello.
 
     Args:
-        ours: of this process.
-        theirs: of the peer.
-        us: this process, for the message: "decode node decode@h:1".
-        them: the peer.
+        ours: this process's versions.
+        theirs: the peer's.
+        us: this process, for the message, e.g. "decode node decode@h:1".
+        them: the peer, for the message.
 
-    Raises: MismatchError that names both ranges, where they do not overlap.
+    Raises: MismatchError that names both ranges, if they do not overlap.
     """
     newest = min(ours.newest, theirs.newest)
     if newest < max(ours.oldest, theirs.oldest):

@@ -1,7 +1,6 @@
 """A request as router and engine share it: frozen, torch-free, validated by the router.
 
-Every default of the public contract has been filled in by the time these exist, so
-nothing downstream asks "was it set?".
+Every default of the public API has been filled in, so nothing downstream asks "was it set?".
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ class FinishReason(enum.Enum):
 
 
 class LogprobsMode(enum.Enum):
-    """Which distribution logprobs are of (see the contract's LogprobsMode)."""
+    """The distribution of logprobs (see LogprobsMode in the public API)."""
 
     MODEL = "model"
     SAMPLED = "sampled"
 
 
 class VerificationMethod(enum.StrEnum):
-    """How draft tokens are verified (see the contract's VerificationMethod)."""
+    """How draft tokens are verified (see VerificationMethod in the public API)."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -41,38 +40,38 @@ class VerificationMethod(enum.StrEnum):
 
     @property
     def label(self) -> str:
-        """For trailers, metrics and logs: a lossy method is called so."""
+        """The method's name in trailers, metrics and logs, which marks a lossy method."""
         return f"{self.value} (lossy)" if self.is_lossy else self.value
 
 
 class ConstraintKind(enum.StrEnum):
-    """What a constraint is written in; the values are the names of the contract's fields."""
+    """The language of a constraint; the values are the API's field names."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    GRAMMAR = "grammar"  # Lark, as llguidance has it
+    GRAMMAR = "grammar"  # Lark, in llguidance's dialect
     CHOICE = "choice"
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must be, from its first generated token to its end."""
+    """The constraint of an answer, from its first generated token to its end."""
 
     kind: ConstraintKind
-    text: str = ""  # of every kind but CHOICE
-    options: tuple[str, ...] = ()  # of CHOICE
+    text: str = ""  # for every kind except CHOICE
+    options: tuple[str, ...] = ()  # for CHOICE
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    role: str  # "system", "user", "assistant", or another that the model's template knows
+    role: str  # "system", "user", "assistant", or another role that the model's template knows
     content: str
     members: Mapping[str, Any] = field(default_factory=dict, hash=False)  # name, tool_calls and others that it reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a token is chosen; the contract's SamplingParams states the order of the steps."""
+    """How a token is chosen; SamplingParams in the public API gives the order of the steps."""
 
     seed: int  # uint64
     max_tokens: int  # >= 1, for each sample
@@ -94,7 +93,7 @@ class SamplingParams:
 
     @property
     def field_to_blame(self) -> str:
-        """The contract's, for a request that a node finds impossible: its constraint, else its prompt."""
+        """The API's field of a request that a node cannot serve: its constraint, or else its prompt."""
         return "prompt" if self.constraint is None else f"sampling.{self.constraint.kind}"
 
     @property
@@ -109,7 +108,7 @@ MAX_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopStrings:
-    """Texts that end a sample. The router matches them; stop tokens are the nodes' (`RequestOptions`)."""
+    """Texts that end a sample. The router matches them; nodes match stop tokens (`RequestOptions`)."""
 
     strings: tuple[str, ...] = ()
     include_match: bool = False
@@ -125,26 +124,26 @@ class LogprobsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What the client gets besides tokens."""
+    """The form of the output besides tokens."""
 
     skip_special_tokens: bool = True
     echo: bool = False
     token_ids_only: bool = False
-    token_bytes: bool = False  # with each logprob, what the token adds to a text
+    token_bytes: bool = False  # with each logprob, the bytes that the token adds to the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How a request is computed; handed on whole from node to node (RequestOptions in node.proto)."""
+    """How a request is computed; passed unchanged from node to node (RequestOptions in node.proto)."""
 
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()  # end-of-text ids included unless ignored
     logprobs: LogprobsRequest | None = None
-    num_speculative_tokens: int | None = None  # None: the decode node's; 0: plain decoding
-    verification_method: VerificationMethod = VerificationMethod.COUPLED  # always where the temperature is 0
+    num_speculative_tokens: int | None = None  # None: the decode node's setting; 0: plain decoding
+    verification_method: VerificationMethod = VerificationMethod.COUPLED  # always at temperature 0
     priority: int = 0  # higher goes first
     cache_salt: bytes = b""  # only requests of the same salt share cached KV; at most MAX_CACHE_SALT_BYTES
-    prompt_logprobs: int | None = None  # 0 to 20 alternatives for each prompt token; None: no logprobs of those
+    prompt_logprobs: int | None = None  # 0 to 20 alternatives for each prompt token; None: no prompt logprobs
 
     @property
     def is_reproducible(self) -> bool:
@@ -154,18 +153,18 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprob of one generated token, or of one of the prompt's."""
+    """The logprob of one generated or prompt token."""
 
     token_id: int
     logprob: float  # natural logarithm; NaN for the prompt's first token, which follows nothing
     rank: int  # 1 + number of strictly more likely tokens
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
-    token_bytes: bytes = b""  # what it adds to a text, a part of a character perhaps; where it was asked for
-    top_bytes: tuple[bytes, ...] = ()  # the same of each of `top`
+    token_bytes: bytes = b""  # bytes that it adds to the text, perhaps part of a character; empty unless requested
+    top_bytes: tuple[bytes, ...] = ()  # the same for each of `top`
 
     @property
     def gap(self) -> float | None:
-        """Between the logprobs of the two most likely tokens: how close the choice was. None: not both are known."""
+        """The difference of the two largest logprobs, i.e. how close the choice was; None unless both are known."""
         return self.top[0][1] - self.top[1][1] if len(self.top) > 1 else None
 
 

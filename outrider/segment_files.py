@@ -1,8 +1,8 @@
-"""Lines kept in files of one folder, within a bound: what routers and decode nodes keep of their answers.
+"""Lines in files of one folder, of bounded size: the answers that routers and decode nodes keep.
 
-Each writer begins files of its own, and another one after an error, so that a kill or a full disk leaves at most a last
-line without its end, which readers pass over. All writers of a folder share its bound: whoever begins a file removes
-the oldest.
+Each writer begins its own files, and another one after an error. So a kill or a full disk leaves at most an
+incomplete last line, which readers ignore. All writers of a folder share its bound: the one that begins a file
+removes the oldest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SEGMENTS_IN_BOUND = 16
 class SegmentWriter:
     """Appends lines to files ("segments") of one folder, of at most `max_bytes` in all. One owner thread at a time.
 
-    While several writers share the folder, each may go beyond the bound by what its open segment still takes.
+    While several writers share the folder, each may exceed the bound by the rest of its open segment.
     """
 
     def __init__(self, folder: Path, *, pattern: str, next_name: Callable[[], str], max_bytes: int) -> None:
-        """`pattern` finds the segments of all writers; `next_name` names ours.
+        """`pattern` matches the segments of all writers; `next_name` names this writer's.
 
-        Raises: OSError where the folder cannot be made.
+        Raises: OSError if the folder cannot be made.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
@@ -34,11 +34,11 @@ class SegmentWriter:
         self._next_name = next_name
         self._max_bytes = max_bytes
         self._descriptor: int | None = None
-        self._path = folder  # of the open segment, as the next
+        self._path = folder  # of the open segment, also the next
         self._num_bytes = 0
 
     def append(self, line: bytes) -> None:
-        """The line is the system's when this returns: it outlives the process. Raises: OSError."""
+        """Hands the line to the system, so that it outlives the process. Raises: OSError."""
         is_full = self._num_bytes + len(line) > self._max_bytes // SEGMENTS_IN_BOUND
         if is_full or (self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0):
             self.close()  # full, or another writer has removed it
@@ -49,7 +49,7 @@ class SegmentWriter:
                 raise OSError(errno.ENOSPC, "No space left on device")
         except OSError:
             self.close()
-            if not self._num_bytes:  # a full disk fails each line: no file for each
+            if not self._num_bytes:  # a full disk fails every line: leaves no file for each
                 self._path.unlink(missing_ok=True)
             raise
         self._num_bytes += len(line)
@@ -65,7 +65,7 @@ class SegmentWriter:
         for path in self._folder.glob(self._pattern):
             with contextlib.suppress(FileNotFoundError):  # another writer has removed it
                 status = path.lstat()
-                if stat.S_ISREG(status.st_mode):  # nothing else is a writer's
+                if stat.S_ISREG(status.st_mode):  # nothing else is from a writer
                     found.append((status.st_mtime_ns, path.name, status.st_size, path))
         for _, _, size, path in sorted(found, reverse=True):  # newest first
             held -= size

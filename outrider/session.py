@@ -1,7 +1,7 @@
-"""What router and decode node say to each other about a sequence group, as values.
+"""The messages between router and decode node about a sequence group, as values.
 
-A sequence group is one request in one attempt: a prompt and its n samples. The
-proto mirror is `session.proto`; `outrider.wire.session` converts.
+A sequence group is one request in one attempt: a prompt and its n samples. The proto mirror is `session.proto`;
+`outrider.wire.session` converts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.request import FinishReason, RequestOptions, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SampleStart:
-    """One sample to compute, and its tokens that were generated before this attempt."""
+    """One sample to compute, and its tokens from before this attempt."""
 
     sample: int
     generated_token_ids: tuple[int, ...] = ()
@@ -25,25 +25,25 @@ class SampleStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSequenceGroup:
-    """Router → decode node: reserve room and compute these samples, each from where it is."""
+    """Router → decode node: reserve room and compute these samples, each from its current end."""
 
     sequence_group_id: bytes  # 16 random bytes
-    transfer_id: bytes  # 16 random bytes; empty: no prefill node serves, the node computes the prompt itself
+    transfer_id: bytes  # 16 random bytes; empty: no prefill node is available, and the node computes the prompt
     request_id: str  # for logs only
     prompt_token_ids: tuple[int, ...]
     options: RequestOptions
-    samples: tuple[SampleStart, ...]  # at least one, rising, below sampling.n
-    traceparent: str = ""  # of the attempt's span, on the decode node of its own; empty: not traced
+    samples: tuple[SampleStart, ...]  # at least one, ascending, below sampling.n
+    traceparent: str = ""  # the attempt's span; on the decode node the group's own; empty: not traced
 
     def known_token_ids(self, start: SampleStart) -> tuple[int, ...]:
-        """The prompt, then what the sample has generated before this attempt."""
+        """Returns the prompt, then the sample's tokens from before this attempt."""
         return self.prompt_token_ids + start.generated_token_ids
 
     def shared_token_ids(self) -> tuple[int, ...]:
-        """What KV is reserved for and transferred: what all samples begin with.
+        """Returns the tokens that all samples begin with, for which KV is reserved and transferred.
 
-        Without the last known token of the shortest, which is a row of its first step: one
-        sample shares everything but its last token. Each computes the rest of its own.
+        The last known token of the shortest sample is not among them, since it is a row of its first step: a single
+        sample shares everything but its last token. Each sample computes its own rest.
         """
         starts = [start.generated_token_ids for start in self.samples]
         shortest = min(starts, key=len)
@@ -56,19 +56,19 @@ class OpenSequenceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetargetSequenceGroup:
-    """Router → decode node: another try to fill the reservation.
+    """Router → decode node: try again to fill the reservation.
 
     Answered by a new Granted; ignored for a group that does not wait for KV.
     """
 
     sequence_group_id: bytes
-    transfer_id: bytes  # 16 random bytes; empty: the node computes what is missing itself
-    keeps_received: bool = False  # tokens that have arrived whole stay: whoever computes the rest has equal numerics
+    transfer_id: bytes  # 16 random bytes; empty: the node computes what is missing
+    keeps_received: bool = False  # whether completely received tokens stay: the next node has equal numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelSequenceGroup:
-    """Router → decode node: stop these samples, or all when empty. No event follows."""
+    """Router → decode node: stop these samples, or all if empty. No event follows."""
 
     sequence_group_id: bytes
     samples: tuple[int, ...] = ()
@@ -76,10 +76,10 @@ class CancelSequenceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """Answers an Open and a Retarget.
+    """The answer to an Open and a Retarget.
 
-    KV is wanted of the first sample's known tokens without the last `num_tokens_to_compute`,
-    which are the shared ones.
+    The KV to transfer is that of the shared tokens: the first sample's known tokens without the last
+    `num_tokens_to_compute`.
     """
 
     sequence_group_id: bytes
@@ -97,29 +97,29 @@ class RejectReason(enum.Enum):
 
 
 NO_ROOM_RETRY_SECONDS = 5.0
-"""A router that was refused for want of room asks again after so long, whatever reports say: else its claim ends."""
+"""Seconds after which a router that was refused for lack of room asks again in any case; then its claim ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """Answers an Open; nothing is kept.
+    """The refusal of an Open; the node keeps nothing.
 
-    A router does not poll a node that has NO_ROOM with whole prompts. It opens this group, or one
-    that is no smaller, there again when `wait_seconds` have passed and a later report of the node shows room:
+    A router does not poll a node without room (NO_ROOM) with whole prompts. It opens this group, or one that is no
+    smaller, there again when `wait_seconds` have passed and a later report of the node shows room:
 
         load.kv_blocks_free >= kv_blocks_needed and load.num_sequences_free >= num_sequences_needed
 
-    or after `NO_ROOM_RETRY_SECONDS`. The figures are those of the moment: while other sequences
-    end, less is needed. Until the router is let in (or that time and a second have passed) the
-    node takes it to wait, and refuses routers that hold more than their share.
+    or after `NO_ROOM_RETRY_SECONDS`. The figures are those of the moment: while other sequences end, less is needed.
+    Until the router is admitted (or that time and a second have passed) the node counts it as waiting, and refuses
+    routers that hold more than their share.
     """
 
     sequence_group_id: bytes
     reason: RejectReason
     message: str
-    kv_blocks_needed: int = 0  # NO_ROOM: free blocks with which it would have been let in
+    kv_blocks_needed: int = 0  # NO_ROOM: free blocks with which it would have been admitted
     num_sequences_needed: int = 0  # NO_ROOM: its samples
-    wait_seconds: float = 0.0  # NO_ROOM: the least wait, because another router waits for room
+    wait_seconds: float = 0.0  # NO_ROOM: minimum wait, because another router waits for room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class KvReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFailed:
-    """The transfer has failed. The reservation waits for a Retarget or a Cancel, until a timeout passes."""
+    """The failure of a transfer. The reservation waits for a Retarget or a Cancel until a timeout."""
 
     sequence_group_id: bytes
     transfer_id: bytes
@@ -142,7 +142,7 @@ class KvFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationCounts:
-    """Additive. `acceptance_histogram[i]`: verifications with i accepted draft tokens."""
+    """Counts that can be added. `acceptance_histogram[i]`: verifications with i accepted draft tokens."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -153,7 +153,7 @@ class SpeculationCounts:
 
     @classmethod
     def total(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
-        """The sum of many. Most verifications of a step share a few values, of which each is looked at once."""
+        """Returns the sum. Most verifications of a step share a few values, each of which is looked at once."""
         values = {id(part): part for part in parts}
         times = [(values[key], number) for key, number in Counter(map(id, parts)).items()]
         histogram = [0] * max((len(part.acceptance_histogram) for part, _ in times), default=0)
@@ -175,7 +175,7 @@ NO_SPECULATION = SpeculationCounts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """The next logprobs of the prompt's tokens, which the node computes itself: all before the first SampleTokens."""
+    """The next logprobs of the prompt's tokens, if the node computes them: all come before the first SampleTokens."""
 
     sequence_group_id: bytes
     packed: bytes  # by `outrider.wire.answer.pack_logprobs`
@@ -195,7 +195,7 @@ class SampleTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDone:
-    """Follows the sample's last SampleTokens."""
+    """The end of a sample, after its last SampleTokens."""
 
     sequence_group_id: bytes
     sample: int
@@ -205,7 +205,7 @@ class SampleDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGroupFailed:
-    """The node gave the group up and freed it; `code` is a google.rpc.Code."""
+    """The end of a group that the node failed and freed; `code` is a google.rpc.Code."""
 
     sequence_group_id: bytes
     code: int

@@ -1,4 +1,4 @@
-"""What each token id adds to a text, as bytes, by a tokenizer's decoder. Torch-free."""
+"""The bytes that each token id adds to a text, by a tokenizer's decoder. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tokenizers import Tokenizer, decoders
 from outrider.errors import NotSupportedError
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-"""A token of ByteFallback, which alone is a part of a character."""
+"""A token of ByteFallback, which alone is part of a character."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """Of one tokenizer. A token's bytes are those that it adds behind others."""
+    """The bytes of one tokenizer's tokens: those that a token adds after other tokens."""
 
-    of_id: list[bytes]  # by id; empty where there is no token
+    of_id: list[bytes]  # by id; empty if there is no token
     special_ids: frozenset[int]
-    is_byte_level: bool  # any tokens decode to their bytes joined, at the beginning of a text too
+    is_byte_level: bool  # whether any tokens decode to their joined bytes, even at the beginning of a text
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes:
-        """Takes about 0.1 s. Raises: NotSupportedError naming a decoder whose bytes are not known."""
+        """Reads a tokenizer, in about 0.1 s. Raises: NotSupportedError that names a decoder with unknown bytes."""
         parts = [] if tokenizer.decoder is None else list(_parts(json.loads(tokenizer.decoder.__getstate__())))
         is_byte_level = [part["type"] for part in parts] == ["ByteLevel"]
         to_bytes = _byte_level if is_byte_level else _by_steps(parts)
@@ -56,7 +56,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _by_steps(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    """`parts`: of a decoder. What comes behind Fuse is about the joined text. Raises: NotSupportedError."""
+    """Returns the function of a decoder's `parts` up to Fuse; others treat joined text. Raises: NotSupportedError."""
     kinds = [part["type"] for part in parts]
     num_steps = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     found = [_step(part) for part in parts[:num_steps] if part["type"] != "ByteFallback"]
@@ -77,7 +77,7 @@ def _by_steps(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _step(part: dict[str, Any]) -> Callable[[str], str] | None:
-    """What a part of a decoder makes of each token behind others. None: it is not known."""
+    """Returns what a part of a decoder makes of each token after others, or None if it is unknown."""
     match part:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return lambda token: token.replace(old, new)
@@ -90,7 +90,7 @@ def _step(part: dict[str, Any]) -> Callable[[str], str] | None:
 
 
 def _byte_table() -> dict[int, int]:
-    """By character: the byte for which it stands in GPT-2's alphabet, or beyond all bytes where it stands for none."""
+    """Returns the byte that each character stands for in GPT-2's alphabet; 256, beyond all bytes, for none."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return dict.fromkeys(hidden, 256) | {256 + index: byte for index, byte in enumerate(hidden)}

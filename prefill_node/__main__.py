@@ -1,4 +1,4 @@
-"""`python -m prefill_node`: everything is built here, by hand, in order."""
+"""`python -m prefill_node`: builds the node's parts explicitly, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     process = ServiceProcess(ROLE, SECTIONS, argv)
     sections = process.sections
     prepare_environment(sections["model"].cpus)
-    # After the arguments: --help and a bad setting must not wait for torch.
+    # After the arguments are parsed: --help and a bad setting must not wait for torch.
     from prefill_node.node import PrefillNode
 
     config: PrefillNodeConfig = replace(
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
-    """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
+    """Returns the builder of the node's parts. It runs when the process listens already, as loading takes a while."""
 
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.engine import PromptEngine

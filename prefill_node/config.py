@@ -11,15 +11,15 @@ from outrider.model_hub.config import ModelConfig
 from outrider.service.config import SERVICE_SECTIONS
 
 MAX_RUNNING = {"cpu": 16, "cuda": 64}
-"""Prompts in computation by default: a step of a GPU has room for more of them."""
+"""Default limits of prompts in computation, by device: a GPU's step has room for more of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillNodeConfig:
-    """Section `prefill_node`."""
+    """The section `prefill_node`."""
 
-    kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section of this name
-    kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # likewise
+    kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section `kv_cache`
+    kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # the section `kv_transfer`
     max_running_sequences: int | None = setting(
         None, at_least=1, at_most=1024, help="Prompts in computation at the same time; null: 16, on a GPU 64."
     )
@@ -30,7 +30,7 @@ class PrefillNodeConfig:
         help="In turns with decode nodes, how long they wait for this one between two steps (and for a layer to end). "
         "Shorter: running answers go on faster, first tokens come later.",
     )
-    max_waiting: int = fixed(256)  # prompts; as many as a router queues, so that it is the router that refuses
+    max_waiting: int = fixed(256)  # prompts: as many as a router queues, so that the router is the one that refuses
 
 
 SECTIONS = {
@@ -40,4 +40,4 @@ SECTIONS = {
     **SERVICE_SECTIONS,
     "prefill_node": PrefillNodeConfig,
 }
-"""What a prefill node reads."""
+"""The sections that a prefill node reads."""

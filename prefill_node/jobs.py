@@ -1,4 +1,4 @@
-"""What crosses the border between event loop and engine thread: frozen, picklable values."""
+"""Values that cross between event loop and engine thread, frozen and picklable."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from outrider.profile import EndProfile, StartProfile
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """One prompt to compute and push; the call has been checked."""
+    """One prompt to compute and push, with a validated call."""
 
-    job_id: int  # unique in this process, rising
+    job_id: int  # unique in this process, ascending
     call: PrefillCall
     arrived_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
 class CancelJob:
-    """Nobody wants the result any more. No answer follows."""
+    """A cancel by the caller; no answer follows."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOutcome:
-    """How a push ended; times on the monotonic clock. From here on it reads no KV."""
+    """The result of a push that reads no KV any more; times are on the monotonic clock."""
 
     connector: str = ""
     kv_bytes: int = 0
     first_frame_at: float | None = None
     committed_at: float | None = None
-    pushed: tuple[TimedPart, ...] = ()  # by the monotonic clock, too
+    pushed: tuple[TimedPart, ...] = ()  # on the monotonic clock, too
     error: OutriderError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRead:
-    """From a push's thread to the engine thread: the held prefix has been read, or it cannot be."""
+    """Message of a push's thread to the engine thread: the held prefix has been read, or cannot be."""
 
     job_id: int
     has_read: bool
@@ -48,7 +48,7 @@ class HeldRead:
 
 @dataclass(frozen=True, slots=True)
 class PushEnded:
-    """From a push's thread to the engine thread."""
+    """Message of a push's thread to the engine thread, at the push's end."""
 
     job_id: int
     outcome: PushOutcome
@@ -56,7 +56,7 @@ class PushEnded:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The engine thread gives everything up and ends."""
+    """The command to drop all jobs and end the engine thread."""
 
 
 Command = PrefillJob | CancelJob | HeldRead | PushEnded | StartProfile | EndProfile | Stop
@@ -64,7 +64,7 @@ Command = PrefillJob | CancelJob | HeldRead | PushEnded | StartProfile | EndProf
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """From the engine thread to the event loop: figures of a push that was committed, or why there are none."""
+    """Message of the engine thread to the event loop: the figures of a committed push, or an error."""
 
     job_id: int
     result: PrefillFigures | OutriderError

@@ -27,7 +27,7 @@ from prefill_node.servicer import PendingJobs, PrefillServicer, ServedModel
 from prefill_node.statistics import StepStats
 
 FAREWELL_SECONDS = 0.5
-"""For the last answers to leave, before a drain is over and after the engine thread has failed."""
+"""Seconds for the last answers to be sent, at the end of a drain and after a failure of the engine thread."""
 STOP_SECONDS = 5.0
 
 _log = get_logger("prefill_node")
@@ -42,11 +42,11 @@ class PrefillParts(TargetParts):
 
 
 Build = Callable[[Emit], PrefillParts]
-"""Blocking: loads the model."""
+"""emit → parts. Blocks while it loads the model."""
 
 
 class PrefillNode(TargetNode[PrefillParts]):
-    """A Service (see `outrider.service.server`)."""
+    """A Service (see `outrider.service.server`) for prompts."""
 
     service_names: tuple[str, ...] = ("outrider.v1.PrefillService", NODE_SERVICE_NAME)
 
@@ -60,7 +60,7 @@ class PrefillNode(TargetNode[PrefillParts]):
         tracer: Tracer = NO_TRACER,
         exit_process: Callable[[int], None] = exit_now,
     ) -> None:
-        """`exit_process` ends the process at once when the engine thread has failed."""
+        """`exit_process` is called when the engine thread has failed; it ends the process at once."""
         super().__init__(
             NodeRole.PREFILL,
             build=lambda: build(self._emit),
@@ -80,7 +80,7 @@ class PrefillNode(TargetNode[PrefillParts]):
         node_pb2_grpc.add_NodeServiceServicer_to_server(self._node_servicer, server)
 
     async def start(self, address: str) -> None:
-        """Loads the model, starts the engine thread and takes requests."""
+        """Loads the model, starts the engine thread and accepts requests."""
         parts = await self._build(address)
         self._metrics = PrefillMetrics(model_name=parts.model.name)
         tokens = parts.loop.prompt_tokens
@@ -96,7 +96,7 @@ class PrefillNode(TargetNode[PrefillParts]):
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Jobs end, or are given up at the deadline; new ones are refused once routers have heard of it."""
+        """Lets jobs end, and fails them at the deadline. New ones are refused once routers know of the drain."""
         self._state = NodeState.DRAINING
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -121,7 +121,7 @@ class PrefillNode(TargetNode[PrefillParts]):
     # ---- engine thread ⇄ event loop
 
     def _emit(self, ended: Sequence[JobEnded], stats: StepStats | None) -> None:
-        """Called from the engine thread."""
+        """Hands ended jobs to the event loop. Called from the engine thread."""
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(self._deliver, ended, stats)
 
@@ -139,13 +139,13 @@ class PrefillNode(TargetNode[PrefillParts]):
         metrics.set_load(self._load())
 
     def _engine_failed(self, error: Exception) -> None:
-        """A bug of ours: whatever the state is now, nothing may be served from it. Called from the engine thread."""
+        """Ends the process: after a bug its state must not serve anything. Called from the engine thread."""
         assert self._event_loop is not None
         _log.error("the engine thread failed; the process ends", error=str(error), exc_info=error)
         self._event_loop.call_soon_threadsafe(self._say_farewell, error)
 
     def _say_farewell(self, error: Exception) -> None:
-        """The supervisor starts another process; this one takes nothing more."""
+        """Fails all jobs, then exits; the supervisor starts another process."""
         assert self._event_loop is not None
         self._state = NodeState.LOST
         self._jobs.start_draining()

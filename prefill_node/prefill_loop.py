@@ -1,13 +1,12 @@
 """READ FIRST. The prefill node's engine thread: schedule chunks → forward → push → finish.
 
-A job computes the part of a prompt that is not in the prefix cache, in chunks that share forward
-passes with other jobs. It offers KV to its push one group of layers at a time, while the forward
-pass computes later layers; a drafter head's features follow at the end of the pass. The push gathers
-and sends the KV meanwhile, and commits when all of it has been sent. The decode node samples every
-token: there are logits only where a request asks for logprobs of its prompt, of a few rows in a step,
+A job computes the part of a prompt that is not in the prefix cache, in chunks that share forward passes with other
+jobs. It offers KV to its push one group of layers at a time, while the forward pass computes later layers; a drafter
+head's features follow at the end of the pass. The push gathers and sends the KV meanwhile, and commits when all of it
+has been sent. The decode node samples every token. Logits are computed only for prompt logprobs, a few rows per step,
 and after the chunk's KV has been offered.
 
-A GPU only queues a forward, and gets one chunk ahead. A chunk counts as computed when it has reached its end.
+On a GPU, a forward is only queued, one chunk ahead. A chunk counts as computed when its end is reached.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ log = get_logger("prefill_node")
 
 
 class PrefillLoop:
-    """Owns scheduler, pool and cache; nothing else touches them, except that pushes read pinned blocks.
+    """Sole owner of the scheduler, the pool and the cache, except that pushes read pinned blocks.
 
-    Commands come through one queue; ends of jobs leave by `emit`, called from this thread.
+    Commands arrive through one queue; ended jobs leave through `emit`, which this thread calls.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class PrefillLoop:
         turn_seconds: float = 0.0,
         max_pushes: int = MAX_PUSHES,
     ) -> None:
-        """`turn_seconds`: of a turn, where other nodes compute on the same processors (see `cpu_turns`).
+        """`turn_seconds`: length of a turn if other nodes compute on the same processors (see `cpu_turns`).
 
-        `max_pushes`: jobs that are computed or pushed; the others wait (`PushPlaces`).
+        `max_pushes`: limit of jobs that are computed or pushed; the others wait (`PushPlaces`).
         """
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
@@ -94,13 +93,13 @@ class PrefillLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
         self._places = PushPlaces(max_pushes)
-        self._chunks: deque[Chunk] = deque()  # launched, and not known to be computed; in order
-        self._last_end = 0.0  # of a chunk, monotonic seconds
+        self._chunks: deque[Chunk] = deque()  # launched chunks, in order, that are not known to be computed
+        self._last_end = 0.0  # end of the last chunk, monotonic seconds
         self._ended: list[JobEnded] = []
         self._is_stopped = False
 
     def submit(self, command: Command) -> None:
-        """From any thread."""
+        """Queues a command, from any thread."""
         if isinstance(command, PrefillJob):
             self.prompt_tokens.set_outstanding(command.job_id, command.call.most_outstanding_tokens)
         if isinstance(command, Stop):
@@ -108,7 +107,7 @@ class PrefillLoop:
         self._inbox.put(command)
 
     def run(self) -> None:
-        """Until `Stop`. What it raises is a bug of ours."""
+        """Runs until `Stop`. An exception from here is a bug."""
         try:
             while not self._is_stopped:
                 self.step()
@@ -117,18 +116,18 @@ class PrefillLoop:
         self._profiler.end()
 
     def step(self) -> None:
-        """One iteration; waits for a command when there is nothing to compute."""
+        """Runs one iteration; waits for a command if there is nothing to compute."""
         self.progress.begin()
         self._take_commands()
         self._answer()  # jobs whose push has ended
         plan = self._plan()
-        self._begin(self._tasks[each.key] for each in plan.admitted)  # pushes start, with what the prefix cache holds
-        needs_logits = any(item.scored_token_ids for item in plan.scheduled)  # the host waits for them
+        self._begin(self._tasks[each.key] for each in plan.admitted)  # pushes start with the KV in the prefix cache
+        needs_logits = any(item.scored_token_ids for item in plan.scheduled)  # the host waits for logits
         runs_ahead = self._engine.runner.is_asynchronous and bool(plan.scheduled) and not needs_logits
         was_computing = self._finish_chunks(num_ahead=runs_ahead)
         if plan.scheduled:
-            self._launch(plan, runs_ahead=runs_ahead)  # one forward; pushes go on with its layers
-            self._finish_chunks(num_ahead=runs_ahead)  # jobs that are computed only wait for their push
+            self._launch(plan, runs_ahead=runs_ahead)  # one forward; pushes continue with its layers
+            self._finish_chunks(num_ahead=runs_ahead)  # computed jobs only wait for their push
         else:
             self._turn.give()
             if not was_computing and not plan.admitted and not self._is_stopped:
@@ -142,10 +141,10 @@ class PrefillLoop:
         return plan
 
     def _tell(self, plan: StepPlan, seconds: float) -> None:
-        """A computed chunk, to whoever counts or profiles."""
+        """Reports a computed chunk to metrics and profiler."""
         stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
         if self._profiler.is_capturing:
-            with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
+            with self.progress.paused():  # starting and stopping torch's profiler takes seconds: not a long step
                 self._profiler.step_ended(
                     stats.nanoseconds,
                     kind=StepKind.PROMPT,
@@ -169,13 +168,13 @@ class PrefillLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for blocks, or for others' pushes. May be read by any thread."""
+        """Number of jobs that wait for blocks or for other jobs' pushes. Readable from any thread."""
         return self._scheduler.num_waiting + self._places.num_waiting
 
     # ---- commands
 
     def _take_commands(self) -> None:
-        while not self._inbox.empty():  # no other thread takes any
+        while not self._inbox.empty():  # no other thread takes commands
             self._handle(self._inbox.get())
         self._time.mark(Part.COMMANDS)
 
@@ -202,7 +201,7 @@ class PrefillLoop:
         self._schedule()
 
     def _schedule(self) -> None:
-        """As many jobs as there is room for beside the pushes under way."""
+        """Starts as many jobs as there is room for besides the current pushes."""
         for task in self._places.take():
             if task.reserve_to_read(self._engine.pool):
                 self._start_push(task)  # HeldRead follows
@@ -210,7 +209,7 @@ class PrefillLoop:
                 self._scheduler.add(task.sequence)
 
     def _held_read(self, command: HeldRead) -> None:
-        """The rest is computed, or all where nothing could be read: at once, as others may wait for its blocks."""
+        """Computes the rest of a prompt, or all if nothing could be read, at once: others may wait for its blocks."""
         if (task := self._tasks.get(command.job_id)) is not None and not task.is_cancelled:
             task.end_reading(has_read=command.has_read)
             self._scheduler.add_running(task.sequence)
@@ -219,13 +218,13 @@ class PrefillLoop:
     def _cancel(self, job_id: int) -> None:
         task = self._tasks.get(job_id)
         if task is None:
-            return  # has ended meanwhile
+            return  # it has ended meanwhile
         task.is_cancelled = True
         self._stop_computing(task)
         if task.push is None:
             self._forget(task)
         else:
-            task.push.interrupt()  # PushEnded follows, and frees
+            task.push.interrupt()  # PushEnded follows, which frees its blocks
 
     def _stop(self) -> None:
         self._is_stopped = True
@@ -272,7 +271,7 @@ class PrefillLoop:
                 end_token=len(call.token_ids),
                 planes=self._engine.kv_cache.planes,
             ),
-            # Blocks were reserved for the whole prompt and begin after the shared ones: the table stays.
+            # The table does not change: blocks are reserved for the whole prompt and begin after the shared ones.
             block_ids=kv.block_ids,
             on_ended=lambda outcome: self._push_ended(job_id, outcome),
             read_from=kv.num_tokens if task.is_reading else None,
@@ -282,13 +281,13 @@ class PrefillLoop:
         return task.push
 
     def _push_ended(self, job_id: int, outcome: PushOutcome) -> None:
-        """From the push's thread."""
+        """Queues the end of a push. Called from the push's thread."""
         if outcome.error is None:
             self._turn.kv_has_arrived = True
         self._inbox.put(PushEnded(job_id, outcome))
 
     def _launch(self, plan: StepPlan, *, runs_ahead: bool) -> None:
-        """The forward, whose blocks are published at once: whatever reads them is queued behind it."""
+        """Runs the forward and publishes its blocks at once: their readers are queued behind it."""
         self._turn.take()
         if not runs_ahead:
             self.progress.expect(plan.num_rows)
@@ -312,14 +311,14 @@ class PrefillLoop:
         for sequence, num_rows, *_ in plan.scheduled:
             assert sequence.kv is not None
             sequence.kv.advance(sequence.num_computed + num_rows)
-            if not self._tasks[sequence.key].num_read_tokens:  # the prefix cache holds what this node computes itself
+            if not self._tasks[sequence.key].num_read_tokens:  # the prefix cache holds only KV that this node computed
                 sequence.kv.publish(sequence.token_ids)
         end = self._engine.kv_cache.fence() if runs_ahead else None
         self._chunks.append(Chunk(plan, launched_at, self.progress.age_seconds() - age_before, end))
         self._time.mark(Part.COMMIT)
 
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
-        """Called within the forward: the chunk's KV of one more layer is in the cache."""
+        """Offers one more layer of the chunk's KV, now in the cache. Called within the forward."""
         self._time.mark(Part.FORWARD)
         for item in plan.scheduled:
             if (layers := self._layers.ending_at(layer, num_tokens=item.num_rows)) is not None:
@@ -328,7 +327,7 @@ class PrefillLoop:
             self._turn.give_way()
 
     def _offer(self, scheduled: Iterable[Scheduled], layers: range | None) -> None:
-        """None: features."""
+        """Offers the chunk's KV of these layers to the pushes; None stands for the features."""
         for item in scheduled:
             push, start = self._tasks[item.sequence.key].push, item.sequence.num_computed
             assert push is not None
@@ -336,7 +335,7 @@ class PrefillLoop:
         self._time.mark(Part.HAND_OFF)
 
     def _finish_chunks(self, *, num_ahead: int) -> bool:
-        """Waits until the device has at most `num_ahead` chunks to compute. False: it had no more."""
+        """Waits until the device has at most `num_ahead` chunks left. Returns False if it had no more to begin with."""
         has_waited = len(self._chunks) > num_ahead
         while len(self._chunks) > num_ahead:
             self._finish(self._chunks[0])
@@ -344,7 +343,7 @@ class PrefillLoop:
         return has_waited
 
     def _finish(self, chunk: Chunk) -> None:
-        """Once it is computed. Jobs that were cancelled meanwhile are gone."""
+        """Waits for the chunk and accounts for it. Jobs that were cancelled meanwhile are skipped."""
         plan, started_at, seconds = chunk.plan, chunk.launched_at, chunk.seconds
         if chunk.end is not None:
             self.progress.expect(plan.num_rows)
@@ -372,13 +371,13 @@ class PrefillLoop:
     # ---- the end of a job
 
     def _stop_computing(self, task: PrefillTask) -> None:
-        """Takes a job out of the batch; what its push may still use stays pinned. Idempotent."""
+        """Takes a job out of the batch; blocks that its push may still use stay pinned. Idempotent."""
         task.pin()
         self._scheduler.remove(task.sequence)
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
 
     def _end(self, job_id: int, outcome: PushOutcome) -> None:
-        """The push reads nothing any more: unpin, and answer."""
+        """Unpins the blocks of an ended push and answers its job."""
         task = self._tasks.get(job_id)
         assert task is not None, "a task stays until its push has ended"
         self._stop_computing(task)

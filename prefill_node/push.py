@@ -1,9 +1,8 @@
-"""One transfer's push, in a thread of its own: reads, hashes and sends KV while the forward goes on.
+"""The push of one transfer, in its own thread: reads, hashes and sends KV while the forward continues.
 
-The engine thread only says which layers and tokens are in the cache by now; the rows are
-gathered here, when they can be sent. Their blocks stay pinned until the push has ended,
-so a slow decode node never makes the engine wait, and costs no memory but the window that
-all pushes to it share.
+The engine thread only says which layers and tokens are in the cache; this thread gathers the rows when they can be
+sent. Their blocks stay pinned until the push has ended. So a slow decode node never makes the engine wait, and costs
+no memory but the window that all pushes to it share.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ log = get_logger("prefill_node")
 
 @dataclass(frozen=True, slots=True)
 class _Available:
-    """KV of these layers and tokens is in the cache and will not change."""
+    """A range of KV that is in the cache and will not change."""
 
-    planes: tuple[PlaneSpec, ...]  # that have these layers
+    planes: tuple[PlaneSpec, ...]  # planes that have these layers
     layers: range
     start_token: int
     end_token: int
-    written: Any  # a fence of the cache
+    written: Any  # a fence of the cache, after which it is written
 
 
 class KvPush:
-    """Pushes one transfer. `offer`, `finish` and `interrupt` never block.
+    """The push of one transfer. `offer`, `finish` and `interrupt` never block.
 
-    `on_ended` is called exactly once, from the push's thread and at its end: after it no KV is read or written.
+    `on_ended` is called exactly once, by the push's thread at its end; after it no KV is read or written.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class KvPush:
         read_from: int | None = None,
         on_read: Callable[[bool], None] = lambda _has_read: None,
     ) -> None:
-        """`read_from`: the first token of the held prefix that is read from the decode node before anything is sent;
-        `on_read(whether it is there)` follows once.
+        """`read_from`: the first token of the held prefix to read from the decode node before anything is sent;
+        `on_read(success)` then follows once.
         """
         self._connector = connector
         self._kv_cache = kv_cache
@@ -75,7 +74,7 @@ class KvPush:
         self._read_from = read_from
         self._on_read = on_read
         self._on_ended = on_ended
-        # None: everything has been offered, the push is interrupted, or the receiver wants no more.
+        # None ends the push: everything has been offered, it is interrupted, or the receiver wants no more.
         self._items: queue.SimpleQueue[_Available | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._sender: Sender | None = None
@@ -88,10 +87,10 @@ class KvPush:
         self._thread.start()
 
     def offer(self, layers: range | None, start_token: int, end_token: int) -> None:
-        """Keys and values of these are in the cache, or a GPU has been asked for them. None: of features, which a
-        forward writes at its end.
+        """Offers KV that is in the cache, or that a GPU has been asked to write. None: features, which a forward
+        writes at its end.
 
-        What the transfer does not want is left out.
+        Tokens that the transfer does not include are left out.
         """
         planes, layers = (self._features, range(1)) if layers is None else (self._layered, layers)
         start_token = max(start_token, self._spec.start_token)
@@ -99,20 +98,20 @@ class KvPush:
             self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:
-        """Everything has been offered: commit."""
+        """Commits the transfer after what has been offered."""
         self._items.put(None)
 
     def interrupt(self) -> None:
-        """Gives the transfer up, soon. Idempotent."""
+        """Makes the push end soon without a commit. Idempotent."""
         with self._lock:
             self._is_interrupted = True
             sender = self._sender
         self._items.put(None)
-        if sender is not None:  # else it is connecting, and ends when it has
+        if sender is not None:  # otherwise it is connecting, and ends after that
             sender.interrupt()
 
     def join(self, timeout_seconds: float) -> None:
-        """Waits so long at most for the thread's end."""
+        """Waits for the thread's end, at most this long."""
         self._thread.join(timeout_seconds)
 
     # ---- the push's thread
@@ -135,10 +134,10 @@ class KvPush:
             if self._read_from is not None:
                 self._on_read(self._has_read_held(sender, self._read_from))
             self._on_ended(self._push(sender))
-        sender.cancel()  # the peer may be gone: nothing waits for this any more
+        sender.cancel()  # does not wait for the peer, which may be gone
 
     def _has_read_held(self, sender: Sender, start_token: int) -> bool:
-        """False: not all of it came, and whatever did counts for nothing."""
+        """Reads the held prefix. Returns False if it did not arrive completely; then none of it counts."""
         regions = itertools.chain.from_iterable(
             self._cut(sender, (plane,), range(plane.num_layers), start_token, self._spec.start_token)
             for plane in self._spec.planes
@@ -182,7 +181,7 @@ class KvPush:
             raise AbortedError("the decode node has given the transfer up", reason="TRANSFER_UNKNOWN")
 
     def _available(self, sender: Sender) -> Iterator[_Available]:
-        """What is offered, until the end; shows the receiver meanwhile that this process lives."""
+        """Yields what is offered until the end; keeps the receiver's timeout from expiring meanwhile."""
         while True:
             try:
                 item = self._items.get(timeout=sender.keep_alive_seconds)
@@ -207,7 +206,7 @@ class KvPush:
     def _cut(
         self, sender: Sender, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
     ) -> Iterator[Region]:
-        """These planes of the layers and tokens, as frames."""
+        """Yields the frames that cover these planes, layers and tokens."""
         largest = sender.max_frame_bytes
         for plane in planes:
             for heads in self._kv_cache.head_ranges(plane.name):
@@ -216,21 +215,21 @@ class KvPush:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Which layers of a chunk are pushed together: as many as fill a frame. Features, of one layer, follow them."""
+    """Groups of a chunk's layers that are pushed together, each as large as a frame. Features, one layer, come last."""
 
     num_layers: int
-    tokens_per_frame: int  # of one layer
+    tokens_per_frame: int  # for one layer
 
     @classmethod
     def of(cls, planes: Sequence[PlaneSpec], *, frame_bytes: int) -> LayerGroups:
-        """All planes but features have the same layers."""
+        """Returns the groups for these planes, all of which except features have the same layers."""
         layered = [plane for plane in planes if not plane.is_feature]
         num_layers = layered[0].num_layers
         assert all(plane.num_layers == num_layers for plane in layered)
         return cls(num_layers, frame_bytes // max(plane.bytes_per_token_per_layer for plane in layered))
 
     def ending_at(self, layer: int, *, num_tokens: int) -> range | None:
-        """The group that is complete with this layer, for a sequence's tokens of the chunk; None within one."""
+        """Returns the group that ends with this layer, for a sequence's tokens of the chunk; None if none does."""
         size = min(max(self.tokens_per_frame // num_tokens, 1), self.num_layers)
         is_last = layer == self.num_layers - 1
         if (layer + 1) % size and not is_last:
@@ -241,7 +240,7 @@ class LayerGroups:
 def cut_frames(
     plane: PlaneSpec, heads: range, layers: range, start_token: int, end_token: int, *, max_frame_bytes: int
 ) -> Iterator[Region]:
-    """Cuts layers × tokens of `heads` into frames: by tokens, and by layers only when one token of all is too large."""
+    """Cuts layers × tokens of `heads` into frames: by tokens, and by layers only if one token of all is too large."""
     per_layer = len(heads) * plane.bytes_per_head
     assert per_layer <= max_frame_bytes, "one token of one layer fits into a frame"
     num_layers = min(len(layers), max_frame_bytes // per_layer)
@@ -266,19 +265,19 @@ def add_part(parts: list[TimedPart], part: TimedPart) -> None:
 
 
 class PushedParts:
-    """What a push has sent, part by part, and when its receiver had it; by the monotonic clock.
+    """The parts that a push has sent, and when the receiver had them, on the monotonic clock.
 
-    The push's thread adds; acknowledgements come in the order of the frames, from another thread.
+    The push's thread adds parts; acknowledgements come in the order of frames from another thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._parts: list[TimedPart] = []
-        self._waiting: deque[tuple[int, int]] = deque()  # of parts that are not acknowledged: (index, last frame)
-        self._acknowledged = (0, 0.0)  # the newest frame, and when
+        self._waiting: deque[tuple[int, int]] = deque()  # (index, last frame) of parts that are not acknowledged
+        self._acknowledged = (0, 0.0)  # the newest frame, and its time
 
     def add(self, start: float, num_bytes: int, *, last_frame: int) -> None:
-        """A part has been sent. `last_frame`: its number, from 1, among all frames of the push."""
+        """Adds a sent part. `last_frame`: the number of its last frame in the push, from 1."""
         with self._lock:
             frame, at = self._acknowledged
             add_part(self._parts, TimedPart(start, at if frame >= last_frame else start, num_bytes))
@@ -286,14 +285,14 @@ class PushedParts:
                 self._waiting.append((len(self._parts) - 1, last_frame))
 
     def acknowledge(self, frame: int) -> None:
-        """This frame, and those before it."""
+        """Records that this frame and those before it are acknowledged."""
         now = time.monotonic()
         with self._lock:
             self._acknowledged = (frame, now)
             self._end(frame, now)
 
     def settle(self, committed_at: float) -> tuple[TimedPart, ...]:
-        """All of them. The answer to a commit acknowledges every frame."""
+        """Returns all parts. The answer to a commit acknowledges every frame."""
         with self._lock:
             if self._waiting:
                 self._end(self._waiting[-1][1], committed_at)

@@ -1,4 +1,4 @@
-"""Which jobs may hold a push: bounded in all, and shared between decode nodes."""
+"""The limit of jobs with a push, which decode nodes share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from prefill_node.task import PrefillTask
 class PushPlaces:
     """At most `max_pushes` jobs are computed or pushed; the others wait, by priority, then by arrival.
 
-    A decode node may have as many as are free for others (dynamic thresholds: Choudhury and Hahne, 1998): one that
-    takes nothing holds half of the places, two of them a third each, and the rest is left to those that do.
+    A decode node may hold as many places as are free for others (dynamic thresholds: Choudhury and Hahne, 1998). So
+    one that takes nothing holds at most half of the places, and two of them a third each; the rest is left to others.
     Owned by the engine thread.
     """
 
@@ -22,15 +22,15 @@ class PushPlaces:
         self._num_taken: Counter[str] = Counter()  # by KV address
         self._waiting: dict[str, list[tuple[int, int, PrefillTask]]] = {}  # by KV address, in order
         self.num_waiting = 0
-        """May be read by any thread."""
+        """Readable from any thread."""
 
     def add(self, task: PrefillTask) -> None:
-        """The task waits until `take` gives it out."""
+        """Adds a task, which waits until `take` yields it."""
         bisect.insort(self._waiting.setdefault(task.job.call.kv_address, []), _entry(task))
         self.num_waiting += 1
 
     def take(self) -> Iterator[PrefillTask]:
-        """Those for which there is room now; they hold a place until they leave."""
+        """Yields the tasks for which there is room now; they hold a place until they leave."""
         while True:
             num_free = self._max_pushes - self._num_taken.total()
             heads = [waiting[0] for address, waiting in self._waiting.items() if self._num_taken[address] < num_free]
@@ -43,7 +43,7 @@ class PushPlaces:
             yield task
 
     def leave(self, task: PrefillTask) -> None:
-        """It has ended, or is not wanted any more."""
+        """Removes a task that has ended or was cancelled."""
         if not task.is_in_work:
             self._remove(task)
             return

@@ -1,4 +1,4 @@
-"""PrefillService: proto in, domain call, proto out; and the call's spans."""
+"""PrefillService: proto in, domain call, proto out; records the call's spans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefill_node.jobs import CancelJob, Command, JobEnded, PrefillJob
 
 
 class PendingJobs:
-    """Jobs in work, by id: numbers them, bounds them, and waits for their ends. Lives on the event loop."""
+    """The jobs in work, by id, at most `max_jobs`. Event loop only."""
 
     def __init__(self, *, submit: Callable[[Command], None], max_jobs: int) -> None:
         self._submit = submit
@@ -39,9 +39,9 @@ class PendingJobs:
         return len(self._waiting)
 
     async def run(self, call: PrefillCall) -> PrefillFigures:
-        """One job, from queue to commit; cancelling this stops computation and push.
+        """Runs one job, from queue to commit; cancelling this stops computation and push.
 
-        Raises: PeerLostError (draining), CapacityError (queue full), and what ended the job.
+        Raises: PeerLostError when draining, CapacityError if the queue is full, or the error that ended the job.
         """
         if self._is_draining:
             raise PeerLostError("the prefill node is draining", reason="DRAINING")
@@ -54,7 +54,7 @@ class PendingJobs:
         try:
             return await future
         finally:
-            if self._waiting.pop(job.job_id, None) is not None:  # no end has come: nobody waits for it any more
+            if self._waiting.pop(job.job_id, None) is not None:  # cancelled before the job's end
                 self._submit(CancelJob(job.job_id))
 
     def deliver(self, ended: Sequence[JobEnded]) -> None:
@@ -68,11 +68,11 @@ class PendingJobs:
                 future.set_result(end.result)
 
     def fail_all(self, error: OutriderError) -> None:
-        """The engine is gone: nothing else will end these."""
+        """Fails all jobs, when the engine cannot end them any more."""
         self.deliver([JobEnded(job_id, error) for job_id in self._waiting])
 
     def start_draining(self) -> None:
-        """No new jobs."""
+        """Refuses new jobs from now on."""
         self._is_draining = True
 
     async def wait_until_idle(self) -> None:
@@ -82,15 +82,15 @@ class PendingJobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What a request is checked against."""
+    """The model and limits that requests are checked against."""
 
     node_name: str
     info: ModelInfo
-    max_tokens: int  # of one prompt: the model's window, and what the KV pool can hold
+    max_tokens: int  # limit of one prompt: the model's window and the size of the KV pool
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """`serve` is called when the model is there; until then routers are told to come back."""
+    """PrefillService. `serve` is called when the model is loaded; until then routers are asked to retry."""
 
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         self._tracer = tracer
@@ -118,7 +118,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 def check_call(call: PrefillCall, served: ServedModel) -> None:
-    """Raises: InvalidRequestError, MismatchError."""
+    """Checks the call. Raises: InvalidRequestError, MismatchError."""
     if call.fingerprint != served.info.fingerprint:
         raise MismatchError(
             f"{served.node_name} serves {served.info.name} with fingerprint {served.info.fingerprint}, "
@@ -150,7 +150,7 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
 async def traced(
     tracer: Tracer, call: PrefillCall, metadata: Metadata | None, job: Awaitable[PrefillFigures]
 ) -> PrefillFigures:
-    """Records the call's span, and its push's below it, however the job ends. `metadata`: of the router's call."""
+    """Records spans for the call and its push, however the job ends. `metadata`: that of the router's call."""
     whole = tracer.join("prefill", caller_of_call(metadata))
     if not whole.is_recording():
         return await job
@@ -158,7 +158,7 @@ async def traced(
     figures = PrefillFigures()
     try:
         figures = await job
-    except asyncio.CancelledError:  # its router has given it up, as with a client that leaves
+    except asyncio.CancelledError:  # cancelled by its router, e.g. because the client left
         whole.add_event("cancelled")
         raise
     except BaseException as failure:
@@ -185,7 +185,7 @@ async def traced(
         )
         for chunk in figures.chunks:
             whole.add_event("chunk", {"outrider.num_tokens": chunk.amount}, since_start(chunk.end_seconds))
-        if figures.connector:  # else it did not end well
+        if figures.connector:  # empty if the job failed
             pushed_at = since_start(figures.pushed[0].start_seconds) if figures.pushed else ended_at
             push = tracer.child(whole, "kv_push", kind=SpanKind.CLIENT, started_at=pushed_at)
             push.set_attributes(

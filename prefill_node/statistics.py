@@ -1,4 +1,4 @@
-"""What a prefill node reports of itself, besides the step at hand: its prompt tokens."""
+"""Statistics of a prefill node: steps and prompt tokens."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class StepStats:
 
 
 class PromptTokens:
-    """How many are waiting, how many were computed lately. Thread-safe: the engine thread writes, others read."""
+    """Counts of outstanding and recently computed tokens. Thread-safe: the engine thread writes, others read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
-        self._outstanding: dict[int, int] = {}  # job -> prompt tokens not computed
+        self._outstanding: dict[int, int] = {}  # job -> prompt tokens that are not computed
         self._clock = clock
         self._busy: deque[tuple[float, float]] = deque()  # (start, end) of each time with some, oldest first
-        self._busy_since: float | None = None  # the start of one that has not ended
+        self._busy_since: float | None = None  # start of the current period
         self._computed = RecentSum(clock)
         self.add_computed = self._computed.add
         self.tokens_per_second = self._computed.per_second
 
     def set_outstanding(self, job_id: int, num_tokens: int) -> None:
-        """Prompt tokens of a job that wait for or are in computation; 0 forgets the job."""
+        """Sets the prompt tokens of a job that are waiting or in computation; 0 forgets the job."""
         with self._lock:
             if num_tokens:
                 self._outstanding[job_id] = num_tokens
@@ -54,7 +54,7 @@ class PromptTokens:
             return sum(self._outstanding.values())
 
     def saturation(self) -> float:
-        """The share of the last ten seconds in which some were outstanding, 0 to 1. A process may be younger."""
+        """Returns the fraction (0 to 1) of the last ten seconds with outstanding tokens, also in a younger process."""
         with self._lock:
             now = self._clock()
             self._forget_old(now)
@@ -63,6 +63,6 @@ class PromptTokens:
             return min(sum(end - max(start, oldest) for start, end in times) / RATE_WINDOW_SECONDS, 1.0)
 
     def _forget_old(self, now: float) -> None:
-        """With the lock held."""
+        """Drops old periods. The lock must be held."""
         while self._busy and self._busy[0][1] <= now - RATE_WINDOW_SECONDS:
             self._busy.popleft()

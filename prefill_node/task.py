@@ -1,4 +1,4 @@
-"""One prefill job in work: its sequence, its push, and the times that its answer tells."""
+"""One prefill job in work: its sequence, its push, and the times in its answer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
 
 MIN_READ_TOKENS = 64
-"""Fewer are computed: reading them costs a round trip."""
+"""Tokens of a held prefix below which it is computed instead, as reading costs a round trip."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefillTask:
-    """Owned by the engine thread."""
+    """A job in work. Owned by the engine thread."""
 
     job: PrefillJob
     sequence: EngineSequence
-    push: KvPush | None = None  # since its admission
-    pinned: SequenceKV | None = None  # what the push may still read, once nothing is computed any more
-    is_in_work: bool = False  # computed or pushed: no longer held
-    is_reading: bool = False  # its push writes the held prefix into its blocks
+    push: KvPush | None = None  # set when the job is admitted
+    pinned: SequenceKV | None = None  # blocks that the push may still read when computation has ended
+    is_in_work: bool = False  # whether it is computed or pushed, i.e. has a place
+    is_reading: bool = False  # whether its push writes the held prefix into its blocks
     is_cancelled: bool = False
     num_cached_tokens: int = 0
     num_read_tokens: int = 0
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed, in pieces
-    chunks: list[TimedPart] = field(default_factory=list)  # by the monotonic clock
+    chunks: list[TimedPart] = field(default_factory=list)  # on the monotonic clock
     compute_ended_at: float | None = None
 
     @classmethod
@@ -53,7 +53,7 @@ class PrefillTask:
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """That are still to be computed, as far as others wait for them."""
+        """Number of tokens still to be computed, as far as other requests wait for them."""
         num_known = self.num_cached_tokens + self.num_read_tokens + self._num_computed_tokens
         return min(len(self.sequence.token_ids) - num_known, self.job.call.most_outstanding_tokens)
 
@@ -62,9 +62,9 @@ class PrefillTask:
         return sum(chunk.amount for chunk in self.chunks)
 
     def reserve_to_read(self, pool: BlockPool) -> bool:
-        """Takes blocks for the whole prompt, into which its push reads what only the decode node holds of it.
+        """Reserves blocks for the whole prompt, so that its push can read the held prefix from the decode node.
 
-        False: it may not, there is too little to gain, or no room.
+        Returns False if the job may not read, gains too little by it, or finds no room.
         """
         call, tokens = self.job.call, self.sequence.token_ids
         if not call.may_read_held or self.sequence.scoring is not None:
@@ -80,7 +80,7 @@ class PrefillTask:
         return True
 
     def end_reading(self, *, has_read: bool) -> None:
-        """The push writes into the blocks no more. What it has written counts if it is all there."""
+        """Ends reading; after this the push does not write into the blocks. The tokens count only if all arrived."""
         kv, num_held = self.sequence.kv, self.job.call.held_prefix_length
         assert kv is not None
         self.is_reading = False
@@ -89,23 +89,23 @@ class PrefillTask:
             kv.advance(num_held)
 
     def pin(self) -> None:
-        """Keeps the blocks that the push may still use when the sequence leaves the batch. Idempotent."""
+        """Keeps the blocks that the push may still use after the sequence leaves the batch. Idempotent."""
         kv = self.sequence.kv
         if kv is None or self.push is None or self.pinned is not None:
             return
-        if self.is_reading:  # blocks without valid tokens, too
+        if self.is_reading:  # keeps blocks without valid tokens, too
             self.pinned, self.sequence.kv = kv, None
         else:
             self.pinned = kv.fork()
 
     def end_compute(self) -> None:
-        """The prompt is computed: the push has been offered all of it."""
+        """Ends computation: the push has been offered the whole prompt."""
         assert self.push is not None
         self.compute_ended_at = time.monotonic()
         self.push.finish()
 
     def result(self, outcome: PushOutcome) -> PrefillFigures:
-        """The answer after a push that was committed."""
+        """Returns the answer after a committed push."""
         assert outcome.committed_at is not None
         assert self.compute_ended_at is not None
         first_frame_at = outcome.first_frame_at if outcome.first_frame_at is not None else outcome.committed_at
@@ -137,16 +137,16 @@ def _since(arrived_at: float, parts: Iterable[TimedPart]) -> tuple[TimedPart, ..
 
 
 class Chunk(NamedTuple):
-    """A forward pass that has been launched."""
+    """A launched forward pass."""
 
     plan: StepPlan
     launched_at: float  # monotonic seconds
-    seconds: float  # of the launch, without waits for turns
-    end: Any  # a fence of the cache, where a device has only been asked for it; None: all is computed
+    seconds: float  # duration of the launch without waits for turns
+    end: Any  # a fence of the cache if a device computes asynchronously; None if all is computed
 
 
 def chunk_rows(item: Scheduled) -> SequenceRows:
-    """With logits where logprobs of the prompt are wanted."""
+    """Returns the chunk's rows, with logits if prompt logprobs are requested."""
     sequence = item.sequence
     assert sequence.kv is not None
     start = sequence.num_computed

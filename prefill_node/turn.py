@@ -1,4 +1,4 @@
-"""When a prefill node computes, where other nodes compute on the same processors (ADR 17)."""
+"""Turns of a prefill node on processors that it shares with other nodes (ADR 17)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
 
 WAIT_SECONDS = 0.1
-"""So often a node that waits for its turn looks whether it is to stop."""
+"""Seconds between two checks for a stop while the node waits for its turn."""
 
 
 class PrefillTurn:
-    """A chunk computes in turns, which end with it or between two layers. Engine thread only, but for its attributes.
+    """The turns in which chunks are computed; one ends with a chunk or between two layers.
 
-    A turn goes on after a chunk that has ended a prompt, if there is another chunk: a decode node that had the
-    processors at once would compute a step without the prompt, whose KV is still on its way, and the prompt's first
-    token would come a chunk later. It gets them when the KV has arrived.
+    A turn continues after a chunk that has ended a prompt, if there is another chunk. Otherwise a decode node would
+    get the processors at once and compute a step without that prompt, whose KV is still in transfer, and the prompt's
+    first token would come a chunk later. The turn ends when the KV has arrived. Only the attributes are for other
+    threads.
     """
 
     def __init__(
         self, turns: CpuTurns, clock: StepClock, progress: StepProgress, *, seconds: float, num_layers: int
     ) -> None:
-        """`seconds`: how long others wait for it."""
-        self.kv_has_arrived = False  # since a turn of others began; set by any thread
-        self.is_stopping = False  # a node that stops waits for nobody: it goes on without; set by any thread
+        """`seconds`: how long others wait for a turn of this node."""
+        self.kv_has_arrived = False  # since other nodes' last turn; set by any thread
+        self.is_stopping = False  # a stopping node continues without a turn; set by any thread
         self._turns = turns
         self._clock = clock
         self._progress = progress
@@ -33,7 +34,7 @@ class PrefillTurn:
         self._is_held = False
 
     def take(self) -> None:
-        """Waits for a turn, unless one goes on."""
+        """Waits for a turn, unless one continues."""
         if self._is_held:
             return
         with self._progress.paused():
@@ -43,11 +44,11 @@ class PrefillTurn:
         self._clock.mark(Part.CPU_TURN)
 
     def keep(self) -> bool:
-        """For the next layer of the chunk that `progress` expects. False: the turn is lost."""
+        """Extends the turn by the next layer of the chunk that `progress` expects. Returns False if it is lost."""
         return self._turns.keep(self._progress.at_hand.expected_seconds / self._num_layers)
 
     def give_way(self) -> None:
-        """Between two layers: lets others compute, if it is time, and waits for the next turn."""
+        """Lets others compute between two layers, if it is time, and waits for the next turn."""
         if not self.keep() or self._is_over():
             self._clock.mark(Part.FORWARD)
             self.give()
@@ -55,12 +56,12 @@ class PrefillTurn:
             self.keep()
 
     def end_chunk(self, *, goes_on: bool) -> None:
-        """`goes_on`: the chunk has ended a prompt, and there is another one."""
+        """Ends the turn unless it may continue. `goes_on`: the chunk has ended a prompt, and there is another one."""
         if not goes_on or self._is_over():
             self.give()
 
     def give(self) -> None:
-        """Idempotent."""
+        """Gives the turn back. Idempotent."""
         self._is_held = self.kv_has_arrived = False
         self._turns.give()
 

@@ -28,7 +28,7 @@ MAX_TOKENS_PER_UPDATE = 4096
 MAX_TOKENS_PER_MESSAGE = 16_384
 
 MAX_COPIED_BYTES = 1 << 20
-"""Bytes of features that a step copies from their plane; what a node has lost is sent again in parts."""
+"""Bytes of features that a step copies from their plane. What a node has lost is sent again in parts."""
 
 MAX_ALL_UNACKED_BYTES = 64 << 20
 """Bytes of unacknowledged features of all sequences at which no more are copied."""
@@ -41,8 +41,8 @@ UNANSWERED_SECONDS = 10.0
 class DraftCounters:
     """Counters since the start of the process."""
 
-    lead_seconds: float = 0.0  # that drafts had been here when they were found, in all
-    num_stale_answers: int = 0  # for sequences that ended, moved, never existed or have their answer
+    lead_seconds: float = 0.0  # sum of the times between a draft's arrival and its use
+    num_stale_answers: int = 0  # for sequences that ended, moved, never existed or are answered already
     num_quarantined: int = 0
 
 
@@ -50,9 +50,9 @@ class DraftCounters:
 class StepDrafts:
     """The drafts of one step, by sequence id: what draft nodes have, and the best of all after ranking."""
 
-    trees: dict[int, DraftTree] = field(default_factory=dict)  # of draft nodes
+    trees: dict[int, DraftTree] = field(default_factory=dict)  # from draft nodes
     requested: set[int] = field(default_factory=set)  # sequences that want drafts
-    hits: set[int] = field(default_factory=set)  # requested sequences whose draft was here
+    hits: set[int] = field(default_factory=set)  # requested sequences whose draft was available
     missing: list[int] = field(default_factory=list)  # requested sequences whose draft may come while the step waits
     waited_seconds: float = 0.0
     ranked: dict[int, RankedDraft] = field(default_factory=dict)  # the best draft of each sequence, from any source
@@ -62,18 +62,18 @@ class FeatureRange(NamedTuple):
     """Features to copy from their plane."""
 
     sequence_id: int
-    start: int  # tokens
+    start: int  # token positions
     end: int
 
 
 class DraftBook:
     """The newest state of every sequence, for any number of draft nodes. Guarded by its owner's lock.
 
-    A sequence has at most one unanswered update. So a node that was frozen, for however long, finds one message when it
-    goes on, and the next one is made from the state of that moment.
+    A sequence has at most one unanswered update. So a node that was frozen, for however long, finds one message when
+    it continues, and the next one is made from the state of that moment.
 
-    One node serves a sequence at a time: first the connected node with the fewest sequences, another one when that is
-    lost, late or full, or sends an invalid answer. Each such assignment has a stream id of its own.
+    One node serves a sequence at a time: first the connected node with the fewest sequences, then another one if that
+    is lost, late or full, or sends an invalid answer. Each such assignment has its own stream id.
     """
 
     def __init__(self, *, clock: Callable[[], float], feature_bytes: int = 0) -> None:
@@ -83,7 +83,7 @@ class DraftBook:
         self.nodes = DraftNodes()
         self._sequences: dict[int, DraftedSequence] = {}  # by the engine's id
         self._served: dict[int, Assignment] = {}  # by stream id
-        self._unserved: dict[DraftedSequence, None] = {}  # without a node that has room
+        self._unserved: dict[DraftedSequence, None] = {}  # sequences for which no node has room
         self._stream_ids = itertools.count(1)
         self.counters = DraftCounters()
         self.min_reach = 0.0
@@ -108,11 +108,11 @@ class DraftBook:
     def missing_features(self, available: Mapping[int, int]) -> list[FeatureRange]:
         """Returns what to copy for nodes that need features, at most `MAX_COPIED_BYTES`.
 
-        Sequences that lack the fewest features come first, the newest of them first: a head can draft only when it has
-        all, so many transfers at a time would end too late. A transfer is not begun if it cannot end before the
-        sequence does.
+        Sequences that lack the fewest features come first, and the newest of them first: a head can draft only when
+        it has all, so with many transfers at a time all would end too late. A transfer is not begun if it cannot end
+        before the sequence does.
 
-        `available`: for how many tokens, from the first on, the plane has features, by sequence id.
+        `available`: the number of tokens, from the first on, with features in the plane, by sequence id.
         """
         missing: list[tuple[int, int, FeatureRange]] = []
         for sequence_id, num_available in available.items():
@@ -151,7 +151,7 @@ class DraftBook:
             self._unassign(drafted.assignment)
 
     def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> StepDrafts:
-        """Finds the drafts that are here. `wait_seconds`: how long the caller would wait for missing ones."""
+        """Finds the available drafts. `wait_seconds`: how long the caller would wait for missing ones."""
         now = self._clock()
         found = StepDrafts()
         for sequence_id in sequence_ids:
@@ -188,14 +188,14 @@ class DraftBook:
         self.nodes.remove(node)
 
     def connected(self, node: DraftNodeState, *, needs_features: bool = False) -> None:
-        """Notes that a new stream is open, whose node knows nothing yet. `needs_features`: whether it has a head."""
+        """Records that a new stream is open, whose node knows nothing yet. `needs_features`: whether it has a head."""
         node.is_connected = True
         node.needs_features = needs_features
         node.retry_seconds = 0.0
         self._assign_unserved(self._clock())
 
     def disconnected(self, node: DraftNodeState) -> None:
-        """Notes that the stream has ended; its sequences move to other nodes, which are sent all their tokens."""
+        """Records that the stream has ended; its sequences move to other nodes, which are sent all their tokens."""
         node.disconnected()
         self._move_away(node, keep=0)
 
@@ -227,7 +227,7 @@ class DraftBook:
                 tokens_left -= len(update.token_ids)
                 feature_bytes_left -= len(update.features)
                 updates.append(update)
-            del node.news[stream_id]  # when it is answered, what is left is noted again
+            del node.news[stream_id]  # an answer queues the rest again
         return updates
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
@@ -304,7 +304,7 @@ class DraftBook:
     def _may_come(self, drafted: DraftedSequence, now: float, wait_seconds: float) -> bool:
         """Returns whether a draft may arrive in time, by the usual duration of the node's answers.
 
-        There is no wait for a sequence without a draft last time, nor for a late node: late drafts are used as well.
+        There is no wait for a sequence that had no draft last time, nor for a late node, whose drafts serve later.
         """
         served = drafted.assignment
         if served is None or served.had_nothing or not (drafted.has_news or served.asked):
@@ -345,7 +345,7 @@ class DraftBook:
         self._note_news(drafted)
 
     def _assign_unserved(self, now: float) -> None:
-        # A sequence that is too long for every node does not hold up others.
+        # A sequence that is too long for every node does not delay others.
         for drafted in sorted(self._unserved, key=lambda each: each.num_refusals):
             self._assign(drafted, now)
 
@@ -362,7 +362,7 @@ class DraftBook:
             node.closed.append(stream_id)
 
     def _move(self, served: Assignment, now: float) -> None:
-        """Assigns the sequence to the node that suits it best now."""
+        """Assigns the sequence to the most suitable node at present."""
         self._unassign(served)
         self._assign(served.sequence, now)
 

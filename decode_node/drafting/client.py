@@ -31,7 +31,7 @@ NO_TABLES: Mapping[int, SequenceKV] = {}
 
 @dataclass(frozen=True, slots=True)
 class DraftClientStatus:
-    """For metrics."""
+    """The client's state for metrics."""
 
     is_late: Mapping[str, bool] = field(default_factory=dict)  # by address; True if it is not connected
     counters: DraftCounters = field(default_factory=DraftCounters)
@@ -97,7 +97,7 @@ class DraftClient:
         await self._nodes.stop()
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        """Announces a sequence as early as its prompt is known, and asks for its first draft."""
+        """Announces a sequence as soon as its prompt is known, and asks for its first draft."""
         with self._changed:
             self._book.open(sequence_id, start, token_ids, num_wanted=num_wanted)
         self._wake()
@@ -116,8 +116,8 @@ class DraftClient:
     ) -> None:
         """Takes over what a step has committed: (sequence id, new token ids, draft tokens wanted next).
 
-        `tables`: where the features of each sequence are, by id; all tokens but the newest have features. `min_reach`:
-        see ProposalRequest.
+        `tables`: block tables of the sequences' features, by id; all tokens but the newest have features.
+        `min_reach`: see ProposalRequest.
         """
         copied = self._copy_features(tables) if tables else ()
         with self._changed:
@@ -197,7 +197,7 @@ class DraftClient:
             return
         try:
             loop.call_soon_threadsafe(self._wake_links)
-        except RuntimeError:  # the loop has ended in between
+        except RuntimeError:  # the loop has ended meanwhile
             self._loop = None
 
     def _wake_links(self) -> None:

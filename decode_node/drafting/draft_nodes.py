@@ -15,8 +15,9 @@ MIN_STEP_SECONDS = 0.0125
 SMOOTHING = 0.2
 
 LOST_SECONDS = 1.0
-"""Seconds that an answer counts as, at most; a stream that ends counts as such an answer. After that a node is late
-until about fourteen answers in a row were in time."""
+"""Maximum seconds that an answer counts as; a stream that ends counts as such an answer. The node is then late until
+about fourteen answers in a row were in time.
+"""
 
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
@@ -28,10 +29,10 @@ MAX_UNSOLICITED_IN_A_ROW = 4096
 
 @dataclass(slots=True, eq=False)
 class DraftNodeState:
-    """What the book knows of one draft node. Guarded by the book's lock."""
+    """The state of one draft node. Guarded by the book's lock."""
 
     node_id: int  # never used twice
-    rank: int  # the lowest comes first among nodes with equally many sequences
+    rank: int  # breaks ties between nodes with equally many sequences, lowest first
     is_connected: bool = False
     needs_features: bool = False  # while it is connected
     num_sequences: int = 0
@@ -39,9 +40,9 @@ class DraftNodeState:
     news: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
     asked: dict[int, float] = field(default_factory=dict)  # stream id → when its unanswered update was sent; in order
     answer_seconds: float = 0.0  # running mean
-    gave_away: bool = False  # all its sequences but one have moved, as it is late
+    gave_away: bool = False  # whether all its sequences but one have moved, as it is late
     num_unsolicited: int = 0  # in a row
-    retry_seconds: float = 0.0  # 0: the node has room, as far as is known
+    retry_seconds: float = 0.0  # 0: the node is not known to be full
     retry_at: float = 0.0
     trial: int | None = None  # stream id of the sequence that tries whether there is room again
     refused_length: int = 0  # tokens of the shortest sequence refused since the node last had room for all
@@ -55,7 +56,7 @@ class DraftNodeState:
         self.answer_seconds += SMOOTHING * (min(seconds, LOST_SECONDS) - self.answer_seconds)
 
     def disconnected(self) -> None:
-        """Notes that the stream has ended, which counts like a late answer."""
+        """Records that the stream has ended, which counts like a late answer."""
         if self.is_connected:
             self.answer_seconds = LOST_SECONDS
         self.is_connected = self.needs_features = False
@@ -67,15 +68,15 @@ class DraftNodeState:
     # sequence may be too long for it at any time, so sequences of less than half its length are not held back.
 
     def is_taken_for_full(self, length: int) -> bool:
-        """Returns whether it has no room for so many tokens, judging by what it has refused."""
+        """Returns whether it has no room for `length` tokens, judging by its refusals."""
         return self.retry_seconds > 0.0 and 2 * length >= self.refused_length
 
     def has_room(self, now: float, length: int) -> bool:
-        """Returns whether one more sequence of so many tokens may be given to it."""
+        """Returns whether it may be given one more sequence of `length` tokens."""
         return not self.is_taken_for_full(length) or (self.trial is None and now >= self.retry_at)
 
     def has_refused(self, stream_id: int, now: float, length: int) -> None:
-        """Notes that it had no room for a sequence of so many tokens."""
+        """Records that it had no room for a sequence of `length` tokens."""
         is_first = self.retry_seconds == 0.0
         self.refused_length = length if is_first else min(self.refused_length, length)
         if is_first or stream_id == self.trial:
@@ -83,7 +84,7 @@ class DraftNodeState:
             self.retry_at = now + self.retry_seconds
 
     def has_accepted(self, stream_id: int, now: float, *, others_wait: bool) -> bool:
-        """Notes that it had room for a sequence. Returns whether that was the trial: then the next one may follow."""
+        """Records that it had room for a sequence. Returns whether that was the trial: then the next one may follow."""
         if stream_id != self.trial:
             return False
         self.trial = None
@@ -137,7 +138,7 @@ class DraftNodes:
         return node.is_connected and not self.is_late(node, now)
 
     def choose(self, now: float, length: int, *, refused: AbstractSet[int]) -> DraftNodeState | None:
-        """Chooses the connected node with the fewest sequences that has room for a sequence of so many tokens.
+        """Chooses the connected node with the fewest sequences that has room for a sequence of `length` tokens.
 
         A late node is given one sequence at most while others are in time.
         """

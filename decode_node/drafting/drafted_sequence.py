@@ -1,4 +1,4 @@
-"""A sequence as the draft streams see it: what its draft node knows, was asked for, and has proposed."""
+"""A sequence in the draft streams: what its draft node knows, was asked for, and has proposed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from outrider.speculation.proposal_table import ProposalTable
 from outrider.speculation.token_distribution import TokenDistribution
 
 MAX_TOKENS_AHEAD = 64
-"""Tokens after the committed ones at which a branch may begin, at most: the node drafts past its own draft."""
+"""Maximum number of tokens between the committed ones and a branch: the node drafts beyond its own draft."""
 
 KEEP_UP_TOKENS = 32
-"""New tokens of a sequence that wants no drafts after which its node is sent an update, instead of after each step."""
+"""New tokens of a sequence that wants no drafts after which its node is sent an update."""
 
 RESEND_SECONDS = 1.0
-"""Seconds between two times that a sequence is sent from its start to the same node, at least."""
+"""Minimum seconds between two times that a sequence is sent from its start to the same node."""
 
 MAX_UNACKED_BYTES = 1 << 20
-"""Bytes of a sequence's unacknowledged features, which are kept here, at which no more are copied from the plane."""
+"""Bytes of a sequence's unacknowledged features here at which no more are copied from the plane."""
 
 
 class UnackedFeatures:
@@ -44,8 +44,8 @@ class UnackedFeatures:
     def __init__(self, bytes_per_token: int) -> None:
         self._size = bytes_per_token
         self._data = bytearray()
-        self.num_acked = 0  # acknowledged tokens, from the first on; `_data` begins there
-        self.num_sent = 0  # most tokens that were sent: no more can be acknowledged
+        self.num_acked = 0  # number of acknowledged tokens; `_data` begins there
+        self.num_sent = 0  # number of tokens sent, the most that can be acknowledged
 
     @property
     def end(self) -> int:
@@ -62,7 +62,7 @@ class UnackedFeatures:
         return (MAX_UNACKED_BYTES - len(self._data)) // self._size
 
     def add(self, start: int, payload: bytes) -> bool:
-        """Adds copies from the plane. False, and dropped, if `start` is not `end`: the sequence was begun again."""
+        """Adds copies from the plane. Returns False, and drops them, if `start` is not `end` after a restart."""
         if start != self.end:
             return False
         self._data += payload
@@ -81,7 +81,7 @@ class UnackedFeatures:
             self.num_acked = num_tokens
 
     def begin_again(self) -> None:
-        """Notes that the node has no features, so that all are copied from the plane again."""
+        """Records that the node has no features, so that all are copied from the plane again."""
         self._data.clear()
         self.num_acked = 0
 
@@ -103,13 +103,13 @@ class DraftedSequence:
     committed: HashedTokens
     num_wanted: int
     assignment: Assignment | None = None
-    has_news: bool = True  # there is something that its node was not sent
+    has_news: bool = True  # whether there is something that its node was not sent
     refused: set[int] = field(default_factory=set)  # ids of nodes that have sent invalid answers for it
     num_refusals: int = 0  # by nodes without room
     trees: ProposalTable = field(default_factory=ProposalTable)
 
     def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        """Takes over newly committed tokens, and how many draft tokens are wanted next."""
+        """Adds newly committed tokens, and sets the number of draft tokens wanted next."""
         self.committed.extend(token_ids)
         only_keeps_up = num_wanted <= 0 and self.num_wanted <= 0
         self.num_wanted = num_wanted
@@ -256,7 +256,7 @@ class Assignment:
         return None
 
     def _begin_again(self, now: float) -> None:
-        """Notes that the node has nothing: all is sent from the start, later if that was done just now."""
+        """Records that the node has nothing: all is sent from the start, later if that was done just now."""
         if now - self.resent_at < RESEND_SECONDS:
             self.ready_at = self.resent_at + RESEND_SECONDS
         self.resent_at = now

@@ -22,13 +22,13 @@ WAIT_SHARE_OF_STEP = 0.2
 """Share of the last step's duration that a step waits for draft nodes, at most."""
 
 FeaturesOf = Callable[[EngineSequence], Features]
-"""Returns what the target's forwards have computed of a sequence for a head."""
+"""Returns the features that the target's forwards have computed of a sequence for a head."""
 
 _log = get_logger("drafts")
 
 
 def log_failed_proposer(error: Exception, sequence_id: int) -> None:
-    """Logs that a proposer in this process has failed for a sequence, which goes on without its drafts for a while."""
+    """Logs that a proposer in this process has failed for a sequence, which gets no drafts from it for a while."""
     _log.error("local proposer failed", sequence_id=sequence_id, error=str(error), exc_info=error)
 
 
@@ -40,8 +40,8 @@ class LocalProposer:
         self.needs_constraint = proposer.info.needs_constraint
         self._proposer = proposer
         self._features_of = features_of if proposer.info.features is not None else None
-        self._unread: dict[int, ProposalRequest] = {}  # to read a prompt that it does not know yet, by sequence
-        self._num_read: dict[int, int] = {}  # tokens that it knows, by sequence
+        self._unread: dict[int, ProposalRequest] = {}  # requests for reading prompts that it does not know, by sequence
+        self._num_read: dict[int, int] = {}  # number of tokens that it knows, by sequence
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
         """Announces a sequence, whose prompt may be read while its KV is transferred."""
@@ -104,11 +104,11 @@ class LocalProposer:
 class DraftGatherer:
     """Connects the controller, which decides, with the client of draft nodes and the proposers of this process.
 
-    All sources compete by the acceptance of their drafts in a sequence. A draft that a draft node has sent costs
-    nothing more. Proposers of this process are asked, the cheapest first, if they are expected to improve on the best
+    All sources compete by the acceptance of their drafts in a sequence. A draft that a draft node has sent has no
+    further cost. Proposers of this process are asked, the cheapest first, if they are expected to improve on the best
     draft so far by more than they cost. Drafts that are not verified are judged by the tokens that were committed.
 
-    Engine thread only. A step waits for the network min(`max_wait_seconds`, 20 % of the last step), at most.
+    Engine thread only. A step waits for the network at most min(`max_wait_seconds`, 20 % of the last step).
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class DraftGatherer:
         self._clock = clock
         self._last_step_seconds = 0.0
         self._drafts: dict[int, list[RankedDraft]] = {}  # unverified drafts of this step, by sequence
-        self._starts: dict[int, SequenceStart] = {}  # of open sequences that may have drafts
+        self._starts: dict[int, SequenceStart] = {}  # open sequences that may have drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
         """Announces a sequence when it is granted, so that drafters read the prompt while it is prefilled."""
@@ -224,7 +224,7 @@ class DraftGatherer:
             {key: number for key, number in asked.items() if proposals[key].progress is Progress.DONE},
             found,
             seconds=seconds,
-            num_read=None if has_read_ahead else max(0, num_read),  # less where what was read is forgotten
+            num_read=None if has_read_ahead else max(0, num_read),  # less if read tokens were forgotten
         )
         for sequence_id, draft in found.items():
             at_hand = best.get(sequence_id)
@@ -234,9 +234,9 @@ class DraftGatherer:
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
     ) -> dict[int, int]:
-        """Decides how many of its first tokens the step verifies of each draft, by sequence id.
+        """Decides how many of each draft's first tokens the step verifies, by sequence id.
 
-        `samples`: of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
+        `samples`: those of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
         """
         limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
@@ -286,7 +286,7 @@ class DraftGatherer:
         )
 
     def _warn_if_misread(self, source: str) -> None:
-        """Warns once of a head or draft model, which has a colon in its name, whose drafts are hardly ever right."""
+        """Warns once if almost no drafts of a head or draft model (whose name has a colon) are accepted."""
         known = self._controller.source(source)
         if known.is_misread and (source == DRAFT_NODE or ":" in source):
             _log.warning(
@@ -300,5 +300,5 @@ class DraftGatherer:
 
 
 def _is_coupled(options: RequestOptions) -> bool:
-    """Returns whether coupled sampling verifies the drafts, as of all greedy requests: tokens do not depend on them."""
+    """Returns whether coupled sampling verifies the drafts, so that tokens do not depend on them; true if greedy."""
     return options.is_reproducible or options.sampling.is_greedy

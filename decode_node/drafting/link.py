@@ -65,7 +65,7 @@ class DraftLink:
         self.address = address
         self.node_name = ""
         self.refusal = ""
-        self.incarnation = b""  # of the process at the end of the last stream
+        self.incarnation = b""  # the incarnation of the peer of the last stream
         self._hello = hello
         self._book = book
         self._changed = changed
@@ -167,7 +167,7 @@ class DraftLink:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        for outcome in reversed(outcomes):  # the reader's error says best why a stream has ended
+        for outcome in reversed(outcomes):  # the reader's error explains best why a stream has ended
             if isinstance(outcome, Exception):
                 raise outcome
 
@@ -215,7 +215,7 @@ class DraftLink:
                 self._wake.set()
 
     def _take(self, proto: draft_pb2.SequenceProposals) -> bool:
-        """Takes over one answer. False: it was invalid. The lock is held for as short as possible, as steps need it."""
+        """Adds one answer; returns False if it was invalid. Holds the lock only briefly, as steps need it."""
         answer = proposals_from_proto(proto)
         is_sound = is_well_formed(answer, vocab_size=self._hello.vocab_size)
         with self._changed:

@@ -46,8 +46,9 @@ class PlaneFeatures:
         assert kv is not None
         slots = [kv.slot(place) for place in range(start, end)]
         if slots == list(range(slots[0], slots[-1] + 1)):
-            # A slice keeps the interpreter's lock. A copy would hand it to the event loop, and wait while that sends
-            # the tokens of the last step. The head's kernels, which come next, run beside the event loop.
+            # A slice keeps the interpreter's lock. A copy would release it to the event loop, and wait while that
+            # sends the tokens of the last step. The head's kernels, which come next, run in parallel with the event
+            # loop.
             return self.rows[slots[0] : slots[-1] + 1]
         return self.rows[ids_beside(slots, self.rows)]
 

@@ -1,9 +1,9 @@
-"""A process that compiles constraints for a router: some would take minutes, and no thread can be ended.
+"""A process that compiles constraints for a router: some would take minutes, and a thread cannot be killed.
 
     python -m outrider.constraints.compile_process
 
-Reads lines of JSON: one that describes the tokenizer, then constraints. Answers each with a line: null, or what is
-wrong. It is ended by the system when one takes too much of the processor or of memory.
+It reads lines of JSON: the first describes the tokenizer, the others are constraints. It answers each with a line:
+null, or an error message. The system ends it if a constraint takes too much processor time or memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from outrider.request import Constraint, ConstraintKind
 
 MAX_CPU_SECONDS = 0.5
 MAX_MEMORY_BYTES = 4 << 30
-"""Of address space, of which most is never touched."""
+"""Bytes of address space, most of which is never touched."""
 LOCATE_SECONDS = 0.1
-"""Time for finding the part of a schema that is wrong."""
+"""Seconds for locating the faulty part of a schema."""
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -52,7 +52,7 @@ def _answer(message: str | None) -> None:
 
 
 def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
-    """The error's message, with the place in a schema. Ends the process beyond `MAX_CPU_SECONDS`."""
+    """Returns the error's message, with the place in a schema. Ends the process after `MAX_CPU_SECONDS`."""
     message = _error(tokenizer, constraint)
     if message is None or constraint.kind is not ConstraintKind.JSON_SCHEMA:
         return message
@@ -60,7 +60,7 @@ def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
     deadline = time.monotonic() + LOCATE_SECONDS
 
     def compiles(part: Schema) -> bool:
-        """Also what there is no time to look into."""
+        """Returns whether a part compiles; True if there is no time left to check."""
         if time.monotonic() > deadline:
             return True
         return _error(tokenizer, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(part))) is None
@@ -81,7 +81,7 @@ def _error(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
 
 
 def faulty_part(schema: Schema, compiles: Callable[[Schema], bool]) -> Path:
-    """Where the innermost part is that does not compile by itself, of a schema that does not."""
+    """Returns the path to the innermost part of an invalid schema that does not compile by itself."""
     definitions: Schema = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     path: Path = ()
     while True:

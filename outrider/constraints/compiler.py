@@ -1,4 +1,4 @@
-"""Grammars that a node has compiled, each sample's place in one, and the masks of tokens that it allows there."""
+"""Compiled grammars of a node, each sample's state in one, and the masks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ T = TypeVar("T")
 Masks = npt.NDArray[np.int32]
 """[num_rows, num_words]: bit i of word w says whether token 32 w + i is allowed. Words cover the vocabulary."""
 ALL_ALLOWED = -1
-"""A word of such a mask that allows all of its tokens."""
+"""A word of a mask that allows all of its tokens."""
 
 NUM_THREADS = 2
-"""Threads that compile constraints: one that takes long does not keep the next waiting."""
+"""Threads that compile constraints: with two, a slow one does not delay the next."""
 MAX_COMPILED = 32
-"""The newest grammars, which are kept compiled besides those that samples follow."""
+"""Number of the newest grammars that are kept compiled, besides those in use."""
 MAX_CACHED_MASKS = 256
-"""Of one sample, between two commits: 6 KB each with 49,152 tokens."""
+"""Cached masks of one sample between two commits: 6 KB each with 49,152 tokens."""
 MASK_SECONDS = 0.004
 """Processor time that the masks of one sample in one step may take on average; 0.00005 to 0.001 is usual."""
 TOKEN_SECONDS = 0.0005
 """Processor time that a committed token, or the search for a forced one, may take; 0.00001 to 0.0001 is usual."""
 MAX_DEBT_SECONDS = 0.07
-"""How much more processor time all grammars of a node may take together, since other sequences wait for them."""
+"""Limit of the additional processor time that all grammars of a node may take together, as other sequences wait."""
 MAX_OWN_DEBT_SECONDS = 0.02
-"""A grammar that owes less than this goes on, however much the others owe."""
+"""Debt up to which a grammar may continue, however much the others owe."""
 FORGIVEN_SHARE = 0.02
-"""Share of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
+"""Fraction of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
 NOT_ALLOWED = "a generated token does not follow the constraint"
-"""How such a failure begins: the client brought other tokens, or no token that the constraint allows could be drawn."""
+"""The beginning of such a failure: the client brought other tokens, or no allowed token could be drawn."""
 _LEXER = "lexer error"
-"""Marks errors of the lexer, whose states all samples of a grammar share: another sample may have caused them."""
+"""Marks errors of the lexer, whose states all samples of a grammar share: another sample may have caused the error."""
 
 
 class Debt:
-    """Processor time beyond what is due, less what wall-clock time has forgiven. Thread-safe."""
+    """Processor time beyond the allowance, minus what wall-clock time has forgiven. Thread-safe."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._forgiven_at = clock()  # when there will be none
+        self._forgiven_at = clock()  # when the debt will be 0
 
     @property
     def seconds(self) -> float:
         return max(0.0, (self._forgiven_at - self._clock()) * FORGIVEN_SHARE)
 
     def add(self, seconds: float) -> None:
-        """`seconds`: negative for less than was due, which is not saved up."""
+        """Adds to the debt. A negative value, for work below the allowance, reduces it, but not below 0."""
         with self._lock:
             self._forgiven_at = max(self._forgiven_at, self._clock()) + seconds / FORGIVEN_SHARE
 
 
 class CompiledGrammar:
-    """One grammar for all samples that follow it, and what they have cost. Thread-safe."""
+    """One grammar for all samples that follow it, and their cost. Thread-safe."""
 
     def __init__(
         self,
@@ -77,22 +77,22 @@ class CompiledGrammar:
         own: Debt,
         common: Debt,
     ) -> None:
-        """`common`: of all grammars of a node. Raises: what `compile` raises."""
+        """`common`: the debt of all grammars of a node. Raises: the errors of `compile`."""
         self._compile = compile
         self._lock = threading.Lock()
         self._own = own
         self._common = common
-        self.beginning = compile()  # has consumed nothing; copied, never changed
+        self.beginning = compile()  # a matcher that has consumed nothing; it is copied, never changed
 
     def renewed(self, failed: LLMatcher) -> LLMatcher:
-        """The beginning with an empty lexer: compiles the grammar again, unless another sample has since `failed`."""
+        """Returns the start state with an empty lexer; compiles again unless another sample has replaced `failed`."""
         with self._lock:
             if self.beginning is failed:
                 self.beginning = self._compile()
             return self.beginning
 
     def spend(self, seconds: float, *, due: float) -> None:
-        """Counts work that took `seconds` of a processor and should take `due`."""
+        """Counts work that took `seconds` of a processor and has an allowance of `due`."""
         self._own.add(seconds - due)
         if seconds > due:
             self._common.add(seconds - due)
@@ -103,7 +103,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """For one tokenizer. Its first use reads the tokenizer, which takes about 0.4 s. Thread-safe."""
+    """Compiles constraints for one tokenizer, which its first use reads in about 0.4 s. Thread-safe."""
 
     def __init__(self, tokenizer_json: bytes, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size`: width of the logits."""
@@ -113,32 +113,32 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="constraints")
         self._lock = threading.Lock()
         self._debt = Debt()
-        self._newest: deque[Future[CompiledGrammar]] = deque(maxlen=MAX_COMPILED)  # of those that are done
-        # Those, and others that somebody keeps.
+        self._newest: deque[Future[CompiledGrammar]] = deque(maxlen=MAX_COMPILED)  # finished ones
+        # Includes those and any others that are still referenced.
         self._compiled: WeakValueDictionary[Constraint, Future[CompiledGrammar]] = WeakValueDictionary()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """Raises: NotSupportedError."""
+        """The tokenizer. Raises: NotSupportedError."""
         return open_tokenizer(
             self._tokenizer_json.decode(), vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
         )
 
     def warm_up(self) -> None:
-        """Before the first constraint: what takes long and keeps the interpreter's lock."""
+        """Does in advance what takes long and holds the interpreter's lock."""
         with suppress(NotSupportedError):
             _ = self._tokenizer
 
     def prepare(self, constraint: Constraint) -> Future[CompiledGrammar]:
-        """Compiles it in another thread: `start` is quick once this is done, for as long as it is kept.
+        """Compiles a constraint in another thread; `start` is quick once that is done, as long as the result is kept.
 
-        Its exception is what `start` raises.
+        The future's exception is what `start` raises.
         """
         with self._lock:
             compiled = self._compiled.get(constraint)
             if compiled is None:
                 compiled = self._compiled[constraint] = self._threads.submit(self._compile, constraint)
-                compiled.add_done_callback(self._newest.append)  # not before: others that wait would push it out
+                compiled.add_done_callback(self._newest.append)  # not sooner: waiting ones would push it out
         return compiled
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar:
@@ -146,7 +146,7 @@ class GrammarCompiler:
         return CompiledGrammar(compile_again, own=Debt(), common=self._debt)
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> GrammarState:
-        """For a new sample, which has generated these tokens already.
+        """Returns the state of a new sample that has already generated these tokens.
 
         Raises: InvalidRequestError for a constraint that cannot be compiled, NotSupportedError for a tokenizer whose
         tokens are not known as bytes.
@@ -157,16 +157,16 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """One sample's place in its grammar: a function of the tokens that it has generated. Not thread-safe.
+    """One sample's state in its grammar: a function of the tokens that it has generated. Not thread-safe.
 
-    A matcher that follows the committed tokens, goes along drafts, and comes back. After the grammar's end only
-    end-of-text follows, as often as the request wants it.
+    A matcher follows the committed tokens, goes along drafts, and comes back. After the grammar's end only
+    end-of-text tokens are allowed, any number of them.
     """
 
     def __init__(self, compiled: Future[CompiledGrammar], tokenizer: LLTokenizer) -> None:
         self.failure = ""
-        """Why the sample cannot go on; empty while it can. Its masks mean nothing from then on."""
-        self._compiled = compiled  # kept: whoever starts another sample does not compile it again
+        """Why the sample cannot continue; empty while it can. After a failure its masks are meaningless."""
+        self._compiled = compiled  # kept, so that another sample's start does not compile it again
         self._grammar = compiled.result()
         self._beginning = self._grammar.beginning
         self._matcher = self._beginning.deep_copy()
@@ -174,13 +174,13 @@ class GrammarState:
         self._eos_token_ids = frozenset(tokenizer.eos_tokens)
         self._token_ids: list[int] = []  # consumed
         self._masks: dict[tuple[tuple[int, ...], tuple[int, ...]], Masks] = {}  # by assumed and draft tokens
-        self._dead_ends: dict[tuple[int, ...], str] = {}  # paths after which there is no mask, and why
+        self._dead_ends: dict[tuple[int, ...], str] = {}  # paths after which there is no mask, and the error
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Goes on by generated tokens. A token that the grammar does not allow is a failure."""
+        """Consumes generated tokens. A token that the grammar does not allow is a failure."""
         for path, error in self._dead_ends.items():
             if len(path) < len(token_ids) and path == tuple(token_ids[: len(path)]):
-                self._fail(error)  # what follows was decided without a mask
+                self._fail(error)  # the next token was decided without a mask
         self._masks.clear()
         self._dead_ends.clear()
         for token_id in token_ids:
@@ -196,10 +196,10 @@ class GrammarState:
                 self.failure = f"{NOT_ALLOWED}: {token_id}, after {len(self._token_ids)} others"
 
     def masks(self, assumed_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]) -> Masks:
-        """What may follow the assumed tokens and each of the drafts after them: [len(draft_token_ids) + 1, num_words].
+        """Returns the masks after the assumed tokens and each draft after them: [len(draft_token_ids) + 1, num_words].
 
-        A row after a token that the grammar forbids can never be reached: its mask allows everything. The result is not
-        to be changed; it may be the one of an earlier call.
+        A row after a token that the grammar forbids cannot be reached: its mask allows everything. The result must
+        not be changed; it may be that of an earlier call.
         """
         key = assumed_token_ids, draft_token_ids
         masks = self._masks.get(key)
@@ -215,7 +215,7 @@ class GrammarState:
         return masks
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that spell what alone can follow; empty where there is a choice."""
+        """Returns the tokens of the text that alone can follow; empty if there is a choice."""
         if self.failure or self._matcher.is_stopped() or self._grammar.is_too_slow:
             return []
         started = time.thread_time()
@@ -225,7 +225,7 @@ class GrammarState:
         return [] if error else token_ids
 
     def _consume(self, token_id: int) -> bool:
-        """False: it is not allowed here, or an error."""
+        """Consumes a token. Returns False if it is not allowed here, or on an error."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return token_id in self._eos_token_ids
         if not self._matcher.try_consume_tokens([token_id]):
@@ -234,7 +234,7 @@ class GrammarState:
         return True
 
     def _fill(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> None:
-        """The rows that can be reached, of those after `num_assumed` tokens of the path."""
+        """Fills the reachable ones of the rows after `num_assumed` tokens of the path."""
         num_tokens, error = self._try(lambda: self._follow(masks, path, num_assumed=num_assumed))
         if error:
             masks[max(num_tokens - num_assumed, 0) :] = 0
@@ -243,7 +243,7 @@ class GrammarState:
                 self._fail(error)
 
     def _follow(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> int:
-        """Tokens of the path after which no further mask can be made: there it ends, is forbidden, or an error."""
+        """Returns how many of the path's tokens can be followed until no mask can be made: at its end or an error."""
         matcher, num_committed, num_tokens = self._matcher, len(self._token_ids), 0
         while True:
             if num_tokens >= num_assumed:
@@ -262,9 +262,10 @@ class GrammarState:
         return num_tokens
 
     def _try(self, action: Callable[[], T]) -> tuple[T, str]:
-        """What an action of the matcher returns, and its error, or "".
+        """Returns the result of an action of the matcher, and its error, or "".
 
-        Where the lexer is full it is tried once more with an empty one: others, or earlier drafts, may have filled it.
+        If the lexer is full, the action is repeated with an empty one: other samples or earlier drafts may have
+        filled it.
         """
         result, error = action(), self._take_error()
         if _LEXER in error and not self.failure:
@@ -272,7 +273,7 @@ class GrammarState:
         return result, error
 
     def _take_error(self) -> str:
-        """The matcher's error, or "". A matcher never leaves its error state, so a new one takes its place."""
+        """Returns the matcher's error, or "". A failed matcher is replaced, since it never leaves its error state."""
         if not self._matcher.is_error():
             return ""
         error: str = self._matcher.get_error().splitlines()[0]

@@ -1,9 +1,9 @@
 """Constraints by llguidance: grammars over the bytes of a vocabulary's tokens. Needs neither torch nor numpy.
 
 llguidance (https://github.com/guidance-ai/llguidance) parses with Earley's algorithm over derivatives of regular
-expressions. Its limits count work, not time, so that nodes refuse the same grammars. Compiling one has no such limit
-in some cases (intersections of patterns): routers compile in a process that they end after a time, and nodes only get
-what a router has compiled.
+expressions. Its limits count work, not time, so that all nodes refuse the same grammars. Compilation has no such
+limit in some cases (intersections of patterns): so routers compile in a process that they can kill, and nodes only
+get what a router has compiled.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 NUMERICS = f"llguidance {version('llguidance')}, compact"
-"""Two nodes allow the same tokens if theirs are equal."""
+"""The version of the masks: nodes with equal values allow the same tokens."""
 
 MAX_MESSAGE_LENGTH = 500
 MAX_SPELLINGS = 512
-"""Texts whose tokens are remembered: the samples of one grammar come to the same ones."""
+"""Cached texts and their tokens: the samples of one grammar reach the same texts."""
 
-# A mask takes at most about 0.1 s, also where only one long text can follow; the states of one grammar's lexer take
+# A mask takes at most about 0.1 s, even if only one long text can follow; the states of one grammar's lexer take
 # about 40 MB.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000, step_max_items=3_000, max_lexer_states=20_000, verbose_errors=False
 )
 
 # Compact: a small model that may write whitespace between JSON's tokens may write nothing else. A schema's own
-# "x-guidance" comes before this.
+# "x-guidance" takes precedence.
 _JSON_DEFAULTS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 _FORMAT_LENGTHS = {"date-time": 35, "time": 24, "duration": 40}
-"""Characters of a text of these formats at most, whose digits have no end by themselves."""
+"""Maximum number of characters in a text of these formats, whose digits are unlimited otherwise."""
 _FORMATS = (*_FORMAT_LENGTHS, "date", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _UNLIMITED: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -51,19 +51,19 @@ _UNLIMITED: dict[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
 }
-"""Of keywords that llguidance does not have: values that limit nothing, as generators of schemas write them."""
+"""Values of keywords unknown to llguidance that limit nothing, as generators of schemas write them."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values have schemas by names that are the user's own."""
+"""Keywords whose values map the user's own names to schemas."""
 DATA = ("const", "enum", "default", "examples", "example", "x-guidance")
 
 
 def grammar_text(constraint: Constraint) -> str:
-    """As llguidance takes it. Raises: InvalidRequestError for a schema that is no JSON object."""
+    """Returns the grammar for llguidance. Raises: InvalidRequestError for a schema that is not a JSON object."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             try:
                 schema = _without_annotations(json.loads(constraint.text))
-                text = json.dumps({} if schema is True else schema)  # which is no object
+                text = json.dumps({} if schema is True else schema)  # `true` is not an object
                 return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
             except (ValueError, RecursionError) as error:
                 raise invalid(constraint, str(error)) from error
@@ -78,9 +78,9 @@ def grammar_text(constraint: Constraint) -> str:
 
 
 def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
-    """Without what constrains nothing and llguidance refuses; times and durations have an end.
+    """Returns the schema without parts that constrain nothing and that llguidance refuses; limits times and durations.
 
-    JSON Schema takes an unknown `format` for an annotation. `is_named`: a mapping from names to schemas.
+    An unknown `format` is an annotation in JSON Schema. `is_named`: whether this is a mapping from names to schemas.
     """
     if isinstance(schema, list):
         return [_without_annotations(part) for part in schema]
@@ -96,7 +96,7 @@ def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
             case "$schema" if isinstance(value, str) and "//json-schema.org/" not in value:
                 continue  # a dialect that llguidance would fetch
             case "$dynamicAnchor" | "$recursiveAnchor":
-                continue  # names of places
+                continue  # names for references
         is_data = keyword in DATA
         part = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMAS)
         if part not in _UNLIMITED.get(keyword, ()):
@@ -109,7 +109,7 @@ def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
 
 
 def invalid(constraint: Constraint, message: str) -> InvalidRequestError:
-    """`message`: llguidance's. Some repeat the whole grammar, or are of a panic with its backtrace."""
+    """Returns an error with llguidance's `message`, which may repeat the whole grammar or be a panic with backtrace."""
     message = message.partition("<backtrace>")[0].strip()
     return InvalidRequestError(
         f"the {constraint.kind} cannot be compiled: {message[:MAX_MESSAGE_LENGTH]}",
@@ -119,7 +119,7 @@ def invalid(constraint: Constraint, message: str) -> InvalidRequestError:
 
 
 def open_tokenizer(tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Takes about 0.4 s. `vocab_size`: width of the logits; a tokenizer may have more ids, or fewer.
+    """Opens a tokenizer, in about 0.4 s. `vocab_size`: width of the logits; a tokenizer may have more or fewer ids.
 
     Raises: NotSupportedError.
     """
@@ -133,14 +133,14 @@ def open_tokenizer(tokenizer_json: str, *, vocab_size: int, eos_token_ids: Seque
 
 
 _PREFIX_MARKS = ('"Prepend"', '"Metaspace"', '"add_prefix_space": true', '"add_prefix_space":true')
-"""In the tokenizer.json of one that may put a space before a text."""
+"""Parts of a tokenizer.json that may put a space before a text."""
 
 
 class _Tokens:
-    """A model's tokens as llguidance takes them, and how a text is spelled where nothing else can follow.
+    """A model's tokens as llguidance expects them, and the spelling of a text if nothing else can follow.
 
-    llguidance's own reader takes each added token of the form <...> for one that has no text. Here only special tokens
-    are: clients do not see those, so a text that looks like one is spelled by others.
+    llguidance's own reader assumes that each added token of the form <...> has no text. Here only special tokens have
+    none: clients do not see those, so a text that looks like one is spelled by others.
     """
 
     is_tokenizer_wrapper = True
@@ -168,7 +168,7 @@ class _Tokens:
         return self._spell(text)
 
     def _encode(self, text: str) -> list[int]:
-        """The tokenizer's own tokens, as far as they have the text's bytes and the model has rows for them."""
+        """Returns the tokenizer's own tokens, as far as they have the text's bytes and the model has rows for them."""
         wanted, num_bytes = text.encode(), 0
         found: list[int] = []
         for token_id in self._tokenizer.encode(text, add_special_tokens=False).ids:
@@ -177,16 +177,16 @@ class _Tokens:
                 break
             found.append(token_id)
             num_bytes += len(part)
-        while num_bytes < len(wanted):  # a tokenizer may normalize: the longest tokens of these bytes
+        while num_bytes < len(wanted):  # a tokenizer may normalize: uses the longest tokens of these bytes
             sizes = range(min(self._longest, len(wanted) - num_bytes), 0, -1)
             size = next((size for size in sizes if wanted[num_bytes : num_bytes + size] in self._ids), 0)
             found += [self._ids[wanted[num_bytes : num_bytes + size]]] if size else []
-            num_bytes += size or 1  # a byte without a token can never be written
+            num_bytes += size or 1  # skips a byte without a token, which can never be written
         return found
 
 
 def _without_prefix(part: Any) -> Any:
-    """A tokenizer.json, or a part of it, that puts no space before a text."""
+    """Returns a tokenizer.json, or a part of it, changed to put no space before a text."""
     if isinstance(part, list):
         return [_without_prefix(each) for each in part]
     if not isinstance(part, dict):
@@ -202,9 +202,9 @@ def _without_prefix(part: Any) -> Any:
 
 
 def compile_grammar(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:
-    """At the grammar's beginning. Without the interpreter's lock.
+    """Returns a matcher at the grammar's start. Releases the interpreter's lock.
 
-    Raises: InvalidRequestError, also where its first mask takes too much work: no engine is to try that.
+    Raises: InvalidRequestError, also if the first mask takes too much work, so that no engine tries it.
     """
     matcher = LLMatcher(tokenizer, grammar_text(constraint), log_level=0, limits=_LIMITS)
     first = matcher.deep_copy()

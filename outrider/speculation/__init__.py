@@ -1,4 +1,4 @@
-"""Guessing tokens ahead of the target model, and deciding which guesses to verify.
+"""Speculation: drafts tokens ahead of the target model and decides which of them are verified.
 
-Never imports grpc or stubs. Torch is needed in `verify` and `proposers.model_forward` only.
+Never imports grpc or its stubs. Torch is needed only in `proposers.model_forward` and in heads.
 """

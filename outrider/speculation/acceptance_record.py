@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from outrider.speculation.draft_tree import ROOT, DraftTree, RankedDraft
 
 PRIOR_ACCEPTANCE = 0.8
-"""The acceptance that is assumed of a new proposer; it is high, so that first drafts are long."""
+"""The acceptance that is assumed of a new proposer. It is high, so that first drafts are long."""
 
 PRIOR_TOKENS = 8.0
 """The weight, in draft tokens, of what is assumed of a sequence or a proposer."""
@@ -26,9 +26,10 @@ PATH_FORGETTING = 0.97
 share of their weight that older tokens keep at each new one."""
 
 PRIOR_RUNNERS_UP = (0.5, 0.2, 0.1)
-"""The assumed chance of each runner-up of a drafter's race when the winner was wrong. Simulated at
-temperature 1 with 32k ids, the best one, two and four of a coupled race hold the target's token in .84, .95 and .99 of
-all positions."""
+"""The assumed chance of each runner-up of a drafter's race if the winner was wrong. In simulations at temperature 1
+with 32k ids, the first one, two and four of a coupled race contain the target's token at .84, .95 and .99 of all
+positions.
+"""
 
 NUM_RUNNERS_UP = len(PRIOR_RUNNERS_UP)
 
@@ -89,7 +90,7 @@ class AcceptanceRecord:
     def __init__(self, source: Acceptance, num_positions: int, *, step: int) -> None:
         self._source = source
         self._num_positions = num_positions
-        self.last_step = step  # the last in which a draft was judged
+        self.last_step = step  # last step in which a draft was verified
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -116,7 +117,7 @@ class AcceptanceRecord:
         children: dict[int, list[int]] = {}
         for index, parent in enumerate(draft.parents):
             children.setdefault(parent, []).append(index)
-        num_first = 0  # first children accepted one after the other: what a chain would have gained
+        num_first = 0  # consecutively accepted first children: what a chain would have gained
         for place, parent in enumerate((ROOT, *accepted)):
             siblings = children.get(parent, [])
             right = accepted[place] if place < len(accepted) else None
@@ -138,13 +139,14 @@ class AcceptanceRecord:
         return RankedDraft(draft.only(order), [probabilities[index] for index in order])
 
     def _through(self, draft: DraftTree) -> list[float]:
-        """Returns, for each token of a draft with branches, its parent's probability times its own after its siblings.
+        """Returns the probability of each token of a draft with branches.
 
-        A sibling counts no more than the one before it, so that their order stays.
+        It is the probability of the parent, times that of the token after its siblings failed. A sibling's is capped
+        by that of the one before it, so that their order stays.
         """
         sibling = self._siblings.mean
         found: list[float] = []
-        # By parent: the probability that the text reaches it and none of its children so far; that of its last child.
+        # By parent: (the probability that the text reaches it and none of its children so far, that of its last child).
         left: dict[int, tuple[float, float]] = {}
         for parent, depth in zip(draft.parents, draft.depths(), strict=True):
             if parent in left:

@@ -7,7 +7,7 @@ from operator import mul
 from typing import NamedTuple
 
 FIRST_CALLS = 5
-"""Calls in a process until which only the quickest counts: some of the first take far longer than any later one."""
+"""The first calls in a process, of which only the quickest counts: some of them take far longer than any later one."""
 
 CHEAP_SHARE = 0.01
 """Share of a step's duration up to which a call is cheap: deciding about it would take as long as the call."""
@@ -27,31 +27,31 @@ CATCH_UP_STEPS = 32
 
 
 class AskCost:
-    """T(depth, tokens, missed) = a call + depth forwards + draft tokens of all sequences + tokens that were missed.
+    """T(depth, tokens, missed) = price of a call + depth forwards + draft tokens of all sequences + missed tokens.
 
-    A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so its depth is
-    found to cost nothing. Each call corrects the four prices by its error (normalised least mean squares, Widrow and
-    Hoff 1960), none below 0. Not thread-safe.
+    A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so the price of
+    its depth is learnt to be zero. Each call corrects the four prices by its error (normalised least mean squares,
+    Widrow and Hoff 1960), none below 0. Not thread-safe.
     """
 
     __slots__ = ("_num_calls", "_scaled", "call_seconds")
 
     def __init__(self) -> None:
         self._num_calls = 0
-        self._scaled = [0.0, 0.0, 0.0, 0.0]  # the prices, each over its share of a forward
+        self._scaled = [0.0, 0.0, 0.0, 0.0]  # the prices, each divided by its share of a forward
         self.call_seconds = 0.0
         """The mean duration of a call, by which sources are ordered; 0: unknown."""
 
     def is_cheap(self, step_seconds: float) -> bool:
-        """Returns whether a call is cheaper than deciding about it; a proposer that was hardly asked counts as cheap.
+        """Returns whether a call is cheaper than the decision about it. A proposer with few calls counts as cheap.
 
         `step_seconds`: the duration of a step without drafts.
         """
         return self._num_calls < FIRST_CALLS or self.call_seconds <= CHEAP_SHARE * step_seconds
 
     def observe(self, seconds: float, *, depth: int, num_tokens: int, num_missed: int) -> None:
-        """Learns the duration of all calls that a draft of at least one sequence took."""
-        if seconds <= 0.0:  # a clock that stood still
+        """Learns from the total duration of all calls for a draft of at least one sequence."""
+        if seconds <= 0.0:  # the clock did not advance
             return
         self._num_calls += 1
         asked = (1.0, depth, TOKEN_SHARE * num_tokens, MISSED_SHARE * num_missed)
@@ -87,22 +87,22 @@ class Candidate(NamedTuple):
 
 
 def expected_gain(probabilities: Sequence[float], row_price: float) -> float:
-    """Returns the tokens that a draft is expected to gain, less those that its rows cost."""
+    """Returns the tokens that a draft is expected to gain, minus the price of its rows."""
     return sum([each - row_price for each in probabilities if each > row_price])
 
 
 def choose_asked(
     candidates: Sequence[Candidate], cost: AskCost, *, token_rate: float, row_price: float
 ) -> dict[int, int]:
-    """Returns how many tokens to ask for, by sequence id; sequences that are not asked for are absent.
+    """Returns how many tokens to ask for, by sequence id; other sequences are absent.
 
-    A sequence is included if its draft is expected to improve on the one at hand by more than it adds to the call. The
-    call is made if all of them together gain more than it takes. All lengths of the longest draft are compared.
+    A sequence is included if its draft is expected to improve on the one at hand by more than it adds to the call.
+    The call is made if the total gain is more than its price. All lengths of the longest draft are compared.
 
     Args:
         candidates: the sequences of the batch.
-        cost: that of the proposer.
-        token_rate: tokens a second that the batch would generate: what time is worth.
+        cost: the proposer's cost model.
+        token_rate: tokens per second that the batch would generate, i.e. the value of time.
         row_price: lowest probability of a draft token that pays for its row.
     """
     longest = max((len(candidate.chain) for candidate in candidates), default=0)

@@ -8,8 +8,8 @@ without rows is tried again with a single token now and then, for a small share 
 Asking a proposer in this process takes time as well (`AskCost`). It is asked for those sequences whose draft it is
 expected to improve by more than that (`choose_asked`), and tried again now and then in the same way.
 
-A draft that was drawn for the ratio test of rejection sampling is valued by what was expected before it was drawn: the
-test is exact only if no drawn token decides whether it, or another draft, is verified.
+A draft that was drawn for the ratio test of rejection sampling is valued by the expectation before the draw: the test
+is exact only if no drawn token decides whether it, or another draft, is verified.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from outrider.speculation.row_choice import RowChoice, StepOffer
 from outrider.speculation.step_cost import StepCostModel
 
 PROBE_STEPS = 32
-"""Steps without a verified draft after which a sequence may be tried again; also steps without a call to a proposer."""
+"""Steps without a verified draft, or without a call to a proposer, after which a sequence may be tried again."""
 
 TRIAL_STEPS = 4
-"""Steps, of `PROBE_STEPS`, in which a draft node that adds nothing is asked: its drafts arrive some steps later."""
+"""Steps out of `PROBE_STEPS` in which an unhelpful draft node is asked: its drafts arrive some steps later."""
 
 CHEAP_PROBE_STEPS = 8
-"""The same for a proposer that costs next to nothing."""
+"""The same as `PROBE_STEPS`, for a proposer that costs almost nothing."""
 
 SPEEDUP_STEPS = 32
-"""Steps over which the batch's speedup is averaged; it says what time is worth."""
+"""Steps over which the batch's speedup is averaged, from which the value of time follows."""
 
 PROBE_SHARE = 0.005
-"""Share of the time that such trials may take."""
+"""Fraction of the time that trials may take."""
 
 MAX_PROBE_CREDIT = 1.0
-"""Credit that is saved up for trials, at most: times the duration of a step without drafts."""
+"""Limit of the credit for trials, in durations of a step without drafts."""
 
 LEARN_STEPS = 4
-"""One in so many steps may have another number of rows than the best one, so that its time is learnt."""
+"""One step out of this many may use other than the best number of rows, to learn its duration."""
 
 MIN_SHARE_TO_ASK = 0.5
-"""Share of the probability that pays at present, which the first token of a draft must have to be asked for."""
+"""Fraction of the current row price that the probability of a draft's first token must reach for it to be asked for."""
 
 
 @dataclass(slots=True)
@@ -57,19 +57,19 @@ class DraftController:
 
     Order of calls in a step: `rank` for each draft as it comes, `choose_asked` and `observe_asked` for each proposer of
     this process, the cheapest first, `observe_marginal_gain` for draft nodes, `choose` for the best drafts, the
-    forward, `observe_verdict` for each sequence whose draft was verified, `observe_committed` for drafts that were not,
-    `observe_step` once. `num_wanted` says what draft nodes are asked for.
+    forward, `observe_verdict` for each sequence with a verified draft, `observe_committed` for other drafts,
+    `observe_step` once. `num_wanted` is the number of tokens to ask draft nodes for.
     """
 
     num_speculative_tokens: int
     cost: StepCostModel = field(default_factory=StepCostModel)
-    verifies_all: bool = False  # all draft tokens that there is room for, at any price
+    verifies_all: bool = False  # verifies all draft tokens that fit, at any price
     row_price: float = 0.0  # lowest probability of a draft token that would have paid in the last step
     _sources: defaultdict[str, DraftSource] = field(default_factory=lambda: defaultdict(DraftSource))
     _step: int = 0
-    _num_waiting: int = 0  # prompts, in the last step
-    _token_rate: float = 0.0  # tokens a second that the batch was expected to generate in the last step
-    _plain_seconds: float = float("inf")  # that the last step would have taken without drafts; inf: unknown
+    _num_waiting: int = 0  # prompts that waited in the last step
+    _token_rate: float = 0.0  # tokens per second that the batch was expected to generate in the last step
+    _plain_seconds: float = float("inf")  # duration of the last step without drafts; inf: unknown
     _asked_seconds: float = 0.0  # spent on drafts since the last choice
     _speedup: float = 1.0  # running mean of the expected rate over that of plain decoding
     _probe_credit: float = float("inf")  # seconds; each step limits it
@@ -77,7 +77,7 @@ class DraftController:
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
         """Returns how many draft tokens of a draft node may be worth verifying in the next step, 0 to `maximum`.
 
-        A message takes processor time on both sides, so a proposer that adds nothing is asked only now and then.
+        A message takes processor time on both sides, so a proposer that adds nothing is asked only occasionally.
         """
         maximum = min(maximum, self.num_speculative_tokens)
         if maximum <= 0 or self.verifies_all:
@@ -94,18 +94,18 @@ class DraftController:
         return sum(each >= min_probability for each in chain[:maximum])
 
     def source(self, name: str) -> DraftSource:
-        """Returns what is known of a proposer, or of the draft nodes."""
+        """Returns the statistics of a proposer, or of the draft nodes."""
         return self._sources[name]
 
     def is_cheap(self, source: str) -> bool:
-        """Returns whether a call to that proposer costs next to nothing."""
+        """Returns whether a call to the proposer costs almost nothing."""
         return self._sources[source].cost.is_cheap(self._plain_seconds)
 
     def rank(self, sequence_id: int, draft: DraftTree) -> RankedDraft:
         """Orders the tokens of a draft by the probability that the text goes through them.
 
-        Probabilities are given for as many tokens as may be verified; for a drawn draft, for as many as it could have
-        had, whatever its length.
+        There is one probability for each token that may be verified; a drawn draft has one for each token that it
+        could have had, whatever its length.
         """
         record = self._record_of(sequence_id, draft)
         if draft.was_drawn:
@@ -116,7 +116,7 @@ class DraftController:
     def choose_asked(
         self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
     ) -> dict[int, int]:
-        """Decides for which sequences a proposer of this process is asked now, and for how many tokens of each.
+        """Decides for which sequences to ask a proposer of this process now, and for how many tokens.
 
         Args:
             source: the proposer's name.
@@ -125,7 +125,7 @@ class DraftController:
             num_missed: how many tokens of a sequence the proposer has not read; absent: none.
 
         Returns:
-            Numbers of tokens by sequence id; sequences that it is not asked for are absent.
+            Numbers of tokens by sequence id; other sequences are absent.
         """
         known = self._sources[source]
         if self.is_cheap(source):
@@ -137,9 +137,9 @@ class DraftController:
         return asked
 
     def min_reach(self, source: str, num_asked: int) -> float:
-        """Returns the probability with which the text must reach a draft token for one more token after it to pay.
+        """Returns the minimum probability with which the text must reach a draft token for one more token to pay.
 
-        `num_asked`: sequences that are drafted for together.
+        `num_asked`: number of sequences in the same call.
         """
         if self.verifies_all or not num_asked:
             return 0.0
@@ -156,7 +156,7 @@ class DraftController:
         seconds: float,
         num_read: int | None,
     ) -> None:
-        """Learns what a proposer has drafted, and how long that took.
+        """Learns from a proposer's drafts and from the duration of its calls.
 
         Args:
             source: the proposer's name.
@@ -190,9 +190,9 @@ class DraftController:
             )
 
     def observe_marginal_gain(self, source: str, drafts: Mapping[int, Sequence[RankedDraft]]) -> None:
-        """Learns what that proposer's drafts were worth beside others.
+        """Learns how much a proposer's drafts gained over those of the others.
 
-        `drafts`: from all sources, by sequence that this proposer was asked for.
+        `drafts`: all sources' drafts, by sequence for which this proposer was asked.
         """
         for sequence_id, found in drafts.items():
             tokens = {each.tree.source: sum(each.probabilities) for each in found}
@@ -200,7 +200,7 @@ class DraftController:
             self._record(sequence_id, source).observe_marginal_gain(max(own - max(tokens.values(), default=0.0), 0.0))
 
     def better(self, one: RankedDraft, other: RankedDraft) -> RankedDraft:
-        """Returns the one of two drafts of a sequence that is expected to gain more."""
+        """Returns the one of a sequence's two drafts with the higher expected gain."""
 
         def value(draft: RankedDraft) -> tuple[float, float]:
             return expected_gain(draft.probabilities, self.row_price), sum(draft.probabilities)
@@ -210,7 +210,7 @@ class DraftController:
     def choose(
         self, drafts: Mapping[int, RankedDraft], limits: Mapping[int, int], room: StepRoom, *, num_waiting: int = 0
     ) -> dict[int, int]:
-        """Decides how many of its first tokens are verified of each draft.
+        """Decides how many of each draft's first tokens are verified.
 
         Args:
             drafts: by sequence id.
@@ -230,7 +230,7 @@ class DraftController:
         probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
         offer = StepOffer(
             drafts=probabilities,
-            step_seconds=[each + self._asked_seconds for each in step_seconds],  # spent, whatever is verified
+            step_seconds=[each + self._asked_seconds for each in step_seconds],  # already spent, whatever is verified
             max_rows=min(sum(map(len, probabilities)), num_possible, self._max_explored_rows(room)),
             num_sequences=len(room.sequences),
             num_waiting=self._num_waiting,
@@ -257,13 +257,13 @@ class DraftController:
         return {key: min(count, len(drafts[key].tree)) for key, count in zip(offered, num_rows, strict=True) if count}
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns which tokens of a draft were accepted: their indices, from the root on."""
+        """Learns which tokens of a draft were accepted. `accepted`: their indices, from the root on."""
         self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, anew_after=PROBE_STEPS)
 
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
-        """Learns from a draft that was not verified: the tokens committed in its place say which of its own were right.
+        """Learns from a draft that was not verified, by comparing it with the tokens that were committed instead.
 
-        This holds for coupled sampling, where the token of a position does not depend on drafts.
+        This is valid for coupled sampling, where the token of a position does not depend on drafts.
         """
         if draft.parents:
             depths = draft.depths()
@@ -273,18 +273,18 @@ class DraftController:
         self.observe_verdict(sequence_id, draft, draft.path_of(token_ids))
 
     def observe_step(self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
-        """Learns the duration of a step. A step that computed prompts is left out, as it says little about drafts."""
+        """Learns the duration of a step. Steps that computed prompts are ignored, as they say little about drafts."""
         self._step += 1
         if num_rows and not num_prompt_rows:
             self.cost.observe(num_sequences=num_sequences, num_rows=num_rows, step_seconds=seconds)
 
     def forget(self, sequence_id: int) -> None:
-        """Drops what is known of a sequence that has ended; an unknown one is fine."""
+        """Drops the statistics of an ended sequence; an unknown one is fine."""
         for source in self._sources.values():
             source.records.pop(sequence_id, None)
 
     def _ask_cheap(self, source: str, wanted: Mapping[int, int]) -> dict[int, int]:
-        """Asks for every sequence for which a draft of some grade could pay: the answer has the grade."""
+        """Asks for every sequence for which a draft of any grade could pay; the grade is known only with the draft."""
         min_probability = MIN_SHARE_TO_ASK * self.row_price
         asked: dict[int, int] = {}
         for sequence_id, limit in wanted.items():
@@ -298,7 +298,7 @@ class DraftController:
     def _choose_asked(
         self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
     ) -> dict[int, int]:
-        """Weighs gain against duration, for a proposer whose calls cost something."""
+        """Compares gain with duration, for a proposer whose calls have a cost."""
         known = self._sources[source]
         row_price = 0.0 if self.verifies_all else self.row_price
         # Prompts that wait for the end of the step wait for its drafts as well.
@@ -321,15 +321,15 @@ class DraftController:
         return asked
 
     def _max_explored_rows(self, room: StepRoom) -> int:
-        """Returns the number of rows for drafts with which a step does not outgrow what is known of step durations."""
+        """Returns the maximum number of draft rows with which the step stays within known step durations."""
         max_rows = None if room.prompts or self.verifies_all else self.cost.max_explored_rows()
         return room.max_draft_rows if max_rows is None else max(0, max_rows - room.num_rows)
 
     def _with_other_rows(self, offer: StepOffer, choice: RowChoice, num_rows: int) -> RowChoice:
-        """Returns the choice, or, if credit allows, a choice of another number of rows whose duration is hardly known.
+        """Returns the choice or, if credit allows, one with another number of rows whose duration is hardly known.
 
-        That is no row for drafts, so that their gain can be measured, or a few rows more or less. `num_rows`: rows of
-        the step without drafts.
+        That is a choice without draft rows, by which their gain can be measured, or one with a few rows more or less.
+        `num_rows`: rows of the step without drafts.
         """
         num_best = sum(choice.num_rows)
         plain = None if self.cost.is_known_at(num_rows) else num_rows
@@ -349,7 +349,7 @@ class DraftController:
     def _with_probes(
         self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord], *, max_credit: float
     ) -> Sequence[int]:
-        """Adds single tokens of sequences without rows, as credit allows; those without any for longest come first."""
+        """Adds single tokens of sequences without rows, as credit allows, the longest without any first."""
         due = [
             (record.last_step, place)
             for place, (count, record) in enumerate(zip(choice.num_rows, records, strict=True))
@@ -364,7 +364,7 @@ class DraftController:
                 break
             price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
             if price >= self._probe_credit < max_credit:
-                break  # full credit pays for any trial; the debt is paid off before the next one
+                break  # full credit pays for any trial; the debt is repaid before the next one
             self._probe_credit -= price
             num_rows[place] = 1
             total += 1
@@ -374,7 +374,7 @@ class DraftController:
         return self._record(sequence_id, draft.source).of(draft.grade)
 
     def _record(self, sequence_id: int, source: str) -> SourceRecord:
-        """Returns the record of a sequence, a new one if there is none, which is then due for a trial at once."""
+        """Returns the record of a sequence. A new record is due for a trial at once."""
         known = self._sources[source]
         record = known.records.get(sequence_id)
         if record is None:

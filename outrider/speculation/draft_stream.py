@@ -1,7 +1,6 @@
 """Messages between decode node and draft node, as values.
 
-The proto mirror is `draft.proto`; `outrider.wire.draft` converts. Both sides send their
-newest state, never a backlog.
+The proto mirror is `draft.proto`; `outrider.wire.draft` converts. Both sides send their newest state, never a backlog.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from outrider.speculation.draft_tree import DraftTree
 MAX_ANSWERS_PER_MESSAGE = 1024
 MAX_BRANCHES_PER_MESSAGE = 4096
 MAX_BRANCHES_PER_SEQUENCE = 32
-"""The last one in one message too; a peer that sends more of any is broken."""
+"""Limits of one message, the last one for each sequence. A peer that exceeds one is broken."""
 
 MAX_AHEAD_BRANCHES = 4 * MAX_BRANCHES_PER_SEQUENCE
-"""Branches that one update allows besides its answer: some, each again as it grows. What is sent beyond is stale."""
+"""Branches that may be sent ahead for one update: each may be sent again when it has grown. Later ones are stale."""
 
 MAX_BRANCH_TOKENS = 32
-"""Of any branch: nobody verifies more in one step."""
+"""Tokens of a branch: the most that a step verifies."""
 
 MAX_PROPOSAL_TOKENS = 16
-"""Tokens of one branch that are offered beyond num_wanted or with it, at most."""
+"""Maximum number of tokens in a branch, unless num_wanted is larger."""
 
 NUM_EXTRA_TOKENS = 8
-"""Offered beyond num_wanted, so that a branch still serves after the next commits."""
+"""Tokens offered beyond num_wanted, so that a branch is still useful after the next commits."""
 
 MAX_SIBLINGS = 8
-"""Tokens beside the likeliest path of a branch, where the decode node takes trees."""
+"""Tokens of a branch besides its likeliest path, if the decode node takes trees."""
 
 MAX_FEATURE_BYTES_PER_MESSAGE = 1 << 20
-"""In all updates of a message: a millisecond of a fast network, for which other sequences' news wait."""
+"""Bytes of features in all updates of a message: a millisecond on a fast network, which other updates wait for."""
 
 
 def max_offered_tokens(num_wanted: int, *, takes_trees: bool = False) -> int:
-    """The longest branch that may answer `num_wanted`: some more, for re-basing."""
+    """Returns the length of the longest branch for `num_wanted`: some tokens more, for re-basing."""
     on_path = max(num_wanted, min(num_wanted + NUM_EXTRA_TOKENS, MAX_PROPOSAL_TOKENS))
     return on_path + MAX_SIBLINGS if takes_trees else on_path
 
@@ -56,28 +55,28 @@ class DraftHello:
     vocabulary_fingerprint: str
     max_model_len: int
     protocol_versions: ProtocolVersions = SUPPORTED_VERSIONS
-    features: FeatureFormat | None = None  # of its tokens; None: it computes none
+    features: FeatureFormat | None = None  # format of its tokens' features; None: it computes none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStart:
-    """How a sequence samples; known from its first update on."""
+    """How a sequence samples, as its first update says."""
 
     options: RequestOptions
     sample: int
     prompt_length: int
     takes_trees: bool = False  # whether drafts may have branches
-    traceparent: str = ""  # of the decode node's span; empty: not traced
+    traceparent: str = ""  # the decode node's span; empty: not traced
 
     @property
     def wants_distributions(self) -> bool:
-        """Whether drafts that were drawn come with what they were drawn from."""
+        """Whether drawn draft tokens come with the distributions that they were drawn from."""
         options = self.options
         return options.verification_method is VerificationMethod.REJECTION and not options.sampling.is_greedy
 
     @property
     def takes_siblings(self) -> bool:
-        """Whether a drafter's runners-up may go along: they were not drawn, so the ratio test has no use for them."""
+        """Whether a drafter's runners-up may be sent. They were not drawn, so the ratio test cannot use them."""
         return self.takes_trees and not self.wants_distributions
 
 
@@ -86,23 +85,23 @@ class SequenceUpdate(NamedTuple):
 
     sequence_id: int
     start: SequenceStart | None = None  # set whenever start_length is 0
-    start_length: int = 0  # everything before was acknowledged
+    start_length: int = 0  # everything before it was acknowledged
     token_ids: tuple[int, ...] = ()
     length: int = 0  # start_length + len(token_ids)
     prefix_hash: int = 0
     num_wanted: int = 0
     closed: bool = False
-    feature_start: int = 0  # those of the tokens before were acknowledged
-    features: bytes = b""  # of tokens from there on, in the hello's format; they end before the newest token
+    feature_start: int = 0  # features of the tokens before it were acknowledged
+    features: bytes = b""  # of the tokens from there on, in the hello's format, without the newest token
     min_reach: float = 0.0  # see ProposalRequest
 
 
 class DraftStatus(enum.Enum):
-    """What an answer says; see DraftStatus in draft.proto."""
+    """The meaning of an answer; see DraftStatus in draft.proto."""
 
     PROPOSED = "proposed"
     CATCHING_UP = "catching_up"  # one more answer follows
-    NO_ROOM = "no_room"  # nothing is held of the sequence
+    NO_ROOM = "no_room"  # nothing of the sequence is held
     NOTHING = "nothing"
     UNKNOWN_PREFIX = "unknown_prefix"
     AHEAD = "ahead"  # more branches, after the answer
@@ -115,11 +114,13 @@ class SequenceProposals(NamedTuple):
     status: DraftStatus
     acked_length: int = 0
     branches: tuple[DraftTree, ...] = ()  # each with its prefix hash
-    acked_features: int = 0  # of the first tokens: features that are held
+    acked_features: int = 0  # number of first tokens whose features are held
 
 
 def check_fits(hello: DraftHello, info: NodeInfo) -> None:
-    """Raises: MismatchError that names both sides, when versions do not overlap, or vocabularies or features differ."""
+    """Checks the hello. Raises: MismatchError that names both sides, if versions do not overlap, or vocabularies or
+    features differ.
+    """
     negotiate(
         hello.protocol_versions,
         info.protocol_versions,

@@ -21,22 +21,22 @@ ROOT = -1
 class DraftTree:
     """Tokens proposed after the first `length` tokens of a text.
 
-    Most drafts are chains: each token follows the one before it. Otherwise `parents` says what each token follows. The
-    likeliest tokens come first, and parents before their children, so the first n tokens are a tree as well, and the
-    first of two siblings is the likelier one.
+    Most drafts are chains: each token follows the one before it. Otherwise `parents` gives each token's parent.
+    Tokens are ordered by probability and parents come before their children. So the first n tokens are a tree as
+    well, and the first of two siblings is the likelier one.
 
-    A value: never changed once its source is known. Not declared frozen, as one is made for every sequence and step and
-    that would make its construction take three times as long.
+    A value: never changed once its source is known. Not declared frozen, since one is made for every sequence and
+    step, and its construction would take three times as long.
     """
 
     length: int
     prefix_hash: int | None = None  # of the first `length` tokens; None: the draft was made in this process
     token_ids: tuple[int, ...] = ()
-    source: str = DRAFT_NODE  # counts the verdict for its acceptance
+    source: str = DRAFT_NODE  # whose acceptance the verdict counts for
     probability: float = 1.0  # the proposer's estimate that the text begins with the first `length` tokens
-    distributions: tuple[TokenDistribution, ...] = ()  # that each token was drawn from; empty: each was certain
+    distributions: tuple[TokenDistribution, ...] = ()  # that each token was drawn from; empty: all were certain
     parents: tuple[int, ...] = ()  # index of each token's parent, or ROOT; empty: a chain
-    grade: int = 0  # the proposer's confidence in the draft, in few classes: each has an acceptance of its own
+    grade: int = 0  # the proposer's confidence in the draft, as a class; each has its own acceptance
 
     def __len__(self) -> int:
         """The number of tokens proposed."""
@@ -102,9 +102,9 @@ class DraftTree:
         )
 
     def depth_first(self) -> DraftTree:
-        """Returns the same tree with the likeliest path first, then what branches off, the deepest branch first.
+        """Returns the same tree in depth-first order, the likeliest path first, then the branches, the deepest first.
 
-        So tokens that follow each other are neighbours as far as possible.
+        Tokens that follow each other thus become neighbours as far as possible.
         """
         if not self.parents:
             return self
@@ -132,9 +132,9 @@ class DraftTree:
         )
 
     def after(self, token_ids: Sequence[int]) -> DraftTree | None:
-        """Returns what is proposed after `token_ids`, whose first `length` tokens must be the draft's prefix.
+        """Returns the rest of the draft after `token_ids`, whose first `length` tokens must be the draft's prefix.
 
-        None: the text went on differently, or past the draft.
+        Returns None if the text differs from the draft or is past its end.
         """
         num_since = len(token_ids) - self.length
         if num_since == 0:
@@ -155,7 +155,7 @@ class DraftTree:
         )
 
     def _below(self, token_ids: Sequence[int]) -> DraftTree | None:
-        """Returns what follows these tokens of a tree, at least one; None: nothing does."""
+        """Returns the subtree after these tokens, at least one, or None if there is nothing."""
         path = self.path_of(token_ids)
         if len(path) < len(token_ids):
             return None
@@ -173,7 +173,7 @@ class RankedDraft(NamedTuple):
     """A draft, and what is expected of it in the step for which it was ranked (see `DraftController.rank`)."""
 
     tree: DraftTree  # its tokens by falling probability, parents before their children
-    probabilities: Sequence[float]  # that the text goes through each token; of a drawn draft also through absent ones
+    probabilities: Sequence[float]  # of each token being in the text; for a drawn draft also of absent ones
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

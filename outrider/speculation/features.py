@@ -1,4 +1,4 @@
-"""What a head is fed with besides tokens, and how it drafts, other than a model does. Torch-free."""
+"""Features, which feed a head besides tokens, and how a head's drafting differs from a model's. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from outrider.engine.arrays import Array
 
 
 class Features(Protocol):
-    """The target's features of one sequence (see outrider.engine.feature_spec), which a head is fed with."""
+    """The target's features of one sequence (see outrider.engine.feature_spec), the input of a head."""
 
     def __len__(self) -> int:
-        """Tokens whose features are there, from the first on: at most all but the newest committed one."""
+        """The number of tokens with features, from the first on: at most all but the newest committed one."""
 
     def read(self, start: int, end: int) -> Array:
-        """Those of tokens [start, end): [end - start, width], an array of numpy (see WORDS) or a tensor."""
+        """Returns the features of tokens [start, end): [end - start, width], a numpy array (see WORDS) or a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRules:
-    """A token is fed with the feature of the token before it: the first token of a text has no row.
+    """How a head is fed: each token with the feature of the token before it, so a text's first token has no row.
 
-    Features come with committed tokens; until then the head is fed with its own hidden states, and these rows are
-    computed anew.
+    Features come with committed tokens. Until then the head is fed with its own hidden states, and these rows are
+    recomputed later.
     """
 
-    keeps_kv: bool = True  # else a row sees nothing but its state
-    max_own_rows: int | None = None  # that one path feeds with own states; None: any number
-    num_parallel_rows: int = 0  # after those of a path, in a forward that decides; they need places in the cache
+    keeps_kv: bool = True  # else a row sees only its state
+    max_own_rows: int | None = None  # limit of a path's rows fed with own states; None: no limit
+    num_parallel_rows: int = 0  # rows after a path's in a forward that decides, which need room in the cache

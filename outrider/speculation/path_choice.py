@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 
 MIN_PROBABILITY = 0.005
-"""A less likely token is not worth a row, even where the draft node is idle."""
+"""The probability below which a token is not worth a row, even if the draft node is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +16,17 @@ class AheadRow:
     """A token that could be drafted next."""
 
     owner: int
-    probability: float  # that the text reaches this token
+    probability: float  # probability that the text reaches this token
     tree: PathTree
     path: DraftPath | Opening
-    is_wanted: bool = False  # part of the draft that was asked for
+    is_wanted: bool = False  # whether it is part of the draft that was asked for
 
 
 def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
     """Returns the next token of each path of one sequence that its next update may ask for.
 
-    While the target verifies `num_wanted` tokens, the main path grows to them, the token that follows and a whole
-    next draft; an alternative replaces one of those verified, or the one that follows, and grows to a whole draft.
+    While the target verifies `num_wanted` tokens, the main path grows to these, the token that follows and a whole
+    next draft. An alternative replaces one of these tokens or the one that follows, and grows to a whole draft.
     """
     acceptance = tree.acceptance.mean
     rows: list[AheadRow] = []

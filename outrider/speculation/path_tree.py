@@ -1,12 +1,12 @@
-"""What a draft model or head has drafted for one sequence: a main path after the committed tokens, and alternatives.
+"""The drafts of a draft model or head for one sequence: a main path after the committed tokens, and alternatives.
 
 Torch-free: a path knows its tokens and its block table, not how tokens are decided.
 
-The text follows the main path as long as the target decides like the draft model. Where it does not, its likeliest
+The text follows the main path as long as the target decides like the draft model. If it differs, its likeliest
 choices are the runners-up of the draft model's race: an alternative assumes one of them.
 
-A head has one row less than tokens. Its draft is made anew once tokens are committed, from the features that came with
-them. Until then the rest of the old path is the `stale_path`.
+A head has one row less than tokens. Its draft is remade once tokens are committed, from their features. Until then
+the rest of the old path is the `stale_path`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ NUM_GRADES = 4
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What a forward has decided at the position after one path."""
+    """A forward's decision at the position after one path."""
 
     token_ids: tuple[int, ...]  # the winner of the race, then its runners-up; empty: nothing was decided
-    distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
-    state: object = None  # a head's hidden state after the path, with which that token is fed
+    distribution: TokenDistribution | None = None  # the winner's, if requested
+    state: object = None  # a head's hidden state after the path, which is fed with the winner
     following: tuple[Decided, ...] = ()  # decisions at later positions, by a parallel head or a rollout
     confidence: float = 1.0  # a head's probability of the likeliest token
 
@@ -41,10 +41,10 @@ class Decided:
 class DraftPath:
     """Tokens after the committed ones: assumed tokens first, then those that the draft model has decided."""
 
-    kv: SequenceKV  # of committed and path tokens, as far as computed
-    decided: list[Decided] = field(default_factory=list)  # each token; it is fed with its state
+    kv: SequenceKV  # KV of committed and path tokens, as far as computed
+    decided: list[Decided] = field(default_factory=list)  # one for each token, which is fed with its state
     num_assumed: int = 0  # 0: the main path
-    rank: int = 0  # which runner-up an alternative assumes
+    rank: int = 0  # rank of the runner-up that an alternative assumes
     num_sent: int = 0  # tokens sent to the decode node
 
     def __len__(self) -> int:
@@ -75,9 +75,9 @@ class DraftPath:
 class Opening:
     """An alternative that could be opened: a runner-up in place of a token of the main path."""
 
-    index: int  # of the replaced token
+    index: int  # index of the replaced token
     rank: int
-    probability: float  # that the text goes through the runner-up
+    probability: float  # probability that the text goes through the runner-up
 
 
 class PathTree:
@@ -103,13 +103,13 @@ class PathTree:
         """
         self.start = start
         self.sampling = sampling
-        self.features: Features | None = None  # for a head: of all committed tokens but the newest
-        self.acceptance = path_acceptance()  # each position that a path had guessed counts once
+        self.features: Features | None = None  # a head's features of all committed tokens but the newest
+        self.acceptance = path_acceptance()  # counts each position once that a path had guessed
         self.runner_up_chances = [path_acceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
-        self.stale_path: DraftPath | None = None  # a head's draft from before the commit; it owns no KV
-        self.num_wasted_tokens = 0  # decided, and dropped without having been committed
+        self.stale_path: DraftPath | None = None  # a head's draft from before the last commit; it owns no KV
+        self.num_wasted_tokens = 0  # decided tokens that were dropped without having been committed
         self._head = head
         self._num_without_row = 0 if head is None else 1  # leading tokens
         # In rejection sampling a draft whose length depends on its tokens is biased, so it goes on past a stop token.
@@ -133,7 +133,7 @@ class PathTree:
     # --- the root -------------------------------------------------------------------------
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether `token_ids` begin with the committed tokens. The last call's list, which only grows, does."""
+        """Returns whether `token_ids` begin with the committed tokens. The last call's list does: it only grows."""
         size = len(self)
         if len(token_ids) < size:
             return False
@@ -188,10 +188,10 @@ class PathTree:
         path.kv.free()
 
     def answer(self, *, may_be_stale: bool) -> DraftPath:
-        """Returns the path to send: the main one, and after it the rest of the stale path as long as both agree.
+        """Returns the path to send: the main one, followed by the rest of the stale path if both agree.
 
-        For drawn drafts the stale path counts only until the main path has begun: a token kept because the new path has
-        drawn the same would be judged by another distribution than the one that it was drawn from.
+        For drawn drafts the stale path counts only until the main path has begun: if the new path happened to draw
+        the same token, it would be judged by another distribution than the one that it was drawn from.
         """
         main, stale = self.main, self.stale_path
         if not may_be_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
@@ -199,7 +199,7 @@ class PathTree:
         return replace(main, decided=[*main.decided, *stale.decided[len(main) :]])
 
     def drop_wrong_stale_path(self) -> None:
-        """Drops the stale path once it differs from the main path; what was sent of it must be sent again."""
+        """Drops the stale path if it differs from the main path; the part that was sent of it must be sent again."""
         main, stale = self.main, self.stale_path
         if stale is not None and not self._is_stale_path_right(stale):
             num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, stale.token_ids)

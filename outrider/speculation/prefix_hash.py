@@ -1,7 +1,7 @@
-"""Names a token prefix by its content: xxh3-64 over the ids as little-endian uint32.
+"""The hash that identifies a token prefix: xxh3-64 over the ids as little-endian uint32.
 
-Both ends of the draft stream key branches by (length, prefix hash), so that a proposal
-needs no other bookkeeping to be found, re-based or thrown away.
+Both ends of the draft stream key branches by (length, prefix hash), so a proposal can be found, re-based or dropped
+without other bookkeeping.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ HISTORY = 256
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """Little-endian uint32 of each id, as all our processors have it. Raises OverflowError for an id outside uint32."""
+    """Returns the ids as little-endian uint32, our processors' byte order. Raises: OverflowError for other ids."""
     return array("I", token_ids).tobytes()
 
 
 def prefix_hash(token_ids: Iterable[int]) -> int:
-    """xxh3-64 of all of `token_ids`."""
+    """Returns the xxh3-64 of all of `token_ids`."""
     return xxhash.xxh3_64_intdigest(token_bytes(token_ids))
 
 
 class HashedTokens:
-    """A growing list of tokens that knows the hash of its recent prefixes.
+    """A growing list of tokens with the hashes of its recent prefixes.
 
-    The hash of all tokens is kept up to date. Those of the last `history` lengths are computed when one of them
-    is asked for: most texts grow by several tokens at once, and nobody asks for the lengths between. Not
-    thread-safe: confined to its owner.
+    The hash of all tokens is kept up to date. Hashes of the last `history` lengths are computed on demand, since most
+    texts grow by several tokens at once and the lengths between are rarely needed. Not thread-safe.
     """
 
     __slots__ = ("_behind", "_hasher", "_hashes", "_history", "_num_behind", "hash", "token_ids")
 
     def __init__(self, token_ids: Sequence[int] = (), *, history: int = HISTORY) -> None:
         self.token_ids: list[int] = []
-        """The tokens themselves; not to be changed by the reader."""
+        """The tokens; readers must not change them."""
         self._history = history
         self._hasher = xxhash.xxh3_64()
         self.hash = self._hasher.intdigest()
         """Hash of all tokens."""
         num_old = max(0, len(token_ids) - history)
         self.extend(token_ids[:num_old])
-        self._behind = self._hasher.copy()  # of the first `_num_behind` tokens; lengths up to there have their hashes
+        self._behind = self._hasher.copy()  # after the first `_num_behind` tokens, up to which lengths have hashes
         self._num_behind = num_old
         self._hashes: deque[int] = deque((self.hash,), maxlen=history)
         self.extend(token_ids[num_old:])
@@ -53,21 +52,21 @@ class HashedTokens:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends. Raises OverflowError for an id outside uint32, and changes nothing then."""
+        """Appends tokens. Raises: OverflowError for an id outside uint32, without any change."""
         self._hasher.update(token_bytes(token_ids))
         self.hash = self._hasher.intdigest()
         self.token_ids.extend(token_ids)
 
     def hash_after(self, token_ids: Sequence[int]) -> int:
-        """Hash of all tokens and these after them. Raises OverflowError for an id outside uint32."""
+        """Returns the hash of all tokens followed by these. Raises: OverflowError for an id outside uint32."""
         hasher = self._hasher.copy()
         hasher.update(token_bytes(token_ids))
         return hasher.intdigest()
 
     def hash_at(self, length: int) -> int:
-        """Hash of the first `length` tokens; cheap for the last `history` lengths.
+        """Returns the hash of the first `length` tokens; cheap for the last `history` lengths.
 
-        Raises ValueError when there are fewer tokens than that.
+        Raises: ValueError if there are fewer tokens than that.
         """
         age = len(self.token_ids) - length
         if age == 0:
@@ -81,7 +80,7 @@ class HashedTokens:
         return self._hashes[length - self._num_behind - 1]
 
     def _catch_up(self) -> None:
-        """Hashes of the lengths since the last time; each token is hashed here once at most."""
+        """Computes hashes of the lengths since the last call; hashes each token at most once."""
         payload = token_bytes(self.token_ids[self._num_behind :])
         in_bulk = max(0, len(payload) - 4 * self._history)
         if in_bulk:

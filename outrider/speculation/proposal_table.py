@@ -48,7 +48,7 @@ class ProposalTable:
                 del kept[min(kept, key=lambda key: kept[key].tree.probability)]
 
     def take(self, committed: HashedTokens) -> KeptDraft | None:
-        """Returns what is proposed after `committed`; None: nothing is.
+        """Returns the draft after `committed`, or None if there is none.
 
         If several drafts fit, the one made from the longest prefix is taken, as it was made with most knowledge. It
         stays in the table, because its rest may fit the next commit as well.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-"""Numbers of rows between which the duration is assumed to be linear."""
+"""Numbers of rows between which the duration is interpolated linearly."""
 
 PRIOR_BASE_ROWS = 15.0
 """The assumed fixed cost of a step, in rows, until numbers of rows have varied."""
@@ -17,8 +17,9 @@ PRIOR_BASE_ROWS = 15.0
 SLOPE_WEIGHT = 0.05
 BEND_WEIGHT = 0.5
 SEQUENCE_WEIGHT = 1.0
-"""Weights of assumptions beside observed steps: that the slope is the prior's, that a line goes on straight, and that
-sequences cost nothing beside their rows."""
+"""Weights of assumptions relative to observed steps: that the slope is the prior's, that a line continues straight,
+and that sequences cost nothing besides their rows.
+"""
 
 OUTLIER_FACTOR = 2.0
 """A step counts as at most this many times its expected duration."""
@@ -30,39 +31,39 @@ FORGETTING = 0.99
 """The share of their weight that older steps keep at each new one."""
 
 MIN_SHARE = 1e-3
-"""Share of the mean step's duration that every step is expected to take, at least."""
+"""Minimum of every step's expected duration, as a fraction of the mean step's."""
 
 FIT_STEPS = 8
-"""Steps after which the fit, a small system of equations, is made again; so it is after a surprise."""
+"""Steps after which the fit, a small system of equations, is recomputed; it also is after a surprise."""
 
 SURPRISE = 0.25
-"""A step is a surprise if its duration differs from the expected one by more than this share."""
+"""Fraction of the expected duration by which a step must differ to be a surprise."""
 
 MIN_EVIDENCE = 1.5
-"""Steps of about one number of rows, older ones discounted, that are enough to know its duration."""
+"""Steps of about one number of rows, older ones discounted, from which its duration is known."""
 
 SEEN_EVIDENCE = 0.2
-"""The same, to know that no cliff comes before it."""
+"""The same, from which it is known that there is no cliff before it."""
 
 Seconds = npt.NDArray[np.float64]
 
 
 class StepCostModel:
-    """T(sequences, rows) = a line with bends through `KNOTS`, plus a constant for each sequence.
+    """T(sequences, rows) = a piecewise linear function with knots `KNOTS`, plus a constant for each sequence.
 
-    It is fitted by least squares with exponential forgetting. Weak assumptions decide what steps say nothing about:
-    where no step was seen, a line goes on as before. So a cliff is found by the first steps beyond it, and forgotten
-    after some hundred steps without any. T never falls with rows. Not thread-safe.
+    It is fitted by least squares with exponential forgetting. Weak assumptions fill the gaps between observed steps:
+    a line continues straight. So a cliff is found by the first steps beyond it, and forgotten after some hundred
+    steps without any. T never falls with rows. Not thread-safe.
     """
 
     def __init__(self, *, buckets: Sequence[int] = ()) -> None:
-        """`buckets`: rising numbers of rows to which a device's graphs pad smaller steps; empty: it has no graphs.
+        """`buckets`: ascending numbers of rows to which a device's graphs pad smaller steps; empty: it has no graphs.
 
-        Steps of more rows than the last bucket are not padded.
+        Steps with more rows than the last bucket are not padded.
         """
         self._buckets = tuple(buckets)
         self._knots = (*self._buckets, *(knot for knot in KNOTS if not buckets or knot > buckets[-1]))
-        size = len(self._knots) + 1  # the last one is that of a sequence
+        size = len(self._knots) + 1  # the last entry is that of a sequence
         self._weight = 0.0
         self._mean_rows = 0.0
         self._mean_seconds = 0.0
@@ -79,8 +80,8 @@ class StepCostModel:
         return self._weight > 0.0
 
     def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float) -> None:
-        """Learns from one step. A far longer duration than expected is clipped; a step without duration is left out."""
-        if step_seconds <= 0.0:  # a clock that stood still
+        """Learns from one step. A duration far above the expected one is clipped; one of zero is ignored."""
+        if step_seconds <= 0.0:  # the clock did not advance
             return
         place, share = self._place(num_rows)
         is_surprise = False
@@ -121,14 +122,14 @@ class StepCostModel:
         return rising
 
     def is_known_at(self, num_rows: int) -> bool:
-        """Returns whether steps of about so many rows were seen lately."""
+        """Returns whether steps of about this many rows were seen recently."""
         place, share = self._place(num_rows)
         return bool(self._squares[place + round(share), place + round(share)] >= MIN_EVIDENCE)
 
     def max_explored_rows(self) -> int | None:
-        """Returns the number of rows to which a step may grow: a knot more than was seen lately; None: nothing was.
+        """Returns the number of rows to which a step may grow: one knot beyond those seen recently; None if none were.
 
-        Larger steps may cost anything: a line that goes on straight does not show a cliff.
+        Larger steps may cost anything: a line that continues straight does not show a cliff.
         """
         seen = np.flatnonzero(self._squares.diagonal()[:-1] >= SEEN_EVIDENCE)
         if not len(seen):
@@ -136,7 +137,7 @@ class StepCostModel:
         return int(self._knots[min(int(seen[-1]) + 1, len(self._knots) - 1)])
 
     def unknown_near(self, num_rows: int) -> tuple[int | None, int | None]:
-        """Returns the next smaller and the next larger number of rows whose duration is unknown; None: it is known."""
+        """Returns the next smaller and larger number of rows with unknown duration; None if the neighbour is known."""
         place, share = self._place(num_rows)
         weights = self._squares.diagonal()
         above = place + 1 + (share >= 1.0)
@@ -161,8 +162,8 @@ class StepCostModel:
         return self._found
 
     def _solve(self) -> Seconds:
-        """Returns [num_knots + 1] the seconds of steps at the knots, and of a sequence."""
-        scale = self._mean_seconds  # all of it in units of the mean step
+        """Returns [num_knots + 1]: the seconds of steps at the knots, and of a sequence."""
+        scale = self._mean_seconds  # the unit is the mean step
         squares = self._squares + self._assumptions
         products = self._products / scale
         # Around the usual number of rows the slope is assumed as well.
@@ -183,7 +184,7 @@ class StepCostModel:
         return self._buckets[place] if place < len(self._buckets) else num_rows
 
     def _place(self, num_rows: float) -> tuple[int, float]:
-        """Returns the knot at or before so many rows, and their share of the way to the next one."""
+        """Returns the index of the knot at or before `num_rows`, and the fraction of the way to the next one."""
         num_rows = self._padded(num_rows)
         knots = self._knots
         place = min(max(bisect_right(knots, num_rows) - 1, 0), len(knots) - 2)
@@ -192,10 +193,10 @@ class StepCostModel:
 
 
 def _assumptions(knots: Sequence[int]) -> Seconds:
-    """Returns [num_knots + 1, num_knots + 1] what assumptions add to the squares: no bends, nothing for a sequence.
+    """Returns [num_knots + 1, num_knots + 1]: what assumptions add to the squares (no bends, no cost of a sequence).
 
-    A bend is measured by its effect over as many rows as there are at its knot, so that the same shape has the same
-    weight at any size, relative to the step's duration.
+    A bend is measured by its effect over as many rows as its knot has, so that the same shape has the same weight at
+    any size, relative to the step's duration.
     """
     size = len(knots) + 1
     squares = np.zeros((size, size))

@@ -1,1 +1,1 @@
-"""Proposers, one file each; `base` is the interface, `factory` makes one by name."""
+"""Proposers, one per file; `base` has the interface, `factory` makes one by name."""

@@ -1,4 +1,4 @@
-"""The interface of proposers: everything that guesses tokens."""
+"""The interface of proposers, which draft tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ProposalRequest:
     sequence_id: int
     token_ids: Sequence[int]  # committed: prompt and generated
     num_wanted: int  # 0: only read the tokens
-    start: SequenceStart | None = None  # how the sequence samples; None: the proposer need not know
-    max_alternatives: int = 0  # paths beside the main one that a look-ahead may follow; 0: no look-ahead
-    looks_ahead: bool = False  # the update was answered; branches ahead of the next update are wanted
-    owner: int = 0  # the decode node; owners share the look-ahead equally
-    features: Features | None = None  # of the target, for a head; None: the target computes none
-    constraint: GrammarState | None = None  # after token_ids; None: there is none, or not in this process
-    min_reach: float = 0.0  # the draft ends once the text reaches its last token with less probability than this
+    start: SequenceStart | None = None  # how the sequence samples; None: not known to the proposer
+    max_alternatives: int = 0  # paths besides the main one that a look-ahead may follow; 0: no look-ahead
+    looks_ahead: bool = False  # whether the update was answered, and branches ahead of the next one are wanted
+    owner: int = 0  # the decode node; owners have equal shares of the look-ahead
+    features: Features | None = None  # the target's, for a head; None: it computes none
+    constraint: GrammarState | None = None  # state after token_ids; None: no constraint, or not in this process
+    min_reach: float = 0.0  # the draft ends with the first token that the text reaches with less probability than this
 
 
 class Progress(enum.Enum):
@@ -82,12 +82,12 @@ def nothing(request: ProposalRequest, progress: Progress = Progress.DONE, **fiel
 class ProposerInfo:
     """The properties of a proposer, which do not change."""
 
-    name: str  # as in ModelInfo.proposer: "ngram", "draft_model:NAME"
-    vocabulary_fingerprint: str = ""  # of the ids it proposes; empty: works on any vocabulary
+    name: str  # the value of ModelInfo.proposer: "ngram", "draft_model:NAME"
+    vocabulary_fingerprint: str = ""  # the vocabulary of its ids; empty: any vocabulary
     num_extra_tokens: int = NUM_EXTRA_TOKENS  # offered beyond what is wanted, for the next step
     can_look_ahead: bool = False  # whether drafting while the target verifies gains something
-    features: FeatureFormat | None = None  # of the target, which a head needs; None: no features are needed
-    memory_bytes: int = 0  # that its sequences take at most, besides a model's weights
+    features: FeatureFormat | None = None  # the target's features that a head needs; None: none
+    memory_bytes: int = 0  # limit for its sequences, without a model's weights
     needs_constraint: bool = False  # whether it proposes only for sequences that have a constraint
     description: Mapping[str, Any] = field(default_factory=dict)  # how its model is computed; empty without a model
 

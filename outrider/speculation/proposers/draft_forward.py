@@ -33,26 +33,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PathRows:
-    """One path's share of a forward: consecutive tokens, of which the last may be decided after."""
+    """One path's share of a forward: consecutive tokens, the last of which may be followed by a decision."""
 
     token_ids: Sequence[int]  # at least one
-    start_position: int  # of the first of them; KV of everything before is in the cache
-    # Covers [0, start_position + len(token_ids) + max_tokens - 1); of a head one less, and parallel rows.
+    start_position: int  # the first token's; the KV of everything before is in the cache
+    # Covers [0, start_position + len(token_ids) + max_tokens - 1); for a head one row less, plus parallel rows.
     block_ids: Sequence[int]
-    sampling: object  # of the sequence: from `start`
-    assumed_token_ids: tuple[int, ...] = ()  # of the path: count as generated, besides the committed
-    num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: and n - 1 runners-up
-    wants_distribution: bool = False  # of the next token
-    features: Features | None = None  # of a head: of the committed tokens
-    num_committed: int = 0  # of a head: tokens; those from here on are fed with `states`, in place of features
-    states: tuple[object, ...] = ()  # its own hidden states, one for each such token of `token_ids`
-    max_tokens: int = 1  # that may be decided, each fed to decide the next
-    min_reach: float = 0.0  # as of the request: less likely tokens that a rollout has decided are not taken
+    sampling: object  # the sequence's, made by `start`
+    assumed_token_ids: tuple[int, ...] = ()  # the path's, which count as generated besides the committed ones
+    num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: also n - 1 runners-up
+    wants_distribution: bool = False  # whether the next token's is wanted
+    features: Features | None = None  # for a head: those of the committed tokens
+    num_committed: int = 0  # for a head: tokens from here on are fed with `states` in place of features
+    states: tuple[object, ...] = ()  # a head's own hidden states, one for each such token of `token_ids`
+    max_tokens: int = 1  # limit of tokens to decide, each fed to decide the next
+    min_reach: float = 0.0  # the request's: a rollout's less likely tokens are dropped
 
 
 class DraftForward(Protocol):
-    """The forward passes of a draft model (`ModelForward`) or of a head (`HeadForward`), and how they decide alike: by
-    the target's own race on other logits, and runners-up of it. One owner thread.
+    """The forward passes of a draft model (`ModelForward`) or of a head (`HeadForward`). One owner thread.
+
+    Both decide alike: by the target's own race on other logits, with its runners-up.
     """
 
     __slots__ = ()
@@ -60,17 +61,17 @@ class DraftForward(Protocol):
     sampler: Sampler
     max_model_len: int
     vocab_size: int
-    head: HeadRules | None  # None: a model, which is fed with tokens alone
-    kv_cache: PagedKVCache | None  # None: of a head that keeps no KV
-    rollouts: Rollouts | None = None  # on a GPU: several tokens of a path without the host between them
+    head: HeadRules | None  # None: a model, which is fed with tokens only
+    kv_cache: PagedKVCache | None  # None: a head without KV
+    rollouts: Rollouts | None = None  # on a GPU: they decide several tokens of a path without the host
 
     def rolling(self) -> RolloutForward | None:
-        """What rollouts run; None where graphs may capture nothing."""
+        """Returns the forward that rollouts run, or None if graphs cannot capture it."""
         raise NotImplementedError
 
     @property
     def max_tokens(self) -> int:
-        """That `decide` may decide after one path; more than 1 with rollouts."""
+        """The limit of tokens that `decide` decides after one path; more than 1 with rollouts."""
         return 1 if self.rollouts is None else 1 + self.rollouts.max_tokens
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
@@ -83,11 +84,11 @@ class DraftForward(Protocol):
         return self._run(rows)
 
     def _run(self, rows: Sequence[PathRows]) -> list[Decided]:
-        """A forward pass, and `_decide` with its logits."""
+        """Runs a forward pass, and `_decide` with its logits."""
         raise NotImplementedError
 
     def is_ready(self, start: SequenceStart) -> bool:
-        """Whether the sequence can start: its constraint is compiled. If it can be, it soon will."""
+        """Returns whether the sequence can start, i.e. its constraint is compiled. If not, compilation has begun."""
         constraint = start.options.sampling.constraint
         if constraint is None:
             return True
@@ -96,9 +97,9 @@ class DraftForward(Protocol):
         return compiled.done() and compiled.exception() is None
 
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
-        """The sampling state of a sequence with these committed tokens."""
+        """Returns the sampling state of a sequence with these committed tokens."""
         params = start.options.sampling
-        if start.wants_distributions:  # what is sent is what was drawn from
+        if start.wants_distributions:  # what is sent must be what was drawn from
             params = replace(params, top_k=min(params.top_k or MAX_DISTRIBUTION_IDS, MAX_DISTRIBUTION_IDS))
         return self.sampler.start(
             params,
@@ -122,11 +123,12 @@ class DraftForward(Protocol):
         confidences: Array | None = None,
         states: Array | None = None,
     ) -> list[Decided]:
-        """Of each of `rows`, `num_parallel` positions, or those of a rollout; none where none is asked for. Waits once.
+        """Returns the decisions for each of `rows`: at `num_parallel` positions, or those of a rollout; empty if none
+        is requested. Waits for the device once.
 
-        logits: [num_deciding * num_parallel, vocab_size] float32; of the positions after each path, the next
-        one first. Penalties count nothing among them. Of a head there are confidences [num_deciding] float64 of the
-        next positions, and the own hidden states [num_deciding, width] before them.
+        logits: [num_deciding * num_parallel, vocab_size] float32, for the positions after each path, the next one
+        first. Penalties do not count tokens between them. A head also has confidences [num_deciding] float64 of the
+        next positions, and its own hidden states [num_deciding, width] before them.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
@@ -135,18 +137,18 @@ class DraftForward(Protocol):
         asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
         distributions = self._distributions(logits, samples, asking)
         rollout: Pending[dict[int, tuple[Decided, ...]]] = Pending((), lambda _: {})
-        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # of each the places, and what was decided there
+        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # of each: the places, and what was decided there
         deciding = list(range(len(places)))
         while deciding:
             sampled = self.sampler.decide(logits, [samples[place] for place in deciding])
-            if self.rollouts is not None and not rounds:  # runners-up are queued while it runs
+            if self.rollouts is not None and not rounds:  # runners-up are queued while the rollout runs
                 rollout = self._roll_out(self.rollouts, [rows[index] for index, _ in places], sampled, states)
             rounds.append((deciding, Pending((sampled,), lambda arrays: arrays[0].tolist())))
             again = [at for at, place in enumerate(deciding) if rows[places[place][0]].num_decisions > len(rounds)]
             if again:
                 logits = _without(logits, again, sampled)
             deciding = [deciding[at] for at in again]
-        # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
+        # Copies, since a view would keep the states of all sequences for as long as one path needs its own.
         own = repeat(None) if states is None else iter([namespace(states).asarray(each, copy=True) for each in states])
         sure = Pending(() if confidences is None else (confidences,), lambda arrays: [each.tolist() for each in arrays])
         found, confident, rolled, *winners = read(distributions, sure, rollout, *(pending for _, pending in rounds))
@@ -173,7 +175,7 @@ class DraftForward(Protocol):
     def _roll_out(
         self, rollouts: Rollouts, rows: Sequence[PathRows], winners: Array, states: Array | None
     ) -> Pending[dict[int, tuple[Decided, ...]]]:
-        """What follows the first token of some of these rows, by their places. `winners`: [len(rows)] int64."""
+        """Returns what follows the first token of rows with rollouts, by their places. `winners`: [len(rows)] int64."""
         from outrider.engine.rollouts import RolledSequence  # imports torch and triton
 
         places = [place for place, row in enumerate(rows) if _can_be_rolled_out(row)][: rollouts.max_sequences]
@@ -205,7 +207,7 @@ class DraftForward(Protocol):
     def _distributions(
         self, logits: Array, samples: Sequence[SampleRows], places: Sequence[int]
     ) -> Pending[dict[int, TokenDistribution]]:
-        """What the next token is drawn from, at some of the places. `logits`: [len(samples), vocab_size]."""
+        """Returns the next token's distributions at some of the places. `logits`: [len(samples), vocab_size]."""
         if not places:
             return Pending((), lambda _: {})
         xp = namespace(logits)
@@ -213,7 +215,7 @@ class DraftForward(Protocol):
         ids = ids_of_keys(largest_of(order_keys(values), min(MAX_DISTRIBUTION_IDS, values.shape[1])))
         largest = xp.max(values, axis=1, keepdims=True)
         masses = masses_of(xp.take_along_axis(values, ids, axis=1), largest)  # [len(places), 32]
-        masses = xp.where(xp.isfinite(largest), masses, 0)  # of no distribution: nothing
+        masses = xp.where(xp.isfinite(largest), masses, 0)  # zeros if there is no distribution
 
         def finish(arrays: Arrays) -> dict[int, TokenDistribution]:
             probs = (arrays[1] / np.maximum(arrays[1].sum(axis=1, keepdims=True), 1)).astype(np.float32)
@@ -227,9 +229,9 @@ class DraftForward(Protocol):
 
 
 def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
-    """Rollouts of a drafter on a GPU, captured here, before any block is handed out.
+    """Captures rollouts of a drafter on a GPU, before any block is handed out.
 
-    None where nothing may be captured, and, with a warning, where a capture fails.
+    Returns None if nothing can be captured, and, with a warning, if a capture fails.
     """
     rolling = None if device_type(device) == "cpu" else forward.rolling()
     if rolling is None or forward.kv_cache is None:
@@ -256,28 +258,28 @@ def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
 def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     assert isinstance(row.sampling, SequenceSampling)
     position = row.start_position + len(row.token_ids) + num_ahead
-    # What a grammar allows after tokens that are not known yet is not known either.
+    # What a grammar allows after unknown tokens is unknown as well.
     state = replace(row.sampling, constraint=None) if num_ahead else row.sampling
     return SampleRows(state, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
 
 
 def _can_be_rolled_out(row: PathRows) -> bool:
-    """Whether more than one token is wanted, and nothing but the race decides them."""
+    """Returns whether more than one token is wanted, and only the race decides them."""
     assert isinstance(row.sampling, SequenceSampling)
     is_edited = row.sampling.penalties.changes(len(row.assumed_token_ids)) or row.sampling.constraint is not None
     return row.max_tokens > 1 and not (is_edited or row.wants_distribution)
 
 
 def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
-    """Whether a runner-up is one: where a constraint allows no other token than the winners, it means nothing."""
+    """Returns whether a runner-up counts: it is meaningless if a constraint allows no token but the winners."""
     masks = sample.masks()
     return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
 
 
 def _without(logits: Array, rows: Sequence[int], token_ids: Array) -> Array:
-    """These rows, each without the token that has won: [num_rows, vocab_size] -> [len(rows), vocab_size].
+    """Returns some rows, each without its winning token: [num_rows, vocab_size] -> [len(rows), vocab_size].
 
-    `token_ids`: [num_rows] int64, of all rows.
+    `token_ids`: [num_rows] int64, the winners of all rows.
     """
     xp, places = namespace(logits), ids_beside(rows, logits)
     logits = logits[places]

@@ -113,7 +113,7 @@ class DraftModelProposer:
     # --- sequences ------------------------------------------------------------------------
 
     def _tree(self, request: ProposalRequest) -> PathTree | None:
-        """Returns the request's paths, rooted at its newest token. None: this model cannot serve it, or not yet."""
+        """Returns the request's paths, rooted at its newest token; None if the model cannot serve it (yet)."""
         token_ids, start = request.token_ids, request.start
         tree = self._trees.get(request.sequence_id)
         if tree is not None and not tree.is_continued_by(token_ids):
@@ -303,7 +303,7 @@ class DraftModelProposer:
         return True
 
     def _evict(self, plan: Plan, busy: Iterable[PathTree]) -> bool:
-        """Frees blocks: of alternatives first, then of the least recently used sequence. False: there are none."""
+        """Frees blocks: of an alternative, or else of the least recently used sequence. Returns whether it did."""
         planned = {id(path) for _, path in plan.paths}
         for tree in self._trees.values():
             for path in tree.alternatives:

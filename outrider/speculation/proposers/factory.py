@@ -1,7 +1,7 @@
-"""The list of proposers: name, what each needs, where it may run, how it is made.
+"""The list of proposers: names, requirements and constructors.
 
-Settings, `--draft` and help texts take their choices from here, also where nothing but a client is installed: a
-proposer is imported when it is made.
+Settings, `--draft` and help texts take their choices from here, even in a client-only installation: a proposer is
+imported when it is made.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NO_PROPOSER = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings:
-    """What proposers may need; each takes its own."""
+    """The settings of all proposers; each reads its own."""
 
     remembered_tokens: int = 0
-    model: ModelConfig = field(default_factory=ModelConfig)  # of a head: the target, with `model.head`
+    model: ModelConfig = field(default_factory=ModelConfig)  # for a head: the target, with `model.head`
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
-    other_memory_bytes: int = 0  # of main memory, that the node takes besides: a model's cache leaves it free
+    other_memory_bytes: int = 0  # main memory that the node needs otherwise, which a model's cache leaves free
 
 
 def _make_ngram(_settings: ProposerSettings, _progress: Progress) -> Proposer:
@@ -64,12 +64,12 @@ def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerKind:
-    """One entry of `PROPOSERS`."""
+    """An entry of `PROPOSERS`."""
 
     name: str
     summary: str
     make: Callable[[ProposerSettings, Progress], Proposer]
-    needs: str = ""  # a "MODEL" or a "DIR"; those that need nothing work on any vocabulary
+    needs: str = ""  # "MODEL" or "DIR"; empty: nothing, so it works on any vocabulary
 
 
 PROPOSERS = (
@@ -81,23 +81,23 @@ PROPOSERS = (
 
 PROPOSER_NAMES = tuple(kind.name for kind in PROPOSERS)
 LOOKUP_NAMES = tuple(kind.name for kind in PROPOSERS if not kind.needs)
-"""Those without a model."""
+"""The proposers without a model."""
 
 PROPOSER_SUMMARY = ", ".join(f"{kind.name} ({kind.summary})" for kind in PROPOSERS)
 DRAFT_CHOICES = (*(":".join(filter(None, (kind.name, kind.needs))) for kind in PROPOSERS), NO_PROPOSER)
-"""What `--draft` takes; MODEL: a path or a hub id; DIR: a head's folder, or "auto": that of the default model."""
+"""Values of `--draft`. MODEL: a path or a hub id; DIR: a head's folder, or "auto": that of the default model."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """A parsed `--draft`."""
+    """A parsed value of `--draft`."""
 
     proposer: str = NO_PROPOSER
-    model_id: str = ""  # of a proposer that needs a model; of a head its folder
+    model_id: str = ""  # for a proposer that needs a model; for a head its folder
 
 
 def parse_draft_choice(text: str) -> DraftChoice:
-    """Parses one of `DRAFT_CHOICES`. Raises: ValueError, which names them."""
+    """Parses one of `DRAFT_CHOICES`. Raises: ValueError, which lists them."""
     name, _, model_id = text.partition(":")
     kind = next((kind for kind in PROPOSERS if kind.name == name), None)
     if text != NO_PROPOSER and (kind is None or bool(kind.needs) is not bool(model_id.strip())):
@@ -106,9 +106,9 @@ def parse_draft_choice(text: str) -> DraftChoice:
 
 
 def make_proposer(name: str, settings: ProposerSettings | None = None, *, progress: Progress = no_progress) -> Proposer:
-    """A new proposer. Loads the model of one that needs any, which may take long.
+    """Returns a new proposer. Loads its model, if it needs one, which may take long.
 
-    Raises: ConfigError for an unknown name; what `open_model` raises.
+    Raises: ConfigError for an unknown name; the errors of `open_model`.
     """
     for kind in PROPOSERS:
         if kind.name == name:

@@ -1,4 +1,4 @@
-"""What one call of a draft model's proposer computes. Torch-free."""
+"""The work of one call of a draft model's proposer. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Plan:
     """The work of one call of `propose`: at most one forward."""
 
     rows: list[PathRows] = field(default_factory=list)
-    paths: list[tuple[PathTree, DraftPath]] = field(default_factory=list)  # of each of `rows`
-    copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks, before the forward
+    paths: list[tuple[PathTree, DraftPath]] = field(default_factory=list)  # one for each of `rows`
+    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies before the forward
     behind: set[int] = field(default_factory=set)  # sequences whose prefix needs another call
     no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, as no block is free
     looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
 
 
 def take(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
-    """Adds decided tokens to a path; those of a rollout only as far as they would have been asked for one by one."""
+    """Adds decided tokens to a path. Tokens of a rollout count only as far as they would have been asked for singly."""
     path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
     for index, each in enumerate((decided, *decided.following)):
         if not each.token_ids:
@@ -29,7 +29,7 @@ def take(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> N
         if index and rows.max_tokens > 1:
             if tree.is_complete(path) or path.reach < rows.min_reach:
                 break
-            path.kv.advance(path.kv.num_tokens + 1)  # with the token before
+            path.kv.advance(path.kv.num_tokens + 1)  # including the token before
         path.decided.append(each)
     if path is tree.main:
         path.kv.publish(tree.token_ids)

@@ -1,6 +1,6 @@
 """Proposes the tokens that a sequence's grammar forces: names of properties, brackets, the rest of a choice.
 
-They are drafts like others: a text may be spelt in more than one sequence of tokens, and the target decides in which.
+They are ordinary drafts: a text may be spelt by more than one sequence of tokens, and the target decides by which.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from outrider.speculation.proposers.base import Proposal, ProposalRequest, Propo
 
 
 class GrammarProposer:
-    """A `Proposer` for constrained sequences, beside the sampler that follows their constraints."""
+    """A `Proposer` for constrained sequences; needs the sampler's constraint states, so it runs in the same process."""
 
     def __init__(self) -> None:
         self.info = ProposerInfo(name="grammar", needs_constraint=True)
         self.num_wasted_tokens = 0
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request, empty where the grammar leaves a choice."""
+        """Returns one proposal for each request, empty if the grammar leaves a choice."""
         return [_propose(request) for request in requests]
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing is remembered."""
+        """Does nothing, as nothing is remembered."""
 
 
 def _propose(request: ProposalRequest) -> Proposal:

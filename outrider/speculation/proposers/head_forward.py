@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 WARM_UP_ROWS = 64
 MAX_PATHS = 16 * MAX_SEQUENCES
-"""Of a head without KV: each takes one block of a pool that has no memory."""
+"""Paths of a head without KV: each takes one block of a pool that has no memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadForward(DraftForward):
     """A head, its paged cache and a sampler over the target's vocabulary.
 
-    Features, states and logits are arrays of numpy or torch, as the head's steps take and give them.
+    Features, states and logits are numpy or torch arrays, depending on the head's steps.
     """
 
     pool: BlockPool
-    kv_cache: PagedKVCache | None  # of a head that keeps KV
+    kv_cache: PagedKVCache | None  # None: the head keeps no KV
     model: HeadModel | PackedHead
     steps: ModuleHeadSteps | NativeHeadSteps
     sampler: Sampler
@@ -68,11 +68,15 @@ class HeadForward(DraftForward):
         device: str = "cpu",
         kernels: CpuKernels | None = None,
     ) -> HeadForward:
-        """Args:
-        num_cached_tokens: for which its cache has room, of all sequences; longer sequences are not drafted for.
-        known_token_ids: [vocab_size] bool, as for the target's Sampler.
-        constraints: likewise.
-        kernels: of the target on a CPU, for which a packed head was packed; None: torch computes.
+        """Makes the pool, the cache and the sampler of a loaded head.
+
+        Args:
+            model: the loaded head.
+            num_cached_tokens: capacity of its cache, over all sequences; longer sequences get no drafts.
+            known_token_ids: [vocab_size] bool, as for the target's Sampler.
+            constraints: as for the target's Sampler.
+            device: a torch device name.
+            kernels: the target's kernels on a CPU, for which a packed head was packed; None: torch computes.
         """
         spec = model.spec
         of_cache = None
@@ -138,7 +142,7 @@ class HeadForward(DraftForward):
             self.pool.release(rows.block_ids)
 
     def blank_path(self, start_position: int, num_rows: int = 1) -> PathRows:
-        """Zeros that decide a token, with blocks of their own: to try and to measure steps with."""
+        """Returns zeros that decide a token, with blocks of their own, for warming up and measuring."""
         options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
         sampling = self.start(SequenceStart(options=options, sample=0, prompt_length=1), (0,))
         spec, end_position = self.model.spec, start_position + num_rows
@@ -184,7 +188,7 @@ class HeadForward(DraftForward):
         )
 
     def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Array]:
-        """Of the path's rows and its parallel ones: [n, width] each, together as many as there are rows."""
+        """Returns the inputs of the path's rows and its parallel ones: arrays [n, width], one row for each."""
         parts: list[Array] = []
         if num_true := len(row.token_ids) - len(row.states):
             assert row.features is not None
@@ -200,7 +204,7 @@ class HeadForward(DraftForward):
 
 @without_warnings
 def confidences_of(logits: Array, temperatures: Array, target_ids: Array | None) -> Array:
-    """Each row's largest probability at its temperature: [num_rows] float64; 0 where features were no numbers.
+    """Returns each row's largest probability at its temperature: [num_rows] float64; 0 if features were NaN.
 
     Args:
         logits: [num_rows, vocab_size] float32.
@@ -208,7 +212,7 @@ def confidences_of(logits: Array, temperatures: Array, target_ids: Array | None)
         target_ids: [n] int64, the ids that count; None: all.
     """
     xp = namespace(logits)
-    # In place: new memory takes longer than the arithmetic.
+    # In place, since allocating memory takes longer than the arithmetic.
     values = xp.asarray(logits, copy=True) if target_ids is None else xp.take(logits, target_ids, axis=1)
     values -= xp.max(values, axis=1, keepdims=True)
     values /= temperatures
@@ -218,9 +222,10 @@ def confidences_of(logits: Array, temperatures: Array, target_ids: Array | None)
 
 
 def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:
-    """The same rows, of which each sequence's last `num_together` see all of each other, besides what comes before.
+    """Returns the batch with the last `num_together` rows of each sequence attending to all of each other.
 
-    Attention takes them for rows at the last of their positions, each with a path of all their slots.
+    They also attend to everything before. For attention they are rows at the last of their positions, each with a
+    path of all their slots.
     """
     arrays = batch.arrays
     positions, path_starts, path_slots = array("q", arrays.positions), array("q", (0,)), array("q")
@@ -239,6 +244,6 @@ def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBat
 
 
 def _depths(row: PathRows, num_rows: int) -> list[int]:
-    """Of so many rows: the path's, and parallel ones after them."""
-    num_known = row.num_committed - row.start_position - 1  # the last row that is fed with a true feature
+    """Returns the depths of `num_rows` rows: the path's, then the parallel ones."""
+    num_known = row.num_committed - row.start_position - 1  # the last row that is fed with a target's feature
     return [max(0, index - num_known) for index in range(num_rows)]

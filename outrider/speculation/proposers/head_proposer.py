@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from outrider.heads.base import HeadModel
 
 MEMORY_SHARE = 0.03
-"""Of free memory, for keys and values of a head: it has one layer or few where its target has dozens."""
+"""Fraction of free memory for a head's KV cache: it has one or a few layers, its target dozens."""
 
 MIN_CACHED_TOKENS, MAX_CACHED_TOKENS = 1 << 12, 1 << 20
-"""Of a head's keys and values, for all sequences. It drafts for none that is longer than what its cache holds."""
+"""Bounds of a head's KV cache, over all sequences. Sequences that do not fit it get no drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadTarget:
-    """What a head's proposer needs to know of the model that it drafts for."""
+    """The properties of a target that its head's proposer needs."""
 
     directory: Path
-    device: str  # as torch names it
-    dtype: str  # of its features
+    device: str  # a torch device name
+    dtype: str  # dtype of its features
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]
     constraints: GrammarCompiler  # for the same vocabulary
     vocabulary_fingerprint: str
-    kernels: CpuKernels | None  # on a CPU: what computes the sampler and attention; None: torch
+    kernels: CpuKernels | None  # on a CPU: compute sampler and attention; None: torch does
     cuda_graphs: bool = True  # whether forwards may be captured
-    num_threads: int = 0  # of a head that torch computes; 0: as many as torch has, such as those of a target by torch
+    num_threads: int = 0  # for a head that torch computes; 0: torch's current number, e.g. of a target by torch
 
     @classmethod
     def of(cls, model: LoadedModel, *, cuda_graphs: bool = True) -> HeadTarget:
-        """Of a model that is in this process."""
+        """Returns the properties of a model in this process."""
         return cls(
             directory=model.directory,
             device=model.device,
@@ -66,7 +66,7 @@ class HeadTarget:
 
     @classmethod
     def locate(cls, config: ModelConfig, *, progress: Progress = no_progress) -> HeadTarget:
-        """Of one that other nodes compute, as their section `model` says. Raises: as `locate_model`, ConfigError."""
+        """Returns those of a model on other nodes, from the section `model`. Raises: as `locate_model`, ConfigError."""
         from outrider.heads.checkpoint import Target
         from outrider.model_hub.load import read_config, resolve_dtype  # imports transformers
 
@@ -89,9 +89,9 @@ class HeadTarget:
 
 
 def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
-    """The head of this folder. What torch computes on a CPU is in float32: its bfloat16 is slow on few rows.
+    """Loads the head in this folder. On a CPU torch computes in float32: its bfloat16 is slow on few rows.
 
-    Raises: ConfigError for one that was made for another target or is not supported; ModelError for damaged files.
+    Raises: ConfigError if it was made for another target or is not supported; ModelError for damaged files.
     """
     import torch
 
@@ -109,7 +109,9 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
 
 
 def open_head_forward(model: HeadModel | PackedHead, target: HeadTarget, *, num_cached_tokens: int) -> HeadForward:
-    """The forwards of a loaded head, warmed up. In the thread that runs them. `num_cached_tokens`: see HeadForward."""
+    """Returns a head's warmed-up forwards. Call it in the thread that runs them. `num_cached_tokens`: see
+    HeadForward.
+    """
     forward = HeadForward.of(
         model,
         num_cached_tokens=num_cached_tokens,
@@ -136,7 +138,7 @@ def make_head_proposer(
     max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
     catch_up_seconds: float = CATCH_UP_SECONDS,
 ) -> DraftModelProposer:
-    """Proposes with a loaded head. In the thread that runs its steps."""
+    """Returns a proposer with a loaded head. Call it in the thread that runs its steps."""
     spec = model.spec
     token_bytes = sum(plane.bytes_per_token for plane in spec.planes)
     num_cached_tokens = 0

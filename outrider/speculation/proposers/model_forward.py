@@ -55,7 +55,7 @@ class ModelForward(DraftForward):
         features: FeatureSpec | None = None,
         may_shorten: bool = False,
     ) -> ModelForward:
-        """With a cache for this model alone. Raises ConfigError when the cache does not fit.
+        """Returns the forwards of a model with its own cache. Raises: ConfigError if the cache does not fit.
 
         `features`: of every row; the model's specification has their plane. `may_shorten`: see `open_runner`.
         """
@@ -105,10 +105,9 @@ class ModelForward(DraftForward):
 def open_draft_model(
     config: ModelConfig, kv_cache: KVCacheConfig, *, main_memory_bytes: int = 0, progress: Progress = no_progress
 ) -> DraftModelProposer:
-    """Loads the model. `main_memory_bytes`: what its cache leaves free for other things.
+    """Loads a draft model. `main_memory_bytes`: memory that its cache leaves free.
 
-    It drafts for no sequence that is longer than what its cache holds. Raises: what `open_model` and `ModelForward.of`
-    raise.
+    Sequences longer than its cache get no drafts. Raises: the errors of `open_model` and `ModelForward.of`.
     """
     with loading_turn([resolve_device(config.device)], progress):
         model = open_model(config, progress=progress)

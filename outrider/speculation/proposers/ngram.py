@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last time these tokens stood here.
+"""Prompt lookup: proposes what followed the last occurrence of the text's ending.
 
-Source: Saxena 2023, "Prompt Lookup Decoding"; vLLM's and transformers' n-gram proposers.
-Those search the whole text at each step; here an index grows with the sequence.
+Source: Saxena 2023, "Prompt Lookup Decoding"; vLLM's and transformers' n-gram proposers. Those search the whole text
+at each step; here an index grows with the sequence.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from outrider.speculation.proposers.base import (
 )
 
 NGRAM_SIZES = (4, 3, 2)
-"""Longest first. Single tokens match so often and mean so little that their rows cost more than they win
-(measured on chat, extraction and code by a 135M model, greedy and at temperature 0.7)."""
+"""Sizes, longest first. Single tokens match so often and mean so little that their rows cost more than they gain
+(measured on chat, extraction and code by a 135M model, greedy and at temperature 0.7).
+"""
 
 GRADES = (2, 3, 4, 8)
-"""Of drafts: the least length of what matched. The more agrees before a draft, the likelier it is right."""
+"""Grades of drafts: the minimum length of the match. The longer it is, the likelier the draft is right."""
 
 FIRST_SEGMENT_TOKENS = 256
 SEGMENT_GROWTH = 4
@@ -38,25 +39,25 @@ SEGMENT_GROWTH = 4
 BYTES_PER_SLOT = array("i").itemsize
 
 _SEED = secrets.randbits(62)
-"""Nobody can choose a text whose n-grams share a slot."""
+"""A random seed, so that nobody can choose a text whose n-grams share a slot."""
 
 
 class NgramSegment:
-    """Where each n-gram that ends in one stretch of a text ended last. One writer.
+    """The last position of each n-gram that ends in one segment of a text. One writer.
 
-    Open addressing, half full: a slot holds the position behind an n-gram. The n-gram itself is read from the text, so
-    segments of equal texts may be shared, and nothing else is stored.
+    An open-addressing hash table, half full: a slot holds the position after an n-gram. The n-gram itself is read
+    from the text, so segments of equal texts may be shared, and nothing else is stored.
     """
 
     __slots__ = ("__weakref__", "_num_slots", "_tables", "end", "limit", "num_bytes")
 
     def __init__(self, start: int, limit: int) -> None:
-        """For positions from `start` until before `limit`."""
+        """Creates a segment for positions in [start, limit)."""
         self.end = start
-        """Positions before it are indexed."""
+        """The end of the indexed positions."""
         self.limit = limit
         self.num_bytes = self.bytes_of(limit - start)
-        self._num_slots = 2 * (limit - start) + 1  # one is always free
+        self._num_slots = 2 * (limit - start) + 1  # one slot is always free
         self._tables = [array("i", [-1]) * self._num_slots for _ in NGRAM_SIZES]
 
     @staticmethod
@@ -64,7 +65,7 @@ class NgramSegment:
         return (2 * num_positions + 1) * len(NGRAM_SIZES) * BYTES_PER_SLOT
 
     def extend(self, text: Sequence[int], end: int) -> None:
-        """Indexes the positions until before `end`, at most `limit`; each has a token of the text."""
+        """Indexes positions up to `end`, exclusive and at most `limit`; the text has a token at each."""
         for position in range(self.end, end):
             for size, table in zip(NGRAM_SIZES, self._tables):  # noqa: B905 as many; strict costs time here
                 if size <= position:
@@ -72,12 +73,12 @@ class NgramSegment:
         self.end = max(self.end, end)
 
     def find(self, text: Sequence[int], place: int, size: int) -> int:
-        """The latest position behind the n-gram that ends the text, by the table at `place`; -1: there is none."""
+        """Returns the latest position after the n-gram that ends the text, by the table at `place`, or -1."""
         table = self._tables[place]
         return table[self._slot(table, text, len(text), size)]
 
     def _slot(self, table: array[int], text: Sequence[int], end: int, size: int) -> int:
-        """That of the n-gram before `end`, or the free one where it belongs."""
+        """Returns the slot of the n-gram before `end`, or the free one where it belongs."""
         ngram = text[end - size : end]
         slot = hash((_SEED, *ngram)) % self._num_slots
         while (position := table[slot]) >= 0 and text[position - size : position] != ngram:
@@ -86,9 +87,9 @@ class NgramSegment:
 
 
 class NgramIndex:
-    """The n-grams of one growing text, but for those at its end: the first segment is its prompt's, others its own.
+    """The n-grams of one growing text, except those at its end. The first segment is the prompt's, others are its own.
 
-    Adding a token and looking up cost the same however long the text is.
+    Adding a token and looking up take the same time however long the text is.
     """
 
     __slots__ = ("_last_token_id", "segments")
@@ -98,16 +99,16 @@ class NgramIndex:
         self._last_token_id = -1
 
     def __len__(self) -> int:
-        """Tokens of the text that are indexed."""
+        """The number of indexed tokens of the text."""
         return self.segments[-1].end
 
     def is_of(self, text: Sequence[int]) -> bool:
-        """Whether the text may be the one that was indexed; looks at the last indexed token only."""
+        """Returns whether the text may be the indexed one, by a look at the last indexed token only."""
         size = len(self)
         return size <= len(text) and (self._last_token_id < 0 or text[size - 1] == self._last_token_id)
 
     def num_new_positions(self, end: int) -> int:
-        """Of the segment that `extend` would add; 0: none, as at most steps."""
+        """Returns the size of the segment that `extend` would add; 0 if it adds none, as in most steps."""
         num_missing = end - self.segments[-1].limit
         if num_missing <= 0:
             return 0
@@ -115,7 +116,7 @@ class NgramIndex:
         return max(num_missing, usual)
 
     def extend(self, text: Sequence[int], end: int) -> None:
-        """Indexes the positions until before `end`; each has a token of the text."""
+        """Indexes positions up to `end`, exclusive; the text has a token at each."""
         last = self.segments[-1]
         if num_positions := self.num_new_positions(end):
             last.extend(text, last.limit)
@@ -125,9 +126,10 @@ class NgramIndex:
         self._last_token_id = text[end - 1]
 
     def find(self, text: Sequence[int]) -> tuple[int, int]:
-        """The position behind the latest earlier occurrence of the longest n-gram that ends the text, and its grade.
+        """Returns the position after the latest earlier occurrence of the longest n-gram that ends the text, and its
+        grade.
 
-        (0, 0): there is none.
+        Returns (0, 0) if there is none.
         """
         for place, size in enumerate(NGRAM_SIZES):
             if size > len(text):
@@ -139,10 +141,10 @@ class NgramIndex:
         return 0, 0
 
     def continuation(self, text: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], int]:
-        """What followed there, and its grade.
+        """Returns the tokens that followed there, and their grade.
 
-        A continuation that reaches the text's end goes on with itself: a text that has
-        begun to repeat is taken to go on repeating.
+        A continuation that reaches the text's end continues with itself: a text that has begun to repeat is assumed
+        to go on repeating.
         """
         start, grade = self.find(text)
         if not start:
@@ -155,7 +157,7 @@ class NgramIndex:
 
 
 def _grade(text: Sequence[int], start: int, size: int) -> int:
-    """The highest that the text's ending reaches, of which `size` tokens are known to stand before `start` as well."""
+    """Returns the highest grade of the match; `size` tokens are known to stand before `start` as well."""
     grade = size
     for longer in GRADES[GRADES.index(size) + 1 :]:
         if longer > start or text[start - longer : start - grade] != text[len(text) - longer : len(text) - grade]:
@@ -167,12 +169,13 @@ def _grade(text: Sequence[int], start: int, size: int) -> int:
 class NgramProposer:
     """Proposes from the sequence's own text; needs no model and works on any vocabulary.
 
-    Not thread-safe: one owner. Also runs in the decode node. Sequences with equal prompts, as the samples of a request,
-    share their prompt's part of the index. A sequence for which there is no memory gets no drafts until there is.
+    Not thread-safe: one owner. Also runs in the decode node. Sequences with equal prompts, e.g. the samples of a
+    request, share the prompt's part of the index. A sequence for which there is no memory gets no drafts until there
+    is.
     """
 
     def __init__(self, *, max_bytes: int = MAX_INDEX_BYTES) -> None:
-        """`max_bytes`: of all indexes."""
+        """`max_bytes`: limit of all indexes."""
         self.info = ProposerInfo(name="ngram", memory_bytes=max_bytes)
         self.num_wasted_tokens = 0
         self.num_bytes = 0
@@ -180,10 +183,10 @@ class NgramProposer:
         self._prompts: WeakValueDictionary[tuple[int, int], NgramSegment] = WeakValueDictionary()  # by length and hash
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request, empty where no n-gram repeats. What lacks least is indexed first."""
+        """Returns one proposal for each request, empty if no n-gram repeats. The nearly complete are indexed first."""
         num_left = MAX_INDEXED_TOKENS
         found: dict[int, Proposal] = {}
-        asked: list[tuple[int, ProposalRequest, NgramIndex]] = []  # first: tokens that are not indexed
+        asked: list[tuple[int, ProposalRequest, NgramIndex]] = []  # first: number of tokens that are not indexed
         for request in requests:
             index = self._index(request)
             if index is None:
@@ -192,7 +195,7 @@ class NgramProposer:
                 asked.append((len(request.token_ids) - len(index), request, index))
         for num_missing, request, index in sorted(asked, key=itemgetter(0)):
             text = request.token_ids
-            start = len(index)  # of a shared prompt others may have indexed more since
+            start = len(index)  # others may have indexed more of a shared prompt since
             end = min(len(text), start + num_left) if num_missing else start
             if start < end:
                 num_new_positions = index.num_new_positions(end)
@@ -217,7 +220,7 @@ class NgramProposer:
             self.num_bytes = sum(segment.num_bytes for segment in segments)
 
     def _index(self, request: ProposalRequest) -> NgramIndex | None:
-        """None: its prompt is not complete yet, or there is no memory for it."""
+        """Returns the sequence's index, or None if its prompt is not complete yet or there is no memory for it."""
         index, text = self._indexes.get(request.sequence_id), request.token_ids
         if index is not None and index.is_of(text):
             return index

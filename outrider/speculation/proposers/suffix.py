@@ -1,7 +1,7 @@
-"""Proposes what most often followed the text's ending: in the text itself, and in what the node generated before.
+"""Proposes what most often followed the text's ending: in the text itself, and in earlier outputs of the node.
 
-Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). The share of a continuation among all that were
-seen is its confidence: a draft ends where it becomes unlikely that so much of it is accepted.
+Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). The share of a continuation among all that were seen
+is its confidence: a draft ends where the acceptance of the whole becomes unlikely.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from outrider.speculation.proposers.base import (
 )
 
 CONTEXT_SIZES = (16, 8, 4, 2)
-"""Longest first. Single tokens mean too little, as for n-grams."""
+"""Sizes, longest first. Single tokens mean too little, as for n-grams."""
 
 ONCE_MORE = 1 << 32
-"""Above every token id."""
+"""A number above every token id."""
 
 BYTES_PER_TOKEN = 512
-"""Of an indexed text: a context of each size, with its follower."""
+"""Memory per token of an indexed text: a context of each size, with its follower."""
 
 MAX_CHILDREN = 3
-"""Of a token, where the target takes trees."""
+"""Maximum number of children of a token, if the target takes trees."""
 
 MIN_CONFIDENCE = 0.2
-"""A draft ends before the token with which the shares' product falls below this."""
+"""The product of the shares below which a draft ends."""
 
-_Followers = dict[int, int]  # by token id: how often
+_Followers = dict[int, int]  # token id -> count
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What follows, and its share of all that followed."""
+    """A token that may follow, and its share of all that followed."""
 
     token_id: int
     share: float  # (0, 1]
-    context_size: int  # of `CONTEXT_SIZES`: what it followed
+    context_size: int  # one of `CONTEXT_SIZES`: the size of the context that it followed
 
 
 class SuffixIndex:
-    """What followed each context of `CONTEXT_SIZES` tokens. Texts may grow, and be removed again. One owner.
+    """The tokens that followed each context of `CONTEXT_SIZES` tokens. Texts may grow and be removed. One owner.
 
-    The frequencies of SuffixDecoding, kept by hashed contexts of a few lengths instead of a suffix tree: adding and
-    removing a token cost the same however long the texts are.
+    It keeps SuffixDecoding's frequencies by hashed contexts of a few lengths instead of a suffix tree: adding and
+    removing a token take the same time however long the texts are.
     """
 
     __slots__ = ("_followers",)
 
     def __init__(self) -> None:
-        # One follower, the usual case, is its id, plus ONCE_MORE for each further time: a dictionary would be three
-        # times as large.
+        # A single follower, the usual case, is stored as its id plus ONCE_MORE for each repetition: a dictionary
+        # would be three times as large.
         self._followers: dict[int, int | _Followers] = {}
 
     def __len__(self) -> int:
-        """Number of different contexts; memory is proportional to it."""
+        """The number of different contexts, to which memory is proportional."""
         return len(self._followers)
 
     def add(self, text: Sequence[int], start: int, end: int, *, salt: bytes = b"") -> None:
-        """Counts that each token of `text[start:end]` followed the tokens before it; seen under the same salt only."""
+        """Counts each token of `text[start:end]` as a follower of the tokens before it, for texts of this salt only."""
         followers = self._followers
         for key, token_id in self._contexts(text, start, end, salt):
             known = followers.get(key)
@@ -84,11 +84,11 @@ class SuffixIndex:
                 followers[key] = {known % ONCE_MORE: known // ONCE_MORE + 1, token_id: 1}
 
     def remove(self, text: Sequence[int], start: int, end: int, *, salt: bytes = b"") -> None:
-        """Takes back what `add` has counted with the same arguments."""
+        """Removes what `add` has counted with the same arguments."""
         followers = self._followers
         for key, token_id in self._contexts(text, start, end, salt):
             known = followers.get(key)
-            # Where contexts share a key, another one may have taken it.
+            # If contexts share a key, another one may have removed it.
             if isinstance(known, dict):
                 if known.get(token_id, 0) > 1:
                     known[token_id] -= 1
@@ -103,9 +103,10 @@ class SuffixIndex:
                     followers[key] = known - ONCE_MORE
 
     def followers(self, text: Sequence[int], *, most: int, salt: bytes = b"") -> list[Prediction]:
-        """What followed the longest known ending of `text`, the most frequent first, of equal counts the latest.
+        """Returns the followers of the longest known ending of `text`, by falling frequency, the latest of equals
+        first.
 
-        At most so many; empty when nothing is known.
+        There are at most `most`; none if no ending is known.
         """
         for size in CONTEXT_SIZES:
             if size > len(text):
@@ -120,7 +121,7 @@ class SuffixIndex:
         return []
 
     def _contexts(self, text: Sequence[int], start: int, end: int, salt: bytes) -> Iterator[tuple[int, int]]:
-        """(key of a context, the token that followed it) for each token of `text[start:end]` and each size."""
+        """Yields (key of a context, the token that followed it) for each token of `text[start:end]` and each size."""
         for place in range(start, end):
             for size in CONTEXT_SIZES:
                 if size <= place:
@@ -128,45 +129,45 @@ class SuffixIndex:
 
 
 def _key(salt: bytes, text: Sequence[int], end: int, size: int) -> int:
-    """Of a salt and the `size` tokens before `end`. Contexts may share one by accident: a wrong guess, nothing more."""
+    """Returns the key of a salt and the `size` tokens before `end`. A collision costs no more than a wrong draft."""
     return hash((salt, size, *text[end - size : end]))
 
 
 @dataclass(slots=True)
 class _Text:
-    """One sequence."""
+    """The state of one sequence."""
 
     prompt_length: int
     salt: bytes
     is_remembered: bool
     index: SuffixIndex = field(default_factory=SuffixIndex)
-    token_ids: Sequence[int] = ()  # the caller's
+    token_ids: Sequence[int] = ()  # the caller's list
     num_indexed: int = 0
-    last_token_id: int = -1  # of those
+    last_token_id: int = -1  # the last of the indexed tokens
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Looks at one token only: another text costs acceptance, never correctness."""
+        """Returns whether the text may be the indexed one, by one token: an error costs acceptance, not correctness."""
         size = self.num_indexed
         return size <= len(token_ids) and (not size or token_ids[size - 1] == self.last_token_id)
 
     def extend(self, num_tokens: int) -> None:
-        """Indexes so many tokens more."""
+        """Indexes `num_tokens` more tokens."""
         start, self.num_indexed = self.num_indexed, self.num_indexed + num_tokens
         self.index.add(self.token_ids, start, self.num_indexed)
         self.last_token_id = self.token_ids[self.num_indexed - 1]
 
 
 class PastOutputs:
-    """What finished sequences have generated: at most `max_tokens` tokens of it, the oldest give way."""
+    """The outputs of finished sequences: the newest, at most `max_tokens` tokens."""
 
     def __init__(self, *, max_tokens: int) -> None:
         self.index = SuffixIndex()
         self._max_tokens = max_tokens
-        self._texts: deque[tuple[bytes, int, list[int]]] = deque()  # (salt, where the output begins, tokens)
+        self._texts: deque[tuple[bytes, int, list[int]]] = deque()  # (salt, start of the output, tokens)
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int], prompt_length: int, *, salt: bytes = b"") -> None:
-        """Remembers what follows the prompt, for texts of the same salt; its end is the context of the first of it."""
+        """Remembers the output, for texts of the same salt; the prompt's end is the context of its first tokens."""
         first = max(prompt_length, len(token_ids) - self._max_tokens)
         context = max(0, first - max(CONTEXT_SIZES))
         text = list(token_ids[context:])
@@ -183,7 +184,7 @@ class PastOutputs:
 
 
 class SuffixProposer:
-    """Needs no model and works on any vocabulary. Not thread-safe: one owner."""
+    """Proposes frequent continuations; needs no model and works on any vocabulary. Not thread-safe: one owner."""
 
     def __init__(
         self,
@@ -192,20 +193,21 @@ class SuffixProposer:
         min_confidence: float = MIN_CONFIDENCE,
         max_bytes: int = MAX_INDEX_BYTES,
     ) -> None:
-        """`remembered_tokens`: of past outputs; 0: each request learns from itself only.
+        """`remembered_tokens`: limit of past outputs; 0: each request learns from itself only.
 
-        `max_bytes`: of the indexes of sequences. Those for which there is no memory get no drafts until there is.
+        `max_bytes`: limit of the sequences' indexes. Sequences for which there is no memory get no drafts until there
+        is.
         """
         self.info = ProposerInfo(name="suffix", memory_bytes=max_bytes + remembered_tokens * BYTES_PER_TOKEN)
         self.num_wasted_tokens = 0
         self._past = PastOutputs(max_tokens=remembered_tokens) if remembered_tokens else None
         self._max_tokens = max_bytes // BYTES_PER_TOKEN
-        self._num_tokens = 0  # indexed, of all sequences
+        self._num_tokens = 0  # number of indexed tokens of all sequences
         self._min_confidence = min_confidence
         self._texts: dict[int, _Text] = {}
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request, empty where no ending is known. What lacks least is indexed first."""
+        """Returns one proposal for each request, empty if no ending is known. The nearly complete are indexed first."""
         found: dict[int, Proposal] = {}
         num_left = MAX_INDEXED_TOKENS
         texts = [(request, self._text(request)) for request in requests]
@@ -226,7 +228,7 @@ class SuffixProposer:
         return [found[request.sequence_id] for request in requests]
 
     def forget(self, sequence_id: int) -> None:
-        """Frees a sequence's index, and remembers its output if so configured; an unknown one is fine."""
+        """Frees a sequence's index, and remembers its output if configured; an unknown one is fine."""
         text = self._texts.pop(sequence_id, None)
         if text is None:
             return
@@ -235,9 +237,9 @@ class SuffixProposer:
             self._past.add(text.token_ids, text.prompt_length, salt=text.salt)
 
     def _tree(self, text: _Text, num_wanted: int, *, max_children: int) -> DraftTree:
-        """The likeliest continuations, at most `num_wanted` tokens deep, in the order of their probability.
+        """Returns the likeliest continuations, at most `num_wanted` tokens deep, in the order of their probability.
 
-        A token's probability is the product of the shares on its path; a draft ends where it gets too small.
+        A token's probability is the product of the shares on its path; a draft ends when it gets too small.
         """
         longest = max(CONTEXT_SIZES)
         token_ids: list[int] = []
@@ -246,7 +248,7 @@ class SuffixProposer:
         order = count()
 
         def expand(parent: int, ending: list[int], confidence: float) -> int:
-            """Returns how many tokens the longest known ending has; 0: none is known."""
+            """Returns the number of tokens in the longest known ending; 0 if none is known."""
             found = self._followers(text, ending, max_children)
             for each in found:
                 if confidence * each.share >= self._min_confidence:
@@ -254,7 +256,7 @@ class SuffixProposer:
                     heappush(waiting, (-confidence * each.share, next(order), parent, ended))
             return found[0].context_size if found else 0
 
-        depths = [0]  # of the root, then of each token
+        depths = [0]  # the root's, then each token's
         grade = expand(ROOT, list(text.token_ids[-longest:]), 1.0) if num_wanted > 0 else 0
         while waiting and len(token_ids) < num_wanted + MAX_SIBLINGS:
             negated, _, parent, ending = heappop(waiting)
@@ -272,7 +274,7 @@ class SuffixProposer:
         )
 
     def _followers(self, text: _Text, ending: Sequence[int], most: int) -> list[Prediction]:
-        """From the text or from past outputs, whichever is more confident of its first."""
+        """Returns followers in the text or in past outputs, whichever is more confident of its first."""
         own = text.index.followers(ending, most=most)
         past = self._past.index.followers(ending, most=most, salt=text.salt) if self._past is not None else []
         return max(own, past, key=lambda found: found[0].share if found else 0.0)
@@ -285,7 +287,8 @@ class SuffixProposer:
                 self._num_tokens -= text.num_indexed
             prompt_length = len(token_ids) if start is None else start.prompt_length
             salt = b"" if start is None else start.options.cache_salt
-            # A repeated request would be offered what rejection sampling decided with the same luck: biased.
+            # For a repeated request it would propose what rejection sampling decided with the same random words: a
+            # bias.
             is_remembered = start is None or not start.wants_distributions
             text = self._texts[request.sequence_id] = _Text(prompt_length, salt, is_remembered)
         text.token_ids = token_ids

@@ -1,1 +1,1 @@
-"""How draft tokens are verified: one file a method; `by_request` takes the one that the request chose."""
+"""Verification methods for draft tokens, one per file; `by_request` applies the one that the request chose."""

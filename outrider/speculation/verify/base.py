@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class DraftRows(NamedTuple):
-    """One sequence's share of a step: a row for what follows the known tokens, and one for what follows each draft."""
+    """One sequence's share of a step: a row for the token after the known ones, and one after each draft token."""
 
     rows: SampleRows
-    distributions: tuple[TokenDistribution, ...] = ()  # of each draft token; empty: each had probability 1
+    distributions: tuple[TokenDistribution, ...] = ()  # one for each draft token; empty: each had probability 1
     method: VerificationMethod = VerificationMethod.COUPLED
-    parents: tuple[int, ...] = ()  # as in DraftTree: of each draft token; empty: a chain. Coupled sampling only
+    parents: tuple[int, ...] = ()  # as in DraftTree; empty: a chain. Coupled sampling only
 
     @property
     def draft_token_ids(self) -> tuple[int, ...]:
@@ -28,11 +28,11 @@ class DraftRows(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What is committed for one sequence: the accepted draft tokens, then a recovered or a bonus token."""
+    """The tokens committed for one sequence: the accepted draft tokens, then a recovered or a bonus token."""
 
     token_ids: tuple[int, ...]  # at least one
-    logprobs: tuple[TokenLogprobs | None, ...]  # of each; empty, or None: not asked for
-    path: tuple[int, ...] = ()  # of a tree: the accepted draft tokens, by index
+    logprobs: tuple[TokenLogprobs | None, ...]  # one for each token; empty, or None: not requested
+    path: tuple[int, ...] = ()  # for a tree: the accepted draft tokens, by index
 
     @property
     def num_accepted(self) -> int:
@@ -42,12 +42,12 @@ class Verified(NamedTuple):
 class Verifier(Protocol):
     """One verification method. One owner thread.
 
-    A sequence's outcome depends on its own logits, parameters, tokens and draft, never on what else is in the batch.
+    A sequence's outcome depends on its own logits, parameters, tokens and draft, never on the rest of the batch.
     Without a draft every method commits what coupled sampling does.
     """
 
     def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
-        """The outcome for each draft, in order. Does not wait for the logits' device.
+        """Returns the outcome for each draft, in order, without waiting for the logits' device.
 
         Args:
             logits: [num_rows, vocab_size] float32, the rows of all drafts in order; not changed.

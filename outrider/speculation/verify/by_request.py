@@ -1,4 +1,4 @@
-"""Verifies each draft of a step by the method of its request."""
+"""Verifies each draft of a step by its request's method."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class RequestVerifier:
         }
 
     def prepare(self, drafts: Sequence[DraftRows]) -> None:
-        """Before the forward whose logits decide these drafts: masks of constraints are made beside it."""
+        """Begins to make constraint masks for these drafts, in parallel with the forward that decides them."""
         constrained = [draft for draft in drafts if draft.rows.state.constraint is not None]
         if constrained:
             rows = [run for draft in constrained for run in (runs_of_tree(draft) if draft.parents else (draft.rows,))]
             self._sampler.prepare_masks(rows)
 
     def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
-        """The outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
+        """Returns the outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
 
         Reading it waits for the device once, whatever the methods.
         """
@@ -43,7 +43,7 @@ class RequestVerifier:
             return self.verifiers[VerificationMethod.COUPLED].queue(logits, drafts)
         by_method: dict[VerificationMethod, list[int]] = {}
         for place, draft in enumerate(drafts):
-            # With temperature 0 the target has one token only, and all methods are the same.
+            # At temperature 0 the target allows one token only, and all methods are the same.
             method = VerificationMethod.COUPLED if draft.rows.state.params.is_greedy else draft.method
             assert not draft.parents or method is VerificationMethod.COUPLED, "of other methods' drafts, the chain"
             by_method.setdefault(method, []).append(place)

@@ -1,8 +1,8 @@
 """Coupled sampling: a draft token is accepted iff it is the token that its position's race decides.
 
 Source: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); see docs/adr/0002. The committed tokens do not depend on the
-draft, wherever it came from. In a tree of drafts each row's decision is made after its own path; the text follows the
-path whose tokens are what was decided.
+draft or its source. In a tree of drafts, each row is decided after its own path, and the text follows the path whose
+tokens equal the decisions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.speculation.verify.rows import runs_of_tree
 
 
 class CoupledVerifier:
-    """The default method."""
+    """Coupled sampling, the default method."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -36,7 +36,7 @@ class CoupledVerifier:
 
 
 def accept_drafts(drafts: Sequence[DraftRows], sampled: SampledRows) -> list[Verified]:
-    """Draft tokens stand as far as they are what was decided for their rows."""
+    """Accepts draft tokens up to the first that differs from its row's decision."""
     decided = tuple(sampled.token_ids)
     verified: list[Verified] = []
     start = 0
@@ -61,14 +61,14 @@ def _of_tree(draft: DraftRows, decided: Sequence[int], logprobs: Sequence[TokenL
 
 
 def accept(draft_token_ids: tuple[int, ...], target_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that one verification commits: the agreeing prefix, plus one.
+    """Returns the tokens that one verification commits: the agreeing prefix, plus one.
 
-    `target_token_ids` holds len(draft) + 1 decisions of the target; entry j was decided
-    after the draft tokens before j. The last token returned is the recovered token at the
-    first disagreement, or the bonus token after a draft that agreed throughout.
+    `target_token_ids` holds len(draft) + 1 decisions of the target; entry j was decided after the draft tokens before
+    j. The last token returned is the recovered token at the first disagreement, or the bonus token after a draft that
+    agreed throughout.
 
-    Source: coupled sampling; a draft token is accepted if and only if it equals the
-    decision of its position, wherever it came from.
+    Source: coupled sampling; a draft token is accepted if and only if it equals the decision of its position,
+    whatever its source.
     """
     assert len(target_token_ids) == len(draft_token_ids) + 1, "one decision per draft token and one more"
     if target_token_ids[:-1] == draft_token_ids:
@@ -84,10 +84,10 @@ def accept(draft_token_ids: tuple[int, ...], target_token_ids: tuple[int, ...]) 
 def accept_path(
     draft_token_ids: Sequence[int], parents: Sequence[int], target_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """The draft tokens of a tree that stand, by index, from the root on.
+    """Returns the accepted draft tokens of a tree, by index, from the root on.
 
     Entry 0 of `target_token_ids` is the decision after the prefix, entry j + 1 the one after the path that ends with
-    draft token j. Siblings differ, so at most one of them is what was decided.
+    draft token j. Siblings differ, so at most one of them equals the decision.
     """
     assert len(target_token_ids) == len(draft_token_ids) + 1, "one decision per draft token and one more"
     assert len(parents) == len(draft_token_ids)

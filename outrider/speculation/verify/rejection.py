@@ -2,18 +2,18 @@
 
 p is the target's distribution after all of SamplingParams, q the one that the drafter drew x from. After a rejection
 the recovered token is drawn from max(p - q, 0), renormalised. Committed tokens have the distribution p for any q, as
-long as x was drawn from q, independently of the luck by which it is judged. A drafter that does not draw, as a lookup,
-has q(x) = 1. That holds as long as it does not repeat what this method decided earlier with the same luck, for a
-request that is sent again with its seed: lookups do not remember what was decided by rejection sampling.
+long as x was drawn from q, independently of the random words by which it is judged. A drafter that does not draw,
+e.g. a lookup, has q(x) = 1. That is valid unless it repeats earlier decisions of this method that used the same
+words, as for a request that is sent again with its seed: so lookups do not remember what rejection sampling decided.
 
 Source: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
 
-Luck: purpose 2 of the decision's generator, words 0 and 1 for acceptance, 2 and 3 for the recovered token. The race's
-arrivals (purposes 0 and 1) decide bonus tokens here and drafts in the drafter: never both for one position, because
-a position whose draft token is looked at is decided by purpose 2 alone.
+Random words: purpose 2 of the decision's generator, words 0 and 1 for acceptance, 2 and 3 for the recovered token.
+The race's words (purposes 0 and 1) decide bonus tokens here and drafts in the drafter, but never both at one
+position: a position whose draft token is judged is decided by purpose 2 alone.
 
-Probabilities of p are integer masses (see `elementary`), and what is done with them is rounded by IEEE 754's float64,
-so a decision does not depend on the device, nor on the batch. All of it is queued where the logits are.
+Probabilities of p are integer masses (see `elementary`), and the operations on them are rounded as IEEE 754's
+float64. So a decision depends neither on the device nor on the batch. All of them are queued on the logits' device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORD = 0xFFFFFFFF
 
 
 class RejectionVerifier:
-    """Exact in distribution; the tokens themselves depend on the drafts."""
+    """Rejection sampling. It is exact in distribution; the tokens themselves depend on the drafts."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -50,7 +50,7 @@ class RejectionVerifier:
         starts = row_starts(drafts)
         num_drafts = [len(draft.draft_token_ids) for draft in drafts]
         last_rows = ids_beside([start + num for start, num in zip(starts, num_drafts, strict=True)], logits)
-        # The token after a draft that stands: the position's race decides it, as without a draft.
+        # The token after a fully accepted draft: the position's race decides it, as without a draft.
         following = self._sampler.decide(logits[last_rows], [_after_draft(draft.rows) for draft in drafts])
         num_accepted = xp.zeros_like(last_rows)
         if any(num_drafts):
@@ -83,9 +83,10 @@ class RejectionVerifier:
 
 
 def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int]) -> tuple[Array, Array]:
-    """How many tokens of each draft stand, and what takes the place of the first that does not: each [num_seqs] int64.
+    """Returns the number of accepted tokens of each draft, and the token in place of the first rejected one: each
+    [num_seqs] int64.
 
-    `masses`: [num draft tokens, num_ids] int64, of p. Where a whole draft stands, the second means nothing.
+    `masses`: [num draft tokens, num_ids] int64, of p. For a fully accepted draft the second value is meaningless.
     """
     xp = namespace(masses)
     token_ids = [token_id for draft in drafts for token_id in draft.draft_token_ids]
@@ -110,13 +111,13 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
     # An id beyond the vocabulary has no mass.
     is_accepted = (beside(np.asarray(bounds, dtype=np.float64), masses) < probs) & (ids == within)
 
-    firsts = list(accumulate(num_drafts[:-1], initial=0))  # draft token of each draft
+    firsts = list(accumulate(num_drafts[:-1], initial=0))  # index of each draft's first token
     most = max(num_drafts)
     table = [
         [first + index if index < num else len(token_ids) for index in range(most)]
         for first, num in zip(firsts, num_drafts, strict=True)
     ]
-    places = np.asarray(table, dtype=np.int64)  # [num_seqs, most], of draft tokens; behind them: none
+    places = np.asarray(table, dtype=np.int64)  # [num_seqs, most], indices of draft tokens, padded by one past the last
     stands = xp.concat([xp.astype(is_accepted, xp.int64), xp.zeros_like(ids[:1])])[beside(places.ravel(), ids)]
     num_accepted = xp.sum(xp.cumulative_prod(xp.reshape(stands, places.shape), axis=1), axis=1)
     first_rejected = xp.clip(ids_beside(firsts, ids) + num_accepted, max=len(token_ids) - 1)
@@ -126,20 +127,20 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
 
 
 def _after_draft(rows: SampleRows) -> SampleRows:
-    """The row after the draft, alone."""
+    """Returns the row after the draft, alone."""
     assumed_token_ids = rows.assumed_token_ids + rows.draft_token_ids
     return SampleRows(rows.state, rows.position + len(rows.draft_token_ids), assumed_token_ids=assumed_token_ids)
 
 
 def _uniform(high: int, low: int) -> float:
-    """In [0, 1), for acceptance."""
+    """Returns a uniform number in [0, 1), for acceptance."""
     return ((high << 32 | low) >> (64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
 
 
 def _weights(distributions: Sequence[TokenDistribution], num_ids: int) -> tuple[Ints, Floats, Floats]:
-    """Ids and weights of each q, [n, most] int64 and float64, and the sum of its weights [n].
+    """Returns ids and weights of each q, [n, most] int64 and float64, and the sum of its weights [n].
 
-    Ids beyond the vocabulary are left out, and the first pair of each row fills what is free.
+    Ids beyond the vocabulary are left out, and rows are padded with their first pair.
     """
     known = [
         [pair for pair in zip(each.token_ids, each.probabilities, strict=True) if pair[0] < num_ids] or [(0, 0.0)]
@@ -153,12 +154,12 @@ def _weights(distributions: Sequence[TokenDistribution], num_ids: int) -> tuple[
 
 
 def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
-    """A token from max(p - q, 0) for each row, by inversion: [num_rows] int64.
+    """Returns a token from max(p - q, 0) for each row, by inversion: [num_rows] int64.
 
     Args:
         target: [num_rows, num_ids] int64, masses of p.
-        drafted: of q, as of `_weights`.
-        luck: [num_rows, 2] int64, two words.
+        drafted: q, as returned by `_weights`.
+        luck: [num_rows, 2] int64, two random words.
     """
     xp = namespace(target)
     ids, weights, totals = drafted
@@ -167,7 +168,7 @@ def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
     left = xp.astype(target, xp.int64)
     rows = xp.arange(target.shape[0], device=target.device)[:, None]
     left[rows, ids] = xp.clip(xp.take_along_axis(target, ids, axis=1) - masses, min=0)
-    # p and q may be equal but for rounding, which leaves nothing.
+    # p and q may be equal except for rounding, which leaves nothing.
     left = xp.where(xp.sum(left, axis=1, keepdims=True) > 0, left, target)
     cumulative = xp.cumulative_sum(left, axis=1)
     places = _share(luck, cumulative[:, -1])
@@ -175,7 +176,7 @@ def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
 
 
 def _share(luck: Array, totals: Array) -> Array:
-    """A whole number in [0, total) for each: the high half of the product of 64 bits of luck and the total.
+    """Returns a whole number in [0, total) for each: the high half of the product of 64 random bits and the total.
 
     luck: [n, 2] int64, two words; totals: [n] int64, positive.
     """

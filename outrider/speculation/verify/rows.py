@@ -1,4 +1,4 @@
-"""Rows of a step, as verification methods need them: where each draft's begin, and what they are drawn from."""
+"""Rows of a step, as verification methods need them: the first of each draft, and their distributions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outrider.speculation.verify.base import DraftRows
 
 
 def row_starts(drafts: Sequence[DraftRows]) -> list[int]:
-    """The first row of each draft."""
+    """Returns the first row of each draft."""
     return list(accumulate((draft.rows.num_rows for draft in drafts[:-1]), initial=0))
 
 
 def draft_token_rows(drafts: Sequence[DraftRows]) -> list[int]:
-    """The rows that decide the positions of draft tokens, in order."""
+    """Returns the rows that decide the positions of draft tokens, in order."""
     return [
         start + index
         for start, draft in zip(row_starts(drafts), drafts, strict=True)
@@ -28,13 +28,13 @@ def draft_token_rows(drafts: Sequence[DraftRows]) -> list[int]:
 
 
 def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
-    """The rows of a tree, in order, as runs in which each token follows the one before it.
+    """Returns the rows of a tree, in order, as runs in which each token follows the one before it.
 
-    What leads to a run is assumed to be generated, as for drafts: penalties and min_tokens count a row's own path.
+    The path to a run is assumed to be generated, as for drafts: penalties and min_tokens count a row's own path.
     """
     rows = draft.rows
-    paths: list[tuple[int, ...]] = []  # to each draft token, itself included
-    firsts = [ROOT]  # of each run: the draft token whose row begins it
+    paths: list[tuple[int, ...]] = []  # the path to each draft token, inclusive
+    firsts = [ROOT]  # for each run: the draft token whose row begins it
     for index, (token_id, parent) in enumerate(zip(rows.draft_token_ids, draft.parents, strict=True)):
         paths.append((*(paths[parent] if parent != ROOT else ()), token_id))
         if parent != index - 1:
@@ -53,15 +53,15 @@ def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
 
 
 def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRows]) -> Array:
-    """The target's distributions at the positions of draft tokens.
+    """Returns the target's distributions at the positions of draft tokens.
 
     Args:
-        sampler: of the target.
+        sampler: the target's.
         logits: [num_rows, vocab_size] float32, of all rows of the drafts.
         drafts: with at least one draft token among them.
 
     Returns:
-        [num draft tokens, num_ids] int64, a row's probabilities but for a factor.
+        [num draft tokens, num_ids] int64, each row proportional to its probabilities.
     """
     rows = draft_token_rows(drafts)
     parts = [
@@ -73,7 +73,7 @@ def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRo
 def _masses(values: Array) -> Array:
     xp = namespace(values)
     largest = xp.max(values, axis=1, keepdims=True)
-    # No distribution: NaN, nothing left, or a bias beyond float32. The race takes the first of the largest then.
+    # No distribution: NaN, nothing left, or a bias beyond float32. Then the race takes the first of the largest.
     is_broken = xp.logical_not(xp.isfinite(largest))
     masses = masses_of(values, largest)
     masses *= xp.logical_not(is_broken)

@@ -5,11 +5,11 @@ target finds it likely enough by itself:
 
     p(x) > min(threshold, alpha * exp(-H(p)))
 
-with H the entropy of p, in nats: where the target is undecided, less is asked for. Otherwise the race's token is
+with H the entropy of p, in nats: the bound is lower if the target is undecided. Otherwise the race's token is
 committed. So acceptance is never below that of coupled sampling, and the text leans towards the drafter's.
 
-Entropies are sums of float64 logarithms, which libraries round differently: where a probability is that close to its
-bound, a token that one node accepts may be another's rejection.
+Entropies are sums of float64 logarithms, which libraries round differently: if a probability is that close to its
+bound, one node may accept a token that another rejects.
 
 Source: Cai et al. 2024, "Medusa" (arXiv 2401.10774), with its threshold 0.09 and alpha 0.3.
 """
@@ -30,7 +30,7 @@ ALPHA = 0.3
 
 
 class TypicalVerifier:
-    """Trades fidelity for acceptance. Chosen by a request, or by the router's setting, and by nothing else."""
+    """Typical acceptance, which trades fidelity for acceptance. Only a request or the router's setting chooses it."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -44,7 +44,7 @@ class TypicalVerifier:
         return Pending(sampled.arrays, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
     def _with_typical(self, decided: Array, logits: Array, drafts: Sequence[DraftRows]) -> Array:
-        """What was decided [num_rows] int64, and in its place draft tokens that are likely enough."""
+        """Returns the decisions [num_rows] int64, replaced by draft tokens that are likely enough."""
         xp = namespace(logits)
         masses = draft_token_masses(self._sampler, logits, drafts)
         token_ids = ids_beside([token_id for draft in drafts for token_id in draft.draft_token_ids], logits)
