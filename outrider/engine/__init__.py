@@ -1,1 +1,1 @@
-"""The engine that prefill, decode and draft nodes share: batches, paged KV cache, forward pass, sampler. No gRPC."""
+"""The engine shared by prefill, decode and draft nodes: batches, paged KV cache, forward pass, sampler. No gRPC."""

@@ -1,7 +1,7 @@
-"""Arrays of numpy, where native kernels compute, and of torch everywhere else: one code for both. Torch-free.
+"""One code path for numpy arrays (native kernels) and torch tensors (everything else). Torch-free.
 
-That code is written in the Python array API, which numpy has by itself and torch by array-api-compat, and in what
-both have besides: `view` of another dtype, operators with numbers, and assignment to places.
+The code uses the Python array API, which numpy implements itself and torch implements through array-api-compat, and
+what both libraries add to it: `view` with another dtype, operators with Python numbers, and item assignment.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import numpy as np
 import numpy.typing as npt
 
 Array: TypeAlias = Any
-"""npt.NDArray[Any] or torch.Tensor, as the logits are. Functions that take several take all of one kind and device."""
+"""npt.NDArray[Any] or torch.Tensor, like the logits. A function's array arguments must share kind and device."""
 Arrays: TypeAlias = "list[npt.NDArray[Any]]"
 
 PIECE_VALUES = 1 << 17
-"""Values of rows that a processor computes with at a time: what is made of them fits its cache."""
+"""Values that a CPU processes at a time: the intermediate results fit its cache."""
 
 without_warnings = np.errstate(all="ignore")
-"""Decorates what computes with logits that are infinite or no numbers: numpy would warn, torch does not."""
+"""Decorates functions whose logits may be infinite or NaN: numpy would warn, torch does not."""
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Rounded to the nearest bfloat16, ties to even: numpy has no such type, so its words are uint16."""
+    """Rounds to the nearest bfloat16, ties to even. numpy has no such type, so the result holds the bits as uint16."""
     bits = values.view(np.uint32)
     rounded = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def from_bfloat16(words: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """The same numbers."""
+    """Converts bfloat16 bits to float32, exactly."""
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
 def namespace(array: Array) -> Any:
-    """The functions of the array's library, as the array API has them."""
+    """Returns the array API namespace of the array's library."""
     if isinstance(array, np.ndarray):
         return np
     from array_api_compat import torch
@@ -45,7 +45,7 @@ def namespace(array: Array) -> Any:
 
 
 def beside(values: npt.NDArray[Any], array: Array) -> Array:
-    """The values where `array` is, as an array of its kind. Does not wait for a device."""
+    """Returns the values as an array of the same kind and on the same device as `array`. Does not wait for a device."""
     if isinstance(array, np.ndarray):
         return values
     from outrider.engine.transfer import upload
@@ -54,12 +54,12 @@ def beside(values: npt.NDArray[Any], array: Array) -> Array:
 
 
 def ids_beside(values: Sequence[int], array: Array) -> Array:
-    """[len(values)] int64, as `beside`."""
+    """Returns the ids as int64 [len(values)], placed as by `beside`."""
     return beside(np.asarray(values, dtype=np.int64), array)
 
 
 def largest_of(keys: Array, number: int) -> Array:
-    """The largest of each row, falling: [num_rows, n] int64 -> [num_rows, number], with 0 <= number <= n."""
+    """Returns the largest keys of each row, descending: [num_rows, n] int64 -> [num_rows, number], 0 <= number <= n."""
     if not isinstance(keys, np.ndarray):
         return keys.topk(number, dim=1).values
     start = keys.shape[1] - number
@@ -69,12 +69,12 @@ def largest_of(keys: Array, number: int) -> Array:
 
 
 def in_pieces(function: Callable[..., Array], values: Array, *others: Any) -> Array:
-    """function(values, *others), by a few rows at a time on a processor, and on a device by all.
+    """Returns function(values, *others), computed a few rows at a time on a CPU and all at once on other devices.
 
     Args:
-        function: row by row, of arrays to one.
+        function: maps arrays to one array, row by row.
         values: [num_rows, n], at least one row.
-        others: what belongs to each row, each of num_rows.
+        others: further arguments with one entry per row, each of length num_rows.
     """
     num_rows = len(values)
     most = max(1, PIECE_VALUES // values.shape[1]) if str(values.device) == "cpu" else num_rows

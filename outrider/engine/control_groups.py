@@ -1,4 +1,4 @@
-"""The control groups that bound this process, of both versions, as Linux shows them in files. Torch-free."""
+"""The Linux control groups, v1 and v2, that limit this process, read from the file system. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def control_groups(
     controller: str, *, groups: Path = GROUPS, membership: Path = MEMBERSHIP
 ) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of each group of this process where that controller may set a bound; none but on Linux.
+    """Yields (version, folder) of each group of this process that may set a limit for the controller; none except on
+    Linux.
 
-    A container sees its own group as the root of the hierarchy, under another name than the host's: folders may not be
-    there.
+    Inside a container, its own group is the root of the hierarchy, under another name than on the host, so a folder may
+    not exist.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -38,14 +39,14 @@ def control_groups(
 
 
 def cpu_quota(*, groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Whole processors whose time the strictest group allows, at least one; None: as many as there are."""
+    """Returns the strictest CPU quota in whole processors, at least 1, or None if there is no limit."""
     bounds = []
     for version, folder in control_groups("cpu", groups=groups, membership=membership):
-        with contextlib.suppress(OSError, ValueError):  # no such group, or it says "max"
+        with contextlib.suppress(OSError, ValueError):  # no such group, or the limit is "max"
             if version == 2:
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
             else:
                 quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-            if quota > 0:  # -1: no bound
+            if quota > 0:  # -1: no limit
                 bounds.append(max(1, quota // period))
     return min(bounds, default=None)

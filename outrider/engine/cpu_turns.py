@@ -1,6 +1,6 @@
-"""Nodes on the same processors compute one after the other, each with all of them (ADR 17). Torch-free.
+"""Turns, by which nodes on the same processors compute one after the other, each with all of them (ADR 17). Torch-free.
 
-A turn is a lease in a file that the nodes map (source/turns.h): if its holder dies or hangs, it expires. It affects
+A turn is a lease in a file that the nodes map (source/turns.h); it expires if its holder dies or hangs. Turns affect
 timing only, never results.
 """
 
@@ -21,7 +21,7 @@ from outrider.errors import ConfigError
 
 MIN_LEASE_SECONDS = 0.5
 LEASE_FACTOR = 3.0
-"""A lease lasts this many times the expected duration: other programs on the processors may delay its holder."""
+"""Factor from a step's expected duration to its lease: other programs on the processors may delay the holder."""
 
 TAKEN_FROM_ANOTHER = "a node on the same processors showed no life in its turn; this one goes on"
 """Log message for `on_taken_from_another`."""
@@ -30,30 +30,32 @@ _NOT_TAKEN, _TAKEN, _TAKEN_FROM_ANOTHER = range(3)
 
 
 class CpuTurns:
-    """Those of a node that shares its processors with no other. Engine thread only."""
+    """The turns of a node that shares its processors with no other node. Engine thread only."""
 
     def __init__(self, description: str = "none") -> None:
-        """`description`, for people: the file of turns, or "none"."""
+        """`description`: shown to users; the path of the turns file, or "none"."""
         self.description = description
 
     def take(self, timeout_seconds: float) -> bool:
-        """Queues for a turn (FIFO). False: not within the timeout; the place in the queue is kept."""
+        """Waits for a turn in FIFO order. Returns False on timeout; the place in the queue is kept."""
         return True
 
     def keep(self, expected_seconds: float) -> bool:
-        """Renews the lease: the next renewal is expected in about that time. False: it has expired already."""
+        """Renews the lease until about the expected next renewal. Returns False if it has expired already."""
         return True
 
     def is_over(self, seconds: float) -> bool:
-        """Whether the turn has lasted this long and others wait for one."""
+        """Returns whether the turn has lasted this long and other nodes are waiting."""
         return False
 
     def give(self) -> None:
-        """Releases the turn to the longest waiter, or leaves the queue. Idempotent."""
+        """Releases the turn to the longest waiter (FIFO), or leaves the queue. Idempotent."""
 
 
 class SharedTurns(CpuTurns):
-    """Turns in a file that all nodes on the same processors map. At most one in a process, which owns one slot."""
+    """Turns in a file mapped by all nodes on the same processors. A process owns one slot, so it has at most one
+    instance.
+    """
 
     def __init__(
         self,
@@ -65,10 +67,10 @@ class SharedTurns(CpuTurns):
     ) -> None:
         """Claims a slot. Slots of exited processes are reclaimed.
 
-        `on_taken_from_another` is called when this node takes an expired turn: its holder has died, hangs, or was much
-        slower than expected.
+        `on_taken_from_another` is called when this node takes over an expired turn: its holder has died, hangs, or was
+        much slower than expected.
 
-        Raises: ConfigError when the file cannot be opened or is another kind of file, or no slot is free.
+        Raises: ConfigError if the file cannot be opened or is not a turns file, or no slot is free.
         """
         super().__init__(str(path))
         self._on_taken_from_another = on_taken_from_another
@@ -79,14 +81,14 @@ class SharedTurns(CpuTurns):
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             _check_file(os.fstat(self._descriptor), size)
-            os.posix_fallocate(self._descriptor, 0, size)  # a full disk is an error now, not a signal later
+            os.posix_fallocate(self._descriptor, 0, size)  # makes a full disk an error now instead of a signal later
             self._slot = _claim_slot(self._descriptor, self._calls.outrider_turns_slots())
             self._memory = mmap.mmap(self._descriptor, size)
         except OSError as error:
             raise ConfigError(f"turns cannot be taken in {path}: {error}") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._taken_at = 0.0
-        self.give()  # the slot's last owner may have died in its turn
+        self.give()  # the slot's previous owner may have died during its turn
 
     def take(self, timeout_seconds: float) -> bool:
         calls = self._calls if timeout_seconds > 0 else self._short_calls
@@ -107,7 +109,7 @@ class SharedTurns(CpuTurns):
         self._short_calls.outrider_turns_give(self._address, self._slot, self._lease(0.0))
 
     def _lease(self, expected_seconds: float) -> int:
-        """Nanoseconds; the library limits them."""
+        """Returns the lease in nanoseconds; the library limits it."""
         return round(max(LEASE_FACTOR * expected_seconds, self._min_lease_seconds) * 1e9)
 
 
@@ -118,12 +120,12 @@ def open_turns(
     cpus: Sequence[int],
     on_taken_from_another: Callable[[], None] = lambda: None,
 ) -> CpuTurns:
-    """Turns among the nodes that name the same path and compute on the same `cpus`.
+    """Opens the turns shared by nodes with the same path and the same `cpus`.
 
-    Nothing is shared for an empty path, without native kernels, and by a node with fewer threads than processors,
-    whose turns would leave some idle.
+    Nothing is shared if the path is empty, without native kernels, or if the node has fewer threads than processors:
+    its turns would leave some idle.
 
-    Raises: ConfigError.
+    Raises: ConfigError if the file cannot be used.
     """
     if not path:
         return CpuTurns()
@@ -136,7 +138,7 @@ def open_turns(
 
 
 def _ranges(cpus: Sequence[int]) -> str:
-    """Rising numbers as ranges, for a file name: "0-3,8"."""
+    """Formats ascending numbers as ranges for a file name: "0-3,8"."""
     runs: list[list[int]] = []
     for cpu in cpus:
         if runs and cpu == runs[-1][-1] + 1:
@@ -147,7 +149,7 @@ def _ranges(cpus: Sequence[int]) -> str:
 
 
 def _check_file(file: os.stat_result, size: int) -> None:
-    """Whether nobody else can have put it there, or write into it. Raises: OSError."""
+    """Checks that no other user can have created the file or can write to it. Raises: OSError otherwise."""
     if not stat.S_ISREG(file.st_mode) or file.st_size not in (0, size):
         raise OSError("it is not a file of turns")
     if file.st_uid != os.geteuid() or file.st_mode & 0o022:
@@ -155,7 +157,7 @@ def _check_file(file: os.stat_result, size: int) -> None:
 
 
 def _claim_slot(descriptor: int, num_slots: int) -> int:
-    """The first free one. The system releases it when this process exits. Raises: OSError."""
+    """Claims the first free slot. The system releases it when this process exits. Raises: OSError if all are in use."""
     for slot in range(num_slots):
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)

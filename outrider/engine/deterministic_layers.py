@@ -1,7 +1,7 @@
-"""Batch-invariant linear layers and norms in a transformers model on a GPU.
+"""Batch-invariant linear layers and norms for a transformers model on a GPU.
 
-The rest is torch's and element by element: activations, rotations, sums. Whether a model has anything else shows at
-load, where rows are compared over several batches (`model_hub.support.depends_on_batch`).
+The remaining operations are torch's and elementwise: activations, rotations, sums. Any other batch-dependent operation
+is detected at load, which compares rows over several batches (`model_hub.support.depends_on_batch`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.engine.linear import replace_linear_layers, replace_norms
 
 
 class DeterministicLinear(nn.Module):
-    """y = x W^T + b by our kernel."""
+    """y = x W^T + b, computed by our kernel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` [out_features, in_features]; `bias` [out_features]."""
@@ -26,13 +26,13 @@ class DeterministicLinear(nn.Module):
         self._bias = bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[…, in_features] → […, out_features]."""
+        """Maps […, in_features] to […, out_features]."""
         flat = rows.reshape(-1, self.in_features).contiguous()
         return linear(flat, self.weight, self._bias).view(*rows.shape[:-1], self.out_features)
 
 
 class DeterministicRMSNorm(nn.Module):
-    """Root mean square normalisation by our kernel."""
+    """RMS norm, computed by our kernel."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         """`weight` [width] float32."""
@@ -40,18 +40,18 @@ class DeterministicRMSNorm(nn.Module):
         self._norm = Norm(weight.contiguous(), epsilon)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[…, width] → the same."""
+        """Normalises […, width] over the last dimension."""
         return rms_norm(rows.reshape(-1, rows.shape[-1]).contiguous(), self._norm).view(rows.shape)
 
 
 def make_deterministic(model: nn.Module) -> None:
-    """Replaces linear layers and norms in place."""
+    """Replaces the model's linear layers and norms in place."""
     replace_linear_layers(model, DeterministicLinear)
     replace_norms(model, DeterministicRMSNorm)
 
 
 def deterministic_kernels(dtype: str, capability: str) -> str:
-    """What the bits of a row depend on, for the numerics of a node. `capability`: of the GPU, such as "sm_90"."""
+    """Describes what a row's bits depend on, for a node's numerics. `capability`: the GPU's, such as "sm_90"."""
     tile = Tile()
     return (
         f"triton {triton.__version__} {capability} {dtype}, splits of {tile.split_keys} keys and "

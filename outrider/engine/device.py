@@ -1,4 +1,4 @@
-"""Names of devices, as torch writes them: "cpu", "cuda", "cuda:1"; the error for a missing torch. Torch-free."""
+"""Device names in torch's notation ("cpu", "cuda", "cuda:1"), and the error for a missing torch. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ AMD_DRIVER = Path("/dev/kfd")
 
 
 def device_type(device: str) -> str:
-    """Without the number: "cpu" or "cuda"."""
+    """Returns the name without its index: "cpu" or "cuda"."""
     return device.partition(":")[0]
 
 
 def has_gpu_driver() -> bool:
-    """Whether torch, which takes a second to import, may find a GPU; not one that was built for CPUs."""
+    """Returns whether torch may find a GPU, without importing it, which takes a second. A CPU build of torch finds
+    none.
+    """
     with suppress(PackageNotFoundError):
         if version("torch").endswith("+cpu"):
             return False
@@ -34,7 +36,7 @@ def has_gpu_driver() -> bool:
 
 @contextmanager
 def needs_torch(what: str) -> Iterator[None]:
-    """Wraps imports of torch and transformers. Raises: ConfigError where they are missing, with what needs them."""
+    """Wraps imports of torch and transformers. Raises: ConfigError, naming what needs them, if one is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

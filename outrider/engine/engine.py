@@ -1,4 +1,4 @@
-"""What the loops of prefill and decode nodes run forward passes with, as one value."""
+"""The components with which the prefill and decode loops run forward passes, as one value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptEngine:
-    """Pool, scheduler, cache and runner of one model. One owner thread."""
+    """Block pool, scheduler, KV cache and runner of one model. One owner thread."""
 
     pool: BlockPool
     scheduler: Scheduler
@@ -39,10 +39,10 @@ class PromptEngine:
     ) -> Array:
         """Copies the shared blocks that the step writes to, then runs one forward pass.
 
-        `on_layer_done(layer)` follows each layer, rising, once its keys and values are in the cache.
+        `on_layer_done(layer)` is called for each layer in order, once its keys and values are in the cache.
 
         Returns:
-            Logits of the rows that need them, in order, as of ModelRunner.forward.
+            The logits of the rows that need them, in order, as described in ModelRunner.forward.
         """
         if block_copies:
             self.kv_cache.copy_blocks(block_copies)
@@ -53,11 +53,11 @@ class PromptEngine:
         return logits
 
     def lay_out(self, rows: Sequence[SequenceRows]) -> InputBatch:
-        """The batch of a forward pass to come, of one row a sequence, whose token ids are not known yet."""
+        """Prepares the batch of a future forward pass, one row per sequence, before its token ids are known."""
         return self.runner.lay_out(build_input_batch(rows, self.pool.block_size))
 
     def run(self, batch: InputBatch, token_ids: Sequence[int]) -> Array:
-        """Runs a batch of `lay_out` with these token ids, one for each row. Returns what `forward` does."""
+        """Runs a batch from `lay_out` with these token ids, one per row. Returns the same as `forward`."""
         batch.arrays.token_ids[: len(token_ids)] = array("q", token_ids)
         self.clock.mark(Part.BATCH)
         logits = self.runner.forward(batch)[: len(token_ids)]
@@ -67,6 +67,6 @@ class PromptEngine:
 
 @dataclass(frozen=True, slots=True)
 class Engine(PromptEngine):
-    """With a sampler: decides tokens."""
+    """A PromptEngine with a sampler, which decides tokens."""
 
     sampler: Sampler

@@ -1,4 +1,4 @@
-"""The one thread of a process that computes: it builds the engine, then runs it. Torch-free."""
+"""The only compute thread of a process: it builds the engine, then runs it. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Parts = TypeVar("Parts")
 
 
 class EngineThread(Generic[Parts]):
-    """`build` and then `run` in one thread.
+    """Runs `build` and then `run` in one thread.
 
-    OpenMP keeps a pool of threads for each thread that has ever computed in parallel. Once the pools together have more
-    threads than there are cores, threads sleep at every barrier instead of spinning, and a decode step takes twice as
-    long. So models are loaded and warmed up in the thread that runs steps, and no other thread may use torch on
-    anything large.
+    OpenMP keeps a thread pool for each thread that has ever computed in parallel. Once the pools together have more
+    threads than there are cores, threads sleep at barriers instead of spinning, and a decode step takes twice as long.
+    So models are loaded and warmed up in the thread that runs steps, and no other thread may use torch on large
+    tensors.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class EngineThread(Generic[Parts]):
         run: Callable[[Parts], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """`on_failure` is called from the thread when `run` raises: a bug of ours."""
+        """`on_failure` is called in the engine thread if `run` raises, which is a bug."""
         self._build = build
         self._run = run
         self._on_failure = on_failure
@@ -38,17 +38,19 @@ class EngineThread(Generic[Parts]):
         self._built: Future[Parts] = Future()
 
     async def build(self) -> Parts:
-        """Starts the thread; returns what it has built. It runs only when told to. Raises: what `build` raised."""
-        self._built.set_running_or_notify_cancel()  # whoever stops waiting does not cancel it
+        """Starts the thread and returns the result of `build`. Steps start only with `run`. Raises: any error of
+        `build`.
+        """
+        self._built.set_running_or_notify_cancel()  # a cancelled waiter does not cancel the build
         self._thread.start()
         return await asyncio.wrap_future(self._built)
 
     def run(self) -> None:
-        """Lets the built engine run."""
+        """Starts running the built engine."""
         self._may_run.set()
 
     def join(self, timeout_seconds: float) -> None:
-        """Waits for `run` to return, which its caller has arranged. An engine that was not started ends at once."""
+        """Waits for `run` to return, which the caller must have arranged. An engine that never started ends at once."""
         if not self._may_run.is_set():
             self._is_given_up = True
             self._may_run.set()
@@ -57,7 +59,7 @@ class EngineThread(Generic[Parts]):
     def _work(self) -> None:
         try:
             parts = self._build()
-        except Exception as error:  # noqa: BLE001 the border of the thread: `build` raises it
+        except Exception as error:  # noqa: BLE001 thread boundary: the coroutine `build` raises it
             self._built.set_exception(error)
             return
         self._built.set_result(parts)
@@ -66,5 +68,5 @@ class EngineThread(Generic[Parts]):
             return
         try:
             self._run(parts)
-        except Exception as error:  # noqa: BLE001 the same
+        except Exception as error:  # noqa: BLE001 thread boundary
             self._on_failure(error)

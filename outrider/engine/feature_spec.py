@@ -1,9 +1,9 @@
-"""What nodes know of features, whoever computes them. Torch-free.
+"""The description of features that nodes share, independent of what computes them. Torch-free.
 
-Features are what a drafter head is fed with: one vector for each token, made of the target's hidden states. At each
-position the target gives its residual stream after some layers ("taps"); a reduction makes one vector of them. It is
-kept in one more plane of the paged KV cache: the feature of token t lies in the slot of token t, so all in a block
-depends on the tokens of that block and before it.
+Features (auxiliary hidden states) are the input of a drafter head: one vector per token, made from the target's hidden
+states. At each position the target yields its residual stream after some layers ("taps"), and a reduction turns them
+into one vector. It is stored in an additional plane of the paged KV cache: the feature of token t lies in the slot of
+token t, so a block's content depends only on the tokens of that block and those before it.
 
 Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840) concatenates three taps and projects them; Medusa, MLPSpeculator, MTP
 and EAGLE take the last hidden state.
@@ -24,17 +24,17 @@ from outrider.node import FeatureFormat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureSpec:
-    """A reduction without its weights, which torch has (FeatureReduction) or the kernels (PackedReduction)."""
+    """A reduction without its weights, which FeatureReduction (torch) or PackedReduction (native kernels) holds."""
 
-    taps: tuple[int, ...]  # numbers of layers after which the residual stream is read: 0 … num_layers, in head's order
-    hidden_size: int  # of the target
-    takes_final_norm: bool = False  # the tap after the last layer is read behind the target's final norm
-    epsilon: float = 1e-6  # of the norms
-    width: int = 0  # of a feature
-    fingerprint: str = ""  # SHA-256 in hexadecimal: nodes whose reductions have the same can use each other's features
+    taps: tuple[int, ...]  # layers after which the residual stream is read: 0 … num_layers, in the head's order
+    hidden_size: int  # the target's
+    takes_final_norm: bool = False  # whether the tap after the last layer is read behind the target's final norm
+    epsilon: float = 1e-6  # added to the norms' mean square
+    width: int = 0  # values in a feature
+    fingerprint: str = ""  # SHA-256 in hexadecimal: nodes whose reductions share it can use each other's features
 
     def fingerprint_of(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> str:
-        """With these weights, by their names in FeatureReduction and in its order."""
+        """Returns the fingerprint with these weights, given by their names in FeatureReduction and in its order."""
         digest = hashlib.sha256(repr((self.taps, self.hidden_size, self.takes_final_norm, self.epsilon)).encode())
         for name, values in tensors.items():
             digest.update(f"{name}{values.shape}".encode())
@@ -43,13 +43,13 @@ class FeatureSpec:
 
     @property
     def plane_name(self) -> str:
-        """Says which reduction made what the plane keeps."""
+        """The plane's name, which identifies the reduction that made its content."""
         return FEATURE_PLANE_PREFIX + self.fingerprint[: 16 - len(FEATURE_PLANE_PREFIX)]
 
     def plane(self, dtype: str) -> PlaneSpec:
-        """Where features are kept: one layer, one head."""
+        """Returns the plane that stores the features: one layer, one head."""
         return PlaneSpec(self.plane_name, num_layers=1, num_heads=1, head_dim=self.width, dtype=dtype)
 
     def format(self, dtype: str) -> FeatureFormat:
-        """As nodes tell each other."""
+        """Returns the format that nodes exchange."""
         return FeatureFormat(fingerprint=self.fingerprint, width=self.width, dtype=dtype, taps=self.taps)

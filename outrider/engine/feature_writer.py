@@ -1,4 +1,4 @@
-"""Features of a model that torch computes: its forward tells its residual stream, or hooks at its modules do."""
+"""Writes the features of a model that torch computes, from its forward's residual stream or from module hooks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class FeatureWriter:
-    """Writes features of a model's forwards to their plane. All that it does may be captured in a CUDA graph."""
+    """Writes the features of a model's forward passes to their plane. All its work may be captured in a CUDA graph."""
 
     def __init__(self, model: PreTrainedModel, features: FeatureSpec, kv_cache: PagedKVCache, native: object) -> None:
-        """`native`: NativeLayers in whose way rows are reduced too, or anything else: torch reduces.
+        """`native`: if NativeLayers, its kernels reduce the rows; with any other value torch does.
 
-        Raises: ModelError where the model's layers cannot be found.
+        Raises: ModelError if the model's layers cannot be found.
         """
         assert isinstance(features, FeatureReduction), "only a native decoder's are packed"
         plane = tensor_of(kv_cache.layers(features.plane_name)[0])  # [num_blocks, block_size, 1, width]
@@ -36,16 +36,16 @@ class FeatureWriter:
         self._decoder = model.get_decoder()
         self._layers = _layers_of(self._decoder, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._features = features.to(plane.device, plane.dtype)
-        self._taps: dict[int, Tensor] = {}  # of this forward, those that the features are made of
+        self._taps: dict[int, Tensor] = {}  # the taps of this forward that the reduction uses
         self._native_layers = native if isinstance(native, NativeLayers) else None
         if self._native_layers is not None:
             self._packed = pack_reduction(self._native_layers.kernels, features, ELEMENT_TYPES[plane.dtype])
 
     @contextmanager
     def writing(self, slots: Tensor) -> Iterator[None]:
-        """Within it, one forward of rows at `slots` [num_rows] int64; their features are written at the end.
+        """Wraps one forward pass of rows at `slots` [num_rows] int64; their features are written on exit.
 
-        Nothing is written when the forward raises.
+        Nothing is written if the forward raises.
         """
         with ExitStack() as hooks:
             hooks.callback(self._taps.clear)
@@ -56,12 +56,14 @@ class FeatureWriter:
         self._plane.index_copy_(0, slots, self._reduced(rows))  # [num_rows, num_taps * hidden_size]
 
     def tell(self, tap: int, states: Tensor, normed: Tensor | None = None) -> None:
-        """The residual stream [num_rows, hidden_size] after `tap` layers; after all, also behind the final norm."""
+        """Takes the residual stream [num_rows, hidden_size] after `tap` layers; after the last also behind the final
+        norm.
+        """
         if tap in self._features.taps:
             self._taps[tap] = normed if normed is not None and self._features.takes_final_norm else states
 
     def _hook(self, tap: int) -> torch.utils.hooks.RemovableHandle:
-        """Tells what modules compute, [1, num_rows, hidden_size]."""
+        """Registers a hook that passes the module's states [1, num_rows, hidden_size] to `tell`."""
         if tap < len(self._layers):
 
             def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -76,7 +78,7 @@ class FeatureWriter:
         return last.register_forward_hook(after)
 
     def _reduced(self, taps: Tensor) -> Tensor:
-        """As FeatureReduction's call, by the kernels if they compute layers: [num_rows, width]."""
+        """Reduces taps like FeatureReduction, with the native kernels if they compute the layers: [num_rows, width]."""
         if self._native_layers is None:
             return self._features(taps)
         layers, reduction = self._native_layers, self._packed
@@ -96,7 +98,7 @@ class FeatureWriter:
 
 
 def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    """Of a transformers decoder, first to last. Raises: ModelError."""
+    """Returns the layers of a transformers decoder, in order. Raises: ModelError if there is no such list."""
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module

@@ -1,4 +1,4 @@
-"""A head's reduction of the target's hidden states to features, in tensors."""
+"""A head's reduction of the target's hidden states to features, with torch tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _TENSORS = ("tap_norms", "norm", "projection", "bias")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureReduction(FeatureSpec):
-    """How a head's feature is made of the target's hidden states. Belongs to the head, runs beside the target.
+    """How a head's feature is made from the target's hidden states. Belongs to the head, runs with the target.
 
-    taps [num_rows, num_taps * hidden_size] → tap norms or norm, where there are any → projection → [num_rows, width].
-    Width and fingerprint follow from the tensors.
+    taps [num_rows, num_taps * hidden_size] → tap norms or norm, if present → projection → [num_rows, width]. Width and
+    fingerprint follow from the tensors.
     """
 
-    tap_norms: Tensor | None = None  # [num_taps, hidden_size]: each tap is RMS-normalised by itself
-    norm: Tensor | None = None  # [num_taps * hidden_size]: all of them are, as one vector
-    projection: Tensor | None = None  # [width, num_taps * hidden_size]; None: a single tap as it is
+    tap_norms: Tensor | None = None  # [num_taps, hidden_size]: RMS-normalises each tap by itself
+    norm: Tensor | None = None  # [num_taps * hidden_size]: RMS-normalises all taps as one vector
+    projection: Tensor | None = None  # [width, num_taps * hidden_size]; None: a single tap, unchanged
     bias: Tensor | None = None  # [width]
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class FeatureReduction(FeatureSpec):
         object.__setattr__(self, "fingerprint", self.fingerprint_of(values))
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FeatureReduction:
-        """The same with tensors there. The fingerprint stays that of the checkpoint's values."""
+        """Returns a copy with its tensors moved. The fingerprint stays that of the checkpoint's values."""
         moved = copy(self)
         for name in _TENSORS:
             if (tensor := getattr(self, name)) is not None:
@@ -42,7 +42,7 @@ class FeatureReduction(FeatureSpec):
         return moved
 
     def __call__(self, taps: Tensor) -> Tensor:
-        """[num_rows, num_taps * hidden_size] → [num_rows, width], by torch."""
+        """Reduces taps with torch: [num_rows, num_taps * hidden_size] → [num_rows, width]."""
         if self.tap_norms is not None:
             split = taps.view(len(taps), len(self.taps), self.hidden_size)
             taps = rms_norm(split, self.tap_norms, self.epsilon).flatten(1)
@@ -54,7 +54,9 @@ class FeatureReduction(FeatureSpec):
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root mean square over the last dimension, in float32; weight broadcasts to rows → as rows."""
+    """Applies an RMS norm over the last dimension in float32, with a weight that broadcasts: returns rows' shape and
+    dtype.
+    """
     values = rows.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + epsilon)
     return (weight.float() * values).to(rows.dtype)

@@ -1,10 +1,9 @@
-"""A decoder on a GPU by joined products and our own kernels: Llama, Mistral, Qwen2, Qwen3 and Gemma 3.
+"""A GPU decoder built from joined products and our own kernels: Llama, Mistral, Qwen2, Qwen3 and Gemma 3.
 
-A layer is nine kernels: one product each for queries, keys and values, for attention's output, for gates and what they
-multiply, and for the way down; rotation, with keys and values to their slots; attention, and one more where it is
-split; activation; and two sums, each with the norm that follows it. transformers' modules launch more than forty.
-
-Whether the result is the same model is checked at load, on logits (see outrider.model_hub.support).
+A layer takes nine kernels: four products (queries, keys and values; the attention output; gate and up; down); rotation,
+which also stores keys and values in their slots; attention, and one more if it is split; activation; and two sums, each
+with the norm that follows it. transformers' modules launch more than forty. At load, the logits are compared with those
+of the original model (see outrider.model_hub.support).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _Linear = tuple[Tensor, Tensor | None]
-"""Weight [out_features, in_features], and bias [out_features]."""
+"""Weight [out_features, in_features] and bias [out_features] or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,31 +40,31 @@ class _Layer:
     output: _Linear
     gate_up: _Linear
     down: _Linear
-    head_norms: tuple[Norm, Norm] | None  # of queries and keys
-    attended_norm: Norm | None  # of what attention adds to the residual stream
-    mlp_norm: Norm  # behind that sum
-    fed_norm: Norm | None  # of what the feed-forward part adds
-    next_norm: Norm  # behind that sum: the next layer's, or the final one
+    head_norms: tuple[Norm, Norm] | None  # for queries and keys
+    attended_norm: Norm | None  # applied to what attention adds to the residual stream
+    mlp_norm: Norm  # after that sum
+    fed_norm: Norm | None  # applied to what the feed-forward part adds
+    next_norm: Norm  # after that sum: the next layer's first norm, or the final one
     angles: tuple[Tensor, Tensor]  # cosines and sines, [num_positions, head_dim / 2] each
     options: AttentionOptions
 
 
 class FusedDecoder:
-    """The weights of one model, and its forward pass. Runners share it: it keeps nothing of a step."""
+    """The weights of one model and its forward pass. It holds no state of a step, so runners share it."""
 
     def __init__(
         self, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions], *, is_deterministic: bool
     ) -> None:
-        """Joins weights of `model`, for whose configuration `gpu_kernels.why_not_fused` is empty.
+        """Joins weights of `model`, for whose configuration `gpu_kernels.why_not_fused` must be empty.
 
-        Its modules go on with views of the joined weights, so a model is in memory once, and transformers can compute
-        it as before.
+        The modules keep views of the joined weights: the model is in memory once, and transformers can still compute
+        it.
 
         Args:
-            model: in its place, on the device.
-            spec: of the model.
-            layers: what each layer asks of attention.
-            is_deterministic: multiply by our own kernels, so that a row has the same bits in any batch.
+            model: on its device.
+            spec: sizes of the model.
+            layers: each layer's attention options.
+            is_deterministic: whether our own kernels multiply, so that a row has the same bits in any batch.
         """
         base: Any = model.base_model
         head: Any = model.get_output_embeddings()
@@ -77,7 +76,7 @@ class FusedDecoder:
         self._epsilon: float = config.rms_norm_eps
         self._is_gemma = config.model_type.startswith("gemma")
         kinds = config.layer_types if self._is_gemma else [None] * spec.num_layers
-        # Also of the rows that pad a batch, and of the probe at load, which may go beyond a small window.
+        # Covers the rows that pad a batch, and the probe at load, which may go beyond a small window.
         num_positions = max(spec.max_model_len, MAX_BUCKET_ROWS)
         angles = {kind: _angles(base.rotary_emb, num_positions, head.weight, kind) for kind in set(kinds)}
         norms = [self._norm(norm) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)]
@@ -86,7 +85,7 @@ class FusedDecoder:
             self._layer(layer, norm, angles[kind], options)
             for layer, norm, kind, options in zip(base.layers, norms[1:], kinds, layers, strict=True)
         ]
-        torch.cuda.empty_cache()  # of the weights that were joined
+        torch.cuda.empty_cache()  # frees the separate weights
 
     def _norm(self, module: Any) -> Norm:
         weight = module.weight.detach()
@@ -119,7 +118,7 @@ class FusedDecoder:
         features: FeatureWriter | None = None,
         on_layer_done: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """As `ModelRunner.forward`, of a batch whose rows `features` is writing; None: of none."""
+        """Does what `ModelRunner.forward` does. `features`, if given, must be writing the rows of this batch."""
         fields, plan, multiply = batch.on(kv_cache.device), attention.prepare(batch), self._multiply
         residual: Tensor = self._embed(fields.token_ids)
         rows = rms_norm(residual, self._first_norm)
@@ -148,12 +147,12 @@ class FusedDecoder:
             features.tell(len(self._layers), residual, rows)
         if batch.selects_logits:
             rows = rows.index_select(0, fields.logits_rows)
-        # Rounded to the model's dtype first, as transformers' are. Without rows nothing is launched.
+        # Rounded to the model's dtype first, like transformers' logits. Without rows nothing is launched.
         return multiply(rows, *self._head).float()
 
 
 def _join(*modules: nn.Linear) -> _Linear:
-    """Of one input. Each module's weight and bias become views of the joined ones."""
+    """Joins projections of one input. Each module's weight and bias become views of the joined tensors."""
     weight = _joined([module.weight for module in modules])
     biases = [module.bias for module in modules if module.bias is not None]
     return weight, _joined(biases) if biases else None
@@ -167,8 +166,8 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _angles(rotary: Any, num_positions: int, like: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
-    """The model's own, in its dtype, of every position: cosines and sines [num_positions, head_dim / 2]."""
+    """Returns the model's own cosines and sines of every position, in its dtype: [num_positions, head_dim / 2] each."""
     positions = torch.arange(num_positions, device=like.device).unsqueeze(0)
     both = rotary(like, positions) if layer_type is None else rotary(like, positions, layer_type)
-    cosines, sines = (each[0].chunk(2, -1)[0].clone() for each in both)  # the halves are equal
+    cosines, sines = (each[0].chunk(2, -1)[0].clone() for each in both)  # both halves are equal
     return cosines, sines

@@ -1,4 +1,4 @@
-"""Several processes that load models on one GPU: one at a time."""
+"""Serialises model loading by several processes on one GPU."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from outrider.engine.device import device_type
 from outrider.progress import Progress
 
 TURN_SECONDS = 600.0
-"""How long a process waits for others to load their models. After that it loads beside them, since memory is measured
-by process."""
+"""Seconds that a process waits for others to load their models. After that it loads at the same time, since memory is
+measured per process."""
 
 
 @contextlib.contextmanager
 def loading_turn(devices: Sequence[str], progress: Progress) -> Iterator[None]:
     """Holds the locks of these GPUs while this process loads a model, tries its steps and allocates its KV cache.
 
-    So nobody's peak meets another's. Locks are files in the cache directory, named by the GPU's UUID, which is the same
-    in all processes and containers; these may share the directory. All are taken in one order, and the system releases
-    those of a process that dies. Nothing is locked for a CPU, nor where no file can be written; after TURN_SECONDS in
-    vain, both told on standard error. While it waits, `progress` is told of a stage "gpu" every second.
+    This keeps the memory peaks of processes apart. Locks are files in the cache directory, named by the GPU's UUID,
+    which is the same in all processes and containers; these may share the directory. Locks are taken in one order, and
+    the system releases those of a process that dies. For a CPU nothing is locked. If no file can be written, or after
+    TURN_SECONDS, the process continues without the lock and says so on standard error. While it waits, it reports stage
+    "gpu" to `progress` every second.
     """
     with contextlib.ExitStack() as stack:
         for uuid in sorted({_uuid(device) for device in devices if device_type(device) == "cuda"}):
             path = user_cache_directory() / "locks" / f"gpu-{uuid}"
             try:
                 stack.enter_context(locked(path, while_waiting=lambda: progress("gpu", 0, 0), seconds=TURN_SECONDS))
-            except OSError as error:  # TimeoutError is one
+            except OSError as error:  # TimeoutError is an OSError
                 sys.stderr.write(f"nodes on GPU {uuid} may load at the same time: {error}\n")
         yield
 

@@ -1,4 +1,4 @@
-"""The shapes of padded batches: which steps are captured as graphs (see `step_graphs`). Torch-free."""
+"""The shapes of padded batches, which determine the steps captured as graphs (see `step_graphs`). Torch-free."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from dataclasses import dataclass
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 MAX_BUCKET_ROWS = 256
-"""Of a bucket. In larger steps launches take a small part of the time."""
+"""Largest number of rows in a bucket. In larger steps launches take a small part of the time."""
 MAX_MEAN_DEPTH = 16
-"""Of a draft tree's paths, on average over the rows of a step."""
+"""Largest mean depth of draft tree paths over the rows of a step."""
 MIN_TREE_ROWS = 4
-"""A tree needs three rows, a known token and two siblings; rounded to a power of two."""
+"""Fewest rows of a bucket with trees: a tree needs three (a known token, two siblings), rounded to a power of two."""
 MAX_TABLE_BLOCKS = 1 << 20
-"""Of all block tables of a batch, which take 4 bytes each on the device. Blocks that sequences share count for each."""
+"""Most entries in all block tables of a batch, 4 bytes each on the device. Shared blocks count for each sequence."""
 ROLLOUT_TOKENS = (1, 2, 3, 4, 5, 7)
-"""Tokens of a rollout (see `rollouts`) of which there are graphs. Other numbers are rounded up."""
+"""Rollout lengths in tokens for which graphs exist (see `rollouts`). Other lengths are rounded up."""
 MAX_ROLLED_SEQUENCES = 32
-"""Of a rollout: with more, launches and the host take a smaller part of the time."""
+"""Most sequences in a rollout: with more, launches and the host take a smaller part of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The shape of a padded batch, whatever the lengths of its block tables."""
+    """The shape of a padded batch, apart from the lengths of its block tables."""
 
-    num_rows: int  # a power of two; as many sequences, of which some have no rows
+    num_rows: int  # a power of two; also the number of sequences, some of which have no rows
     has_trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShapes:
-    """Which steps of a node are captured."""
+    """The steps of a node that are captured."""
 
     max_rows: int = MAX_BUCKET_ROWS
     has_trees: bool = False
-    has_rollouts: bool = False  # as a draft model: they have graphs of their own (see `rollouts`)
+    has_rollouts: bool = False  # as a draft model: rollouts have their own graphs (see `rollouts`)
     is_rehearsal: bool = False  # only the largest of each kind, which take as much memory as all
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Numbers of rows to which steps are padded, rising."""
+        """The row counts to which steps are padded, ascending."""
         max_rows = min(_power_of_two(self.max_rows), MAX_BUCKET_ROWS)
         return tuple(1 << power for power in range(max_rows.bit_length()))
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The largest first, so that the others find memory that it has left."""
+        """The buckets, largest first, so that later captures reuse its memory."""
         falling = self.row_counts[::-1]
         tree_rows = [num_rows for num_rows in falling if self.has_trees and num_rows >= MIN_TREE_ROWS]
         trees = [Bucket(num_rows, has_trees=True) for num_rows in tree_rows]
@@ -55,12 +55,12 @@ class GraphShapes:
 
     @property
     def num_forwards(self) -> int:
-        """How many forwards all graphs have together."""
+        """The number of forward passes in all graphs together."""
         num_rolled = sum(ROLLOUT_TOKENS) * MAX_ROLLED_SEQUENCES.bit_length() if self.has_rollouts else 0
         return len(self.buckets) + num_rolled
 
     def bucket_of(self, batch: InputBatch) -> Bucket | None:
-        """The smallest that holds the batch. None: it runs as it is, as long chunks of prompts do."""
+        """Returns the smallest bucket that holds the batch, or None if it runs unpadded, like long prompt chunks."""
         num_rows = _power_of_two(batch.num_rows)
         if batch.has_trees:
             num_rows = max(num_rows, MIN_TREE_ROWS)
@@ -72,10 +72,10 @@ class GraphShapes:
 
 
 def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
-    """The batch with one more sequence, of the rows that are missing, and then with sequences without rows.
+    """Pads the batch with one sequence that has the missing rows, and then with sequences without rows.
 
-    The sequence is as long as its rows, and has the scratch block wherever it needs a block. Each row has logits: those
-    of the batch come first, and the others are one row's again.
+    That sequence is as long as its rows, and all its blocks are the scratch block. Every row has logits: those of the
+    batch come first, and the remaining entries repeat the last row.
     """
     arrays, size = batch.arrays, batch.block_size
     num_rows = bucket.num_rows - batch.num_rows
@@ -105,5 +105,5 @@ def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
 
 
 def _power_of_two(number: int) -> int:
-    """From `number` on."""
+    """Returns the smallest power of two >= `number`."""
     return 1 << (number - 1).bit_length()

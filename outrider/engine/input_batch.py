@@ -1,4 +1,4 @@
-"""One forward's input, and how it is laid out from the rows of each sequence. Torch-free but for its tensors."""
+"""The input of one forward pass, and how it is built from each sequence's rows. Torch-free except for its tensors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class SequenceRows(NamedTuple):
-    """What one sequence contributes to a forward: consecutive tokens, known ones first, drafts after them.
+    """One sequence's part of a forward pass: consecutive tokens, known ones first, then drafts.
 
-    Drafts may be a tree. Then a row's place in the cache is not its position: keys and values go to the slots of
-    consecutive positions in the order of the rows, while a draft's position follows from its depth.
+    Drafts may form a tree. A row's place in the cache is then not its position: keys and values go to the slots of
+    consecutive positions in row order, while a draft's position follows from its depth.
     """
 
-    token_ids: Sequence[int]  # at least one; if an array, of int64
-    start_position: int  # absolute position of token_ids[0]; KV of everything before is in the cache
-    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); if an array, of int32
+    token_ids: Sequence[int]  # at least one; if an array, int64
+    start_position: int  # absolute position of token_ids[0]; the KV of all earlier tokens is in the cache
+    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); if an array, int32
     num_logits: int  # the last num_logits rows need logits; 0 to len(token_ids)
-    parents: Sequence[int] = ()  # of each draft, if they are a tree: index of its parent among them, rising; or -1
+    parents: Sequence[int] = ()  # of a draft tree: each draft's parent, an index of an earlier draft; -1: none
 
 
 Values = TypeVar("Values")
@@ -36,48 +36,49 @@ Values = TypeVar("Values")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFields(Generic[Values]):
-    """What kernels read of a batch: arrays on the host, or tensors on the device of a model."""
+    """The fields of a batch that kernels read: arrays on the host, or tensors on the model's device."""
 
     token_ids: Values  # [num_rows] int64
     positions: Values  # [num_rows] int64, absolute
     slot_mapping: Values  # [num_rows] int64, block_id * block_size + offset
-    logits_rows: Values  # [num_logits] int64, rising; of a padded batch [num_rows], and the last one repeats
+    logits_rows: Values  # [num_logits] int64, ascending; in a padded batch [num_rows], and the last one repeats
     query_start_loc: Values  # [num_seqs + 1] int32
-    seq_lens: Values  # [num_seqs] int32, with this step's rows
+    seq_lens: Values  # [num_seqs] int32, this step's rows included
     table_starts: Values  # [num_seqs + 1] int32, into block_tables
-    # Of rows in trees the slots of the last keys that they see, their own last. Both empty in a batch without trees.
+    # For rows in trees: the slots of the last keys that they see, their own last. Both are empty in a batch without
+    # trees.
     path_starts: Values  # [num_rows + 1] int64, into path_slots
     path_slots: Values  # [sum of depths] int64
-    # What its attention backend has planned for the batch (see AttentionBackend.plan). Empty: nothing.
+    # The attention backend's plan for the batch (see AttentionBackend.plan). Empty: none.
     attention_plan: Values  # int32
-    # Last: of a padded batch the one field whose length does not follow from the number of rows.
-    block_tables: Values  # [blocks in use of all sequences] int32, end to end
+    # Last, because in a padded batch it is the only field whose length does not follow from the number of rows.
+    block_tables: Values  # [blocks in use by all sequences] int32, end to end
 
 
 FIELD_NAMES = tuple(each.name for each in fields(BatchFields))
 ALIGNMENT = 16
-"""Bytes, of each field on a device: a kernel is compiled for each alignment of its arguments that it meets."""
+"""Alignment in bytes of each field on a device: a kernel is compiled anew for each alignment of its arguments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputBatch:
-    """One forward's input: the rows of every planned sequence, laid end to end.
+    """The input of one forward pass: the rows of every planned sequence, laid end to end.
 
-    Sequence i owns rows query_start_loc[i] : query_start_loc[i + 1]. Rows, sequences and
-    logits keep the order in which the sequences were given.
+    Sequence i owns rows query_start_loc[i] : query_start_loc[i + 1]. Rows, sequences and logits keep the order in which
+    the sequences were given.
 
-    Native kernels read the arrays where they lie. Tensors are made when `on` asks for them: right after a forward,
-    whose weights have evicted everything else from the processor's caches, a call into torch or numpy costs several
-    times what it costs in a loop of its own.
+    Native kernels read the arrays in place. Tensors are created only when `on` is called: right after a forward pass,
+    whose weights have evicted everything else from the CPU caches, a call into torch or numpy costs several times what
+    it costs in a tight loop.
     """
 
-    arrays: BatchFields[array[int]]  # none may grow or shrink from here on: tensors and kernels hold addresses
+    arrays: BatchFields[array[int]]  # fixed lengths from here on: tensors and kernels hold addresses
     block_size: int
-    is_padded: bool = False  # see `graph_shapes.pad`; a forward then takes logits_rows, however many there are
+    is_padded: bool = False  # see `graph_shapes.pad`; a forward then uses all of logits_rows
     _tensors: dict[str, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process makes tensors of its own."""
+        """Leaves the tensors out: another process makes its own."""
         return InputBatch, (self.arrays, self.block_size, self.is_padded)
 
     @property
@@ -94,26 +95,26 @@ class InputBatch:
 
     @property
     def has_trees(self) -> bool:
-        """Whether rows of a sequence may see keys that are not at the slots of their positions."""
+        """Whether rows may see keys that are not at the slots of their positions."""
         return bool(self.arrays.path_starts)
 
     @property
     def selects_logits(self) -> bool:
-        """Whether a forward has to pick the rows with logits: not where each row has its own."""
+        """Whether a forward has to select the rows with logits, because not every row has its own."""
         return self.is_padded or self.num_logits < self.num_rows
 
     def with_plan(self, plan: array[int]) -> InputBatch:
-        """The same batch with an `attention_plan`. It shares all other arrays, and no tensors."""
+        """Returns the same batch with an `attention_plan`. It shares all other arrays, but no tensors."""
         return InputBatch(replace(self.arrays, attention_plan=plan), self.block_size, self.is_padded)
 
     def context_slots(self, sequence: int, num_tokens: int) -> Slots:
-        """Where a sequence's first tokens are by its block table: [num_tokens] int64."""
+        """Returns the slots of a sequence's first tokens, from its block table: [num_tokens] int64."""
         starts = self.arrays.table_starts
         table = np.frombuffer(self.arrays.block_tables, dtype=np.int32)[starts[sequence] : starts[sequence + 1]]
         return slots_of(table, num_tokens, self.block_size)
 
     def on(self, device: torch.device | str) -> BatchFields[Tensor]:
-        """As tensors on `device`: on a CPU views of the arrays, elsewhere a copy that is made once."""
+        """Returns the fields as tensors on `device`: views of the arrays on a CPU, otherwise a copy, made once."""
         name = str(device)
         if name not in self._tensors:
             if name == "cpu":
@@ -128,9 +129,9 @@ class InputBatch:
         return self._tensors[name]
 
     def place_in(self, buffer: Tensor, device: torch.device | str) -> None:
-        """`on(device)` gives views of `buffer` from here on: [bytes] uint8 on `device`, laid out as `packed` is.
+        """Makes `on(device)` return views of `buffer`: [bytes] uint8 on `device`, laid out as by `packed`.
 
-        Where the buffer is longer, block tables have the rest of it.
+        If the buffer is longer, block tables extend to its end.
         """
         tensors, start = {}, 0
         for name in FIELD_NAMES:
@@ -141,7 +142,7 @@ class InputBatch:
         self._tensors[str(device)] = BatchFields(**tensors)
 
     def packed(self) -> npt.NDArray[np.uint8]:
-        """All fields, each from a multiple of ALIGNMENT on: [bytes] uint8, a multiple of ALIGNMENT."""
+        """Returns all fields, each starting at a multiple of ALIGNMENT: [bytes] uint8, a multiple of ALIGNMENT."""
         packed = bytearray()
         for name in FIELD_NAMES:
             packed += getattr(self.arrays, name)
@@ -152,8 +153,8 @@ class InputBatch:
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:
     """Lays `rows` end to end.
 
-    Raises ValueError when there are none, when a sequence has no rows or too few blocks for
-    them, wants logits of more rows than it has, or has parents that do not fit: bugs of the caller.
+    Raises: ValueError, a bug of the caller, if there are none, or if a sequence has no rows, too few blocks for them,
+    more logits than rows, or invalid parents.
     """
     if not rows:
         raise ValueError("a forward needs at least one sequence")
@@ -173,7 +174,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         if not 0 <= num_logits <= num:
             raise ValueError(f"sequence {index}: {num_logits} logits of {num} rows")
         block_tables.extend(block_ids[:used] if used < len(block_ids) else block_ids)
-        if num == 1:  # most of all sequences
+        if num == 1:  # the common case
             token_ids.append(tokens[0])
             positions.append(start)
             slots.append(block_ids[start // block_size] * block_size + start % block_size)
@@ -217,7 +218,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
 def _place_tree(
     index: int, seq: SequenceRows, positions: array[int], slots: array[int], paths: dict[int, list[int]]
 ) -> None:
-    """Gives the drafts of the last sequence in `positions` their depths' positions, and each its path."""
+    """Sets the drafts' positions, which end `positions`, from their depths, and adds each draft's path."""
     num_drafts = len(seq.parents)
     if num_drafts >= len(seq.token_ids):
         raise ValueError(f"sequence {index}: {num_drafts} drafts in {len(seq.token_ids)} rows")
@@ -232,7 +233,7 @@ def _place_tree(
 
 
 def _path_arrays(paths: dict[int, list[int]], num_rows: int) -> tuple[array[int], array[int]]:
-    """`path_starts` and `path_slots`."""
+    """Returns `path_starts` and `path_slots`."""
     starts, path_slots = array("q"), array("q")
     if paths:
         starts.append(0)
@@ -249,7 +250,7 @@ def _dtype(values: array[int]) -> torch.dtype:
 
 
 def _view(values: array[int]) -> Tensor:
-    """A tensor over the array's memory, which it keeps alive."""
+    """Returns a tensor over the array's memory, which it keeps alive."""
     import torch
 
     return torch.frombuffer(values, dtype=_dtype(values)) if values else torch.empty(0, dtype=_dtype(values))

@@ -1,7 +1,7 @@
-"""Linear layers and RMS norms of a loaded model replaced by ours, projections of one input joined to one product.
+"""Replaces linear layers and RMS norms of a loaded model by ours, and joins projections of one input to one product.
 
-Models are known by the names of projections only, and norms by what they compute. Joined projections (q, k, v; gate,
-up) spare the threads meeting at the end of each product.
+Projections are recognised by their names only, and norms by what they compute. Joining (q, k, v; gate, up) saves thread
+barriers, one at the end of each product.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ PROJECTIONS_OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_pr
 
 
 MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
-"""From a weight [out_features, in_features] and a bias [out_features] or None."""
+"""Makes a layer from a weight [out_features, in_features] and a bias [out_features] or None."""
 
 MakeNorm = Callable[[Tensor, float], nn.Module]
-"""From a weight [width] float32 and what is added to the mean square."""
+"""Makes a norm from a weight [width] float32 and the epsilon added to the mean square."""
 
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Of each of a norm's outputs, and of the one that is added to its weight: other roundings, not another function."""
+"""Allowed relative difference, by dtype, of a norm's outputs (and of the one added to its weight): rounding
+differences, not another function."""
 
 
 class SharedProjection(nn.Module):
-    """One of several projections of the same input, computed together by whichever is called first.
+    """One of several projections of the same input, computed together by the first that is called.
 
-    The products are handed over through `_last`, one tuple that is replaced as a whole: a
-    sibling that meets another input, or another thread's, computes anew and is right.
+    The products are passed on in `_last`, one tuple that is replaced as a whole: a sibling that finds another input, or
+    another thread's, computes anew and is still correct.
     """
 
     def __init__(self, joined: nn.Module, sizes: Sequence[int], index: int, last: list[tuple[Tensor, ...]]) -> None:
@@ -40,13 +41,13 @@ class SharedProjection(nn.Module):
         self._last = last  # one element, shared by the siblings: (input, its products …)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[…, in_features] → […, sizes[index]], a view into the joint product."""
+        """Maps […, in_features] to […, sizes[index]], a view of the joint product."""
         last = self._last[0]
         if not last or last[0] is not rows:
             last = (rows, *self._joined(rows).split(self._sizes, dim=-1))
             self._last[0] = last
         if self._index == len(self._sizes) - 1:
-            self._last[0] = ()  # the last one asks: free the input and the products
+            self._last[0] = ()  # last sibling: free the input and the products
         return last[1 + self._index]
 
 
@@ -54,9 +55,10 @@ class SharedProjection(nn.Module):
 def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> None:
     """Replaces every plain nn.Linear in `model`.
 
-    Weights are freed layer by layer: beside the new layers, at most those of one joint product are held. A weight that
-    another module holds as well (an embedding tied to the output layer) stays there in its plain form. What stays is
-    copied out of the checkpoint's mapping, one view of which would keep the whole file resident.
+    Weights are freed layer by layer: apart from the new layers, memory holds at most the weights of one joint product.
+    A weight that another module holds too (an embedding tied to the output layer) stays there in its plain form. The
+    remaining tensors are copied out of the checkpoint's mapping, since a single view would keep the whole file
+    resident.
     """
     _replace(model, make_linear)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -64,7 +66,7 @@ def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> None:
 
 
 def _replace(module: nn.Module, make_linear: MakeLinear) -> None:
-    """Keeps no list of modules, which would keep their weights."""
+    """Replaces layers recursively, without a list of modules, which would keep their weights alive."""
     for names in PROJECTIONS_OF_ONE_INPUT:
         _join(module, names, make_linear)
     for name in [name for name, _ in module.named_children()]:
@@ -76,7 +78,7 @@ def _replace(module: nn.Module, make_linear: MakeLinear) -> None:
 
 
 def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> None:
-    """Replaces `names` of `module` by shared projections when all are there and alike."""
+    """Replaces `names` of `module` by shared projections if all exist and are alike."""
     layers = [getattr(module, name, None) for name in names]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     if len(plain) < len(names) or len({(layer.in_features, layer.bias is None) for layer in plain}) != 1:
@@ -94,8 +96,8 @@ def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> N
 def replace_norms(model: nn.Module, make_norm: MakeNorm) -> None:
     """Replaces the RMS norms of `model`, whatever their classes are called.
 
-    A module is one if its outputs are those of root mean square normalisation with its weight, or, as in Gemma, with
-    one plus its weight.
+    A module counts as one if its outputs equal those of RMS normalisation with its weight or, as in Gemma, with one
+    plus its weight.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -105,11 +107,11 @@ def replace_norms(model: nn.Module, make_norm: MakeNorm) -> None:
 
 
 def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
-    """The norm that is nearest to `module` on random rows, if every output is the same; None otherwise.
+    """Returns the norm closest to `module` on random rows if all outputs agree, otherwise None.
 
-    The rows show what can be told apart only there: one has a mean, which a layer norm subtracts, and one is so small
-    that epsilon counts. Outputs are compared one by one: a trained norm has weights in the hundreds beside some near
-    zero, and one more or less is lost in rounding beside the largest output.
+    The rows include the cases that tell norms apart: one has a mean, which a layer norm subtracts, and one is so small
+    that epsilon counts. Outputs are compared one by one: a trained norm has weights in the hundreds and some near zero,
+    whose differences would vanish in rounding relative to the largest output.
     """
     weight: Any = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))

@@ -1,4 +1,4 @@
-"""What a node's KV may take of a device's memory; free main memory, within the control groups of this process."""
+"""The part of a device's memory that a node's KV may take; free main memory within this process's control groups."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError
 
 CPU_SHARE, GPU_SHARE = 0.2, 0.92
-"""By default: main memory has other users; of a GPU, as in vLLM, a part is left for what nobody measures, such as
-samplers, heads and fragmentation."""
+"""Default shares of memory for KV. Main memory has other users; on a GPU, as in vLLM, a part is left for unmeasured
+uses, such as samplers, heads and fragmentation."""
 COMFORTABLE_WINDOWS = 2
-"""For which a share of main memory is exceeded while there is some: the longest request then leaves room for others."""
+"""Windows for which KV exceeds its share of main memory if memory is free: the longest request then leaves room for
+others."""
 CONTEXT_BYTES = 600 << 20
-"""What a GPU's driver takes for a process: context, code, workspaces of libraries. Estimated."""
+"""Bytes that a GPU's driver takes for a process (context, code, library workspaces). Estimated."""
 WINDOW_STEP = 1024
-"""Tokens: a window that memory bounds is a multiple, and so the same after a restart with a little more or less."""
+"""Tokens: a window limited by memory is a multiple of this, and so the same after a restart with slightly different
+memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRoom:
-    """How much of a device's memory KV may take."""
+    """The part of a device's memory that KV may take."""
 
-    free_bytes: int  # nobody has them, and this process's steps will not take them
-    whole_bytes: int  # what a share is of: free main memory, or all memory of a GPU
-    own_bytes: int = 0  # of its share, the process takes them otherwise: for weights, steps and the driver
+    free_bytes: int  # unused, and not needed by this process's steps
+    whole_bytes: int  # base of a share: free main memory, or all memory of a GPU
+    own_bytes: int = 0  # part of the share that the process needs for weights, steps and the driver
     default_share: float = CPU_SHARE
-    num_windows: int = COMFORTABLE_WINDOWS  # for which a share is exceeded; 0 where others count on theirs
+    num_windows: int = COMFORTABLE_WINDOWS  # windows that may exceed a share; 0 if other processes rely on theirs
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVRoom:
-        """The room at present. `reserved_bytes`: what this process will take besides.
+        """Returns the room at present. `reserved_bytes`: what this process will need besides KV.
 
-        On a GPU the process counts its own memory, whatever others take or free meanwhile.
+        On a GPU the process's own memory counts, whatever other processes take or free meanwhile.
         """
         if device_type(device) == "cpu":
             free = max(free_main_memory_bytes() - reserved_bytes, 0)
@@ -58,17 +60,19 @@ class KVRoom:
         )
 
     def share(self, fraction: float | None) -> int:
-        """Bytes for KV in this share of the memory. None: the default one."""
+        """Returns the bytes for KV in this share of the memory; None: the default share."""
         part = int(self.whole_bytes * (fraction or self.default_share)) - self.own_bytes
         return max(min(part, self.free_bytes), 0)
 
 
 def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVRoom, *, may_shorten: bool = False) -> tuple[int, int]:
-    """Blocks in a pool of `config`, and tokens of the longest sequence in it: the model's window.
+    """Returns the blocks in a pool of `config`, and the tokens of the longest sequence in it: the model's window.
 
-    One window is enough for prefill and decode nodes: the longest request runs, if need be alone. Where less fits and
-    `may_shorten`, the longest sequence is a multiple of WINDOW_STEP, which standard error then says. Otherwise raises
-    ConfigError, naming the setting and the fix: a request of the window's length could never run.
+    One window is enough for prefill and decode nodes: the longest request can run, if need be alone. If less fits and
+    `may_shorten` is set, the longest sequence is a multiple of WINDOW_STEP, which is reported on standard error.
+    Otherwise a request of the window's length could never run.
+
+    Raises: ConfigError, naming the setting and the fix, if the window does not fit and may not be shortened.
     """
     block_bytes = spec.bytes_per_token * config.block_size
     window_blocks = -(-spec.max_model_len // config.block_size)
@@ -100,11 +104,10 @@ def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVRoom, *, may_short
 def free_main_memory_bytes(
     *, groups: Path = GROUPS, membership: Path = MEMBERSHIP, mapped_bytes: int | None = None
 ) -> int:
-    """The least of what is available on the machine and below the limit of each control group of this process.
+    """Returns the smallest of the machine's available memory and the room below each control group's limit.
 
-    The system counts all pages of files as reclaimable. Those that this process maps, above all its weights, are read
-    in every step and do not count as free here. `mapped_bytes`: how much of them is resident; by default as the system
-    says.
+    The system counts all file pages as reclaimable. Those that this process maps, above all its weights, are read in
+    every step and do not count as free here. `mapped_bytes`: their resident size; by default the system's figure.
     """
     mapped = int(psutil.Process().memory_info().shared) if mapped_bytes is None else mapped_bytes
     available: int = psutil.virtual_memory().available - mapped
@@ -112,17 +115,17 @@ def free_main_memory_bytes(
 
 
 def _left_in_groups(groups: Path, membership: Path, mapped: int) -> Iterator[int]:
-    """Bytes left in each group that has a limit."""
+    """Yields the bytes left in each group that has a limit."""
     for version, folder in control_groups("memory", groups=groups, membership=membership):
         limit, usage, prefix = (
             ("memory.max", "memory.current", "")
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         )
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or it says "max"
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or the limit is "max"
             bound = int((folder / limit).read_text())
             used = int((folder / usage).read_text())
             rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
             inactive, active = (int(rows[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
-            # Page cache is reclaimed when memory is needed, except what is mapped here.
+            # Page cache is reclaimed when memory is needed, except the pages mapped here.
             yield bound - used + min(inactive, max(0, inactive + active - mapped))

@@ -1,4 +1,4 @@
-"""Makes and warms up the runner of a model. Torch-free where native kernels compute it."""
+"""Creates and warms up a model's runner. Torch-free if native kernels compute the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _LONG_CHUNK = 256
-"""The number of rows from which on attention may gather the keys of a prompt."""
+"""Rows from which on attention may gather a prompt's keys."""
 
 
 def make_runner(
@@ -33,9 +33,9 @@ def make_runner(
 
     `attention`: the backend of a model that torch computes; native kernels bring their own.
 
-    `graphs`: the steps that `capture_graphs` captures, on a GPU with our own attention. None: no step.
+    `graphs`: the steps that `capture_graphs` captures, on a GPU with our own attention. None: no steps.
 
-    `features`: what is made of every row for a drafter head. The cache has a plane for it.
+    `features`: the features written for every row, for a drafter head; the cache must have a plane for them.
     """
     if isinstance(model.native, NativeDecoder):
         return NativeStep(model.native, kv_cache, features)
@@ -45,8 +45,8 @@ def make_runner(
 
 
 def warm_up(runner: ModelRunner, kv_cache: PagedKVCache, max_model_len: int) -> None:
-    """Runs the shapes of prefill, verification and decoding once, so that no request pays for thread pools, memory
-    and compilation. On a GPU it also runs at the end of the window, where attention takes most memory and splits keys.
+    """Runs the shapes of prefill, verification and decoding once, so that no request pays for thread pools, memory and
+    compilation. On a GPU it also runs at the end of the window, where attention takes most memory and splits keys.
 
     Call it before any block is handed out, because it writes to the first ones.
     """

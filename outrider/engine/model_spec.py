@@ -1,4 +1,4 @@
-"""The shape of a decoder, as cache, attention and scheduler need it. Torch-free."""
+"""The sizes of a decoder that the cache, attention and scheduler need. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Sizes of one transformers decoder that keeps plain K and V for each token."""
+    """Sizes of a transformers decoder that stores plain K and V for each token."""
 
     architecture: str  # class name, such as "LlamaForCausalLM"
     num_layers: int
-    num_heads: int  # of queries
+    num_heads: int  # query heads
     num_kv_heads: int
     head_dim: int
     vocab_size: int  # rows of the output layer, padding included
-    max_model_len: int  # tokens of prompt and answer
+    max_model_len: int  # tokens of prompt and answer together
     dtype: str  # "float32", "bfloat16", "float16"
-    is_extended: bool = False  # its rotations are those of a window beyond the original one: other K than without
-    features: PlaneSpec | None = None  # kept of each token for a drafter head; see outrider.engine.feature_spec
+    is_extended: bool = False  # whether its rotations are for a window beyond the original one, which changes K
+    features: PlaneSpec | None = None  # stored per token for a drafter head; see outrider.engine.feature_spec
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """The planes that one token's KV consists of, in the order in which they are pushed."""
+        """The planes that make up one token's KV, in the order in which they are pushed."""
         keys_and_values = (
             PlaneSpec(name, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype) for name in ("k", "v")
         )
@@ -32,5 +32,5 @@ class ModelSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one token over all layers and planes."""
+        """KV bytes of one token, over all layers and planes."""
         return sum(plane.bytes_per_token for plane in self.planes)

@@ -1,4 +1,4 @@
-"""The forward pass of a model that torch computes: by a fused decoder, or by its modules, which transformers runs."""
+"""The forward pass of a model that torch computes, through a fused decoder or through transformers' modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModuleSteps(ModelRunner):
-    """Forwards of one runner. A model whose layers are native brings its own attention."""
+    """A runner whose forward passes torch computes. If the model's layers are native, attention is native too."""
 
     can_be_traced = True
 
@@ -41,7 +41,7 @@ class ModuleSteps(ModelRunner):
         graphs: GraphShapes | None = None,
         features: FeatureSpec | None = None,
     ) -> None:
-        """As make_runner."""
+        """Takes the arguments of make_runner."""
         assert model.model is not None
         if isinstance(model.native, NativeLayers):
             attention = NativeAttention(model.native.kernels)
@@ -68,7 +68,7 @@ class ModuleSteps(ModelRunner):
             )
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
-        """As ModelRunner.forward."""
+        """Implements ModelRunner.forward."""
         if self._graphs is not None and on_layer_done is None:
             logits = self._graphs.run(batch)
             if logits is not None:
@@ -77,24 +77,24 @@ class ModuleSteps(ModelRunner):
         return logits.numpy() if self._is_native else logits
 
     def lay_out(self, batch: InputBatch) -> InputBatch:
-        """As ModelRunner.lay_out."""
+        """Implements ModelRunner.lay_out."""
         padded = None if self._graphs is None else self._graphs.padded(batch)
         return self._attention.plan(batch) if padded is None else padded
 
     @property
     def capturable(self) -> Capturable | None:
-        """As ModelRunner.capturable."""
+        """Implements ModelRunner.capturable."""
         return None if self._graphs is None else Capturable(self._compute, self._attention.plan)
 
     def capture_graphs(self) -> None:
-        """As ModelRunner.capture_graphs."""
+        """Implements ModelRunner.capture_graphs."""
         if self._graphs is not None:
             self._graphs.capture_all(self._compute)
             self.padded_rows = self._graphs.row_counts
 
     @torch.inference_mode()
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
-        """As `forward`, on the model's device."""
+        """Does what `forward` does, without graphs, and returns the logits on the model's device."""
         batch = self._attention.plan(batch)
         slots = batch.on(self._kv_cache.device).slot_mapping
         with nullcontext() if self._features is None else self._features.writing(slots):
@@ -126,7 +126,9 @@ def attention_over(
     batch: InputBatch,
     on_layer_done: Callable[[int], None] | None = None,
 ) -> LayerAttention:
-    """Makes one forward's attention: it writes each layer's new keys and values, then attends over the cache."""
+    """Returns the attention function of one forward: it writes each layer's new keys and values, then attends over the
+    cache.
+    """
     plan = attention.prepare(batch)
     slots = batch.on(kv_cache.device).slot_mapping
 

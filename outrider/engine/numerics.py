@@ -8,21 +8,21 @@ from enum import StrEnum
 from outrider.constraints import grammar
 
 KERNELS_REVISION = 2
-"""Of the native kernels' arithmetic: raised whenever a model and tokens give other bits than before. What travels
-between nodes keeps its form, so nodes of two revisions may serve together, as those of two instruction paths do.
-"""
+"""Revision of the native kernels' arithmetic, raised whenever a model and tokens give other bits than before. The
+format of what nodes exchange does not change, so nodes of two revisions may serve together, like those of two
+instruction paths."""
 LAYERS_REVISION = 2
-"""The same for what replaces a model's layers one by one."""
+"""Revision of the arithmetic of the layers that replace a model's one by one."""
 
 
 class Promise(StrEnum):
-    """What is guaranteed of an answer's tokens in any batch and with any drafts."""
+    """The guarantee for an answer's tokens in any batch and with any drafts."""
 
     EXACT = "exact"
-    """The logits of a row are the same bits in every batch: the same tokens, always."""
+    """A row's logits have the same bits in every batch, so the tokens are always the same."""
 
     UP_TO_TIES = "exact up to ties"
-    """Logits differ by float32 rounding: the same tokens, except where two candidates are closer than that."""
+    """Logits differ by float32 rounding: the tokens are the same unless two candidates are closer than that."""
 
     BATCH_DEPENDENT = "batch-dependent"
     """Logits differ by bfloat16 rounding: about one greedy decision in fifty may change."""
@@ -30,26 +30,29 @@ class Promise(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Its string travels as `ModelInfo.numerics`. Two nodes compute the same bits if theirs are equal and exact."""
+    """A node's numerics, sent as a string in `ModelInfo.numerics`. Nodes with equal strings that are exact compute
+    equal bits.
+    """
 
     promise: Promise
     kernels: str  # "amx", "torch bfloat16"
 
     def __str__(self) -> str:
-        """With what decides which tokens a constraint allows."""
+        """Includes the version of the grammar code, which decides the tokens that a constraint allows."""
         return f"{self.promise} ({self.kernels}, {grammar.NUMERICS})"
 
 
 def native_numerics(
     path: str, *, by_layers: bool = False, has_int8_weights: bool = False, promise: Promise = Promise.EXACT
 ) -> Numerics:
-    """Of native kernels, which keep the order of every sum fixed.
+    """Returns the numerics of native kernels, which keep the order of every sum fixed.
 
     Args:
         path: the instruction path.
-        by_layers: transformers runs the model with native layers, which rounds in other places than a native decoder.
-        has_int8_weights: exact, but of a model whose weights, and the rows that they multiply, have been rounded.
-        promise: less than exact where torch computes a part that depends on the batch.
+        by_layers: whether transformers runs the model with native layers, which rounds differently from a native
+            decoder.
+        has_int8_weights: whether weights, and the rows they multiply, are rounded to int8; the result is still exact.
+        promise: less than exact if torch computes a part that depends on the batch.
     """
     of_int8 = ["lossy int8 weights and activations"] * has_int8_weights
     notes = [f"{path} {KERNELS_REVISION}", *[f"by layers {LAYERS_REVISION}"] * by_layers, *of_int8]
@@ -57,12 +60,12 @@ def native_numerics(
 
 
 def promise_of_torch(dtype: str) -> Promise:
-    """The guarantee of torch's own kernels; `dtype` "float32" or "bfloat16"."""
+    """Returns the guarantee of torch's own kernels; `dtype` is "float32" or "bfloat16"."""
     return Promise.UP_TO_TIES if dtype == "float32" else Promise.BATCH_DEPENDENT
 
 
 def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numerics:
-    """Of torch's own kernels; `dtype` "float32" or "bfloat16", `device_type` "cpu" or "cuda".
+    """Returns the numerics of torch's own kernels; `dtype` is "float32" or "bfloat16", `device_type` "cpu" or "cuda".
 
     `num_ranks`: processes that share the model. Each sums its part of a product, so sums have another order.
     """
@@ -71,7 +74,7 @@ def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numer
 
 
 def allowed_difference(dtype: str, *, is_lossy: bool) -> float:
-    """How far logits of a probe may be off those of transformers, in units of the largest; `is_lossy`: int8 weights.
+    """Returns how far a probe's logits may be off transformers', relative to the largest; `is_lossy`: int8 weights.
 
     A wrong mask, position or cache is off by far more, rounding by far less.
     """

@@ -1,4 +1,4 @@
-"""A runner with its KV cache, sized for the memory that steps leave: on a GPU the largest ones are rehearsed."""
+"""Opens a runner and its KV cache, sized for the memory that steps leave; on a GPU the largest steps are run first."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
 
 GRAPH_LAYER_BYTES = 1 << 18
-"""What the driver takes for a layer in a graph, of about 40 kernels. Estimated: 128 MiB for 16 graphs of 32 layers."""
+"""Bytes that the driver takes for a graph's layer of about 40 kernels. Estimated: 128 MiB for 16 graphs of 32 layers"""
 FUSED_LAYER_BYTES = GRAPH_LAYER_BYTES // 4
-"""The same of about 10 kernels."""
+"""Bytes that the driver takes for a fused layer in a graph, about 10 kernels."""
 
 
 def open_runner(
@@ -38,15 +38,18 @@ def open_runner(
     features: FeatureSpec | None = None,
     may_shorten: bool = False,
 ) -> tuple[PagedKVCache, ModelRunner, int]:
-    """A cache in the memory that the largest step, of `num_rows`, leaves free; a warmed-up runner over it; and the
-    window: tokens of the longest sequence that is served.
+    """Returns a cache in the memory that the largest step (`num_rows` rows) leaves free, a warmed-up runner over it,
+    and the window: the tokens of the longest sequence that is served.
 
-    `attention`: as in settings, of a model that torch computes. `num_logits`: rows of that step with logits, at most.
-    `main_memory_bytes`: main memory that the cache leaves for other things.
-    `features`: of every row; the model's specification has their plane.
-    `may_shorten`: the window may be shorter than the model's, where memory holds no more.
+    `attention`: as in settings, for a model that torch computes. `num_logits`: most rows of that step that have logits.
 
-    Raises what make_attention_backend and pool_size do.
+    `main_memory_bytes`: main memory that the cache leaves for other uses.
+
+    `features`: features of every row; the model's specification must have their plane.
+
+    `may_shorten`: whether the window may be shorter than the model's if memory is short.
+
+    Raises: what make_attention_backend and pool_size raise.
     """
     backend = None
     if model.model is not None:
@@ -81,10 +84,10 @@ def rehearse(
     graphs: GraphShapes | None = None,
     features: FeatureSpec | None = None,
 ) -> int:
-    """Runs the largest step on a GPU and captures the largest graphs, over a cache of its own; returns what steps and
-    all graphs take, in bytes, by this process's own account.
+    """Runs the largest step on a GPU and captures the largest graphs, over a temporary cache. Returns the bytes that
+    steps and all graphs take, by this process's own account.
 
-    Reserve this many bytes outside the KV pool. 0 on a CPU, whose system finds memory elsewhere.
+    Reserve this many bytes outside the KV pool. Returns 0 on a CPU, where the system provides other memory.
     """
     device, max_model_len = model.device, model.spec.max_model_len
     if device_type(device) == "cpu":
@@ -105,11 +108,11 @@ def rehearse(
     runner.forward(build_input_batch(rows, block_size))
     warm_up(runner, cache, max_model_len)
     torch.cuda.synchronize(device)
-    taken = torch.cuda.max_memory_reserved(device) - before  # the pool of graphs is beside what steps have left
+    taken = torch.cuda.max_memory_reserved(device) - before  # graphs' pool is separate from memory that steps reuse
     if graphs is not None and runner.padded_rows:
         layer_bytes = GRAPH_LAYER_BYTES if model.fused is None else FUSED_LAYER_BYTES
         taken += graphs.num_forwards * model.spec.num_layers * layer_bytes
     del runner, cache
-    gc.collect()  # whatever else has come to hold them
+    gc.collect()  # releases anything else that refers to them
     torch.cuda.empty_cache()
     return taken

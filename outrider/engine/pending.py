@@ -1,4 +1,4 @@
-"""Results of a step that a device may still have to compute. Torch-free."""
+"""Results of a step that a device may still be computing. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[Result]):
-    """A result that may be queued on a device. `finish` makes it of the arrays' numbers, once they are on the host."""
+    """A result that may be queued on a device. `finish` builds it from the arrays' values once they are on the host."""
 
-    arrays: tuple[Array, ...]  # all of one kind; on a device int64 or float64; may be none
-    finish: Callable[[Arrays], Result]  # of the arrays' numbers, in their shapes
+    arrays: tuple[Array, ...]  # all of one kind; on a device int64 or float64; may be empty
+    finish: Callable[[Arrays], Result]  # takes the arrays' values, in their shapes
 
 
 def read(*pending: Pending[Any]) -> list[Any]:
-    """The results, in order. From a GPU their numbers come in one transfer, for which the host waits."""
+    """Returns the results, in order. A GPU's values come in one transfer, for which the host waits."""
     arrays = [array for each in pending for array in each.arrays]
     if not all(isinstance(array, np.ndarray) for array in arrays):
         from outrider.engine.transfer import numbers_of

@@ -1,4 +1,4 @@
-"""How a process that computes on a CPU should be set up. Torch-free: it must run before torch is imported."""
+"""Sets up a process that computes on a CPU. Torch-free: it must run before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from outrider.engine.control_groups import cpu_quota
 from outrider.errors import ConfigError
 
 ENVIRONMENT = {
-    # OpenMP threads that wait at a barrier spin this often before they sleep: nodes share cores (ADR 12).
+    # Spins of an OpenMP thread at a barrier before it sleeps: nodes share cores (ADR 12).
     "GOMP_SPINCOUNT": "2000",
-    # Transparent huge pages for torch's buffers, where the system allows them.
+    # Transparent huge pages for torch's buffers, if the system allows them.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""Variables that libgomp and torch read when they are loaded."""
+"""Environment variables that libgomp and torch read when they are loaded."""
 
 
 def usable_cpus() -> list[int]:
-    """The processors that this process may use, rising; a container or taskset may have left it few."""
+    """Returns the processors that this process may use, ascending; a container or taskset may limit them."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def within_quota(cpus: Sequence[int]) -> list[int]:
-    """As many of them as a container's limit on processor time (`docker run --cpus 2`) keeps busy.
+    """Returns as many processors as a container's CPU limit (`docker run --cpus 2`) keeps busy.
 
-    It names no processors: count them, and leave threads free to run on all.
+    The limit names no processors: use the count only, and let threads run on all of them.
     """
     return list(cpus[: cpu_quota()])
 
 
 def about_processor() -> dict[str, str]:
-    """What Linux says of the first one in /proc/cpuinfo, by its names; empty on other systems."""
+    """Returns Linux's description of the first processor in /proc/cpuinfo, by field name; empty on other systems."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
@@ -44,10 +44,12 @@ def about_processor() -> dict[str, str]:
 
 
 def prepare_environment(cpus: Sequence[int] = ()) -> None:
-    """Call it in `main`, before anything imports torch. What the user's environment sets wins.
+    """Sets the process's environment and processors. Call it in `main`, before anything imports torch.
 
-    `cpus`: the processors of this process from here on, and of every thread that it starts;
-    empty: those that it has. Raises ConfigError for one that it may not use.
+    Variables that the user has set take precedence. `cpus`: the processors of this process from here on, and of every
+    thread that it starts; empty: no change.
+
+    Raises: ConfigError if the process may not use one of them.
     """
     if cpus:
         try:

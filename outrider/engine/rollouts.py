@@ -1,12 +1,12 @@
-"""Rollouts: several more draft tokens of each sequence by one CUDA graph, without the host between them.
+"""Rollouts: several more draft tokens for each sequence from one CUDA graph, without the host in between.
 
-A rollout follows an ordinary forward, whose last race has decided a token of each sequence. Its own forwards have one
-row a sequence: the token that the last race has decided, at the next position. They run the kernels of a call for each
-token, in the same order, so the tokens are the same. All that the host knows beforehand (positions, slots, parameters
-of the races) goes to the device for all tokens at once.
+A rollout follows an ordinary forward, whose last race has decided a token of each sequence. Each of its own forwards
+has one row per sequence: the token decided last, at the next position. They run the same kernels in the same order as
+one call per token would, so the tokens are the same. Everything that the host knows beforehand (positions, slots, race
+parameters) is uploaded for all tokens at once.
 
-A sequence may want fewer tokens than another. Once it has them, its rows go to the scratch block and what is decided
-after them is dropped. Rows that pad the batch go there from the beginning.
+Sequences may want different numbers of tokens. Once a sequence has its own, its rows go to the scratch block and its
+further tokens are dropped. Rows that pad the batch use the scratch block from the beginning.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ _POSITION, _SLOT, _DEPTH = range(TABLE_WORDS, TABLE_WORDS + 3)
 
 
 class RolloutForward(NamedTuple):
-    """What a rollout runs for each token. Whatever differs between batches of one shape, it reads on the device."""
+    """What a rollout runs for each token. It reads on the device everything that differs between batches of a shape."""
 
     forward: Callable[[InputBatch, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """forward(batch, states [n, width], depths [n] int64, temperatures [n, 1] float32): own hidden states [n, width],
-    logits [n, vocab_size] float32, which may be changed, and confidences [n] float64. States and depths are a head's
+    logits [n, vocab_size] float32, which may be modified, and confidences [n] float64. States and depths are a head's
     (see HeadRows); a draft model has width 0."""
-    plan: Callable[[InputBatch], InputBatch]  # as of AttentionBackend
+    plan: Callable[[InputBatch], InputBatch]  # AttentionBackend.plan
     width: int = 0
-    dtype: torch.dtype = torch.float32  # of states
+    dtype: torch.dtype = torch.float32  # the states' dtype
 
 
 class RolledSequence(NamedTuple):
-    """What one sequence wants of a rollout."""
+    """One sequence's request to a rollout."""
 
-    decision: Decision  # its last, which was made before the rollout
+    decision: Decision  # the last one, made before the rollout
     num_tokens: int  # at least 1, at most `Rollouts.max_tokens`
-    position: int  # at which the decided token is fed
+    position: int  # position at which the decided token is fed
     block_ids: Sequence[int]  # covers [0, position + num_tokens)
-    depth: int = 0  # of a head: of the row of the decided token
+    depth: int = 0  # for a head: depth of the decided token's row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shape:
-    """What the graphs of one number of sequences share: they read and write it at the same addresses."""
+    """The tensors that all graphs for one number of sequences share, at fixed addresses."""
 
     batch: InputBatch
-    buffer: Tensor  # [bytes] uint8, of the batch
+    buffer: Tensor  # [bytes] uint8, the batch's fields
     words: Tensor  # [most tokens, TABLE_WORDS + 3, num_seqs] int64: see `Rollouts.queue`
-    states: Tensor  # [1 + most tokens, num_seqs, width]: first those before the rollout
-    decided: Tensor  # [1 + most tokens, num_races, num_seqs] int64: likewise
+    states: Tensor  # [1 + most tokens, num_seqs, width]: entry 0 is from before the rollout
+    decided: Tensor  # [1 + most tokens, num_races, num_seqs] int64: entry 0 is from before it
     confidences: Tensor  # [most tokens, num_seqs] float64
     replays: dict[int, Replay] = field(default_factory=dict)  # by number of tokens
 
 
 class Rollouts:
-    """The graphs of one drafter. One owner thread."""
+    """One drafter's graphs. One owner thread."""
 
     token_counts = ROLLOUT_TOKENS
-    max_tokens = token_counts[-1]  # of a sequence in a rollout
+    max_tokens = token_counts[-1]  # per sequence in a rollout
     max_sequences = MAX_ROLLED_SEQUENCES
 
     @torch.inference_mode()
@@ -85,10 +85,9 @@ class Rollouts:
         max_model_len: int,
         num_races: int,
     ) -> None:
-        """Captures all graphs, over the scratch block that the cache has. The forward is not kept (see
-        `StepGraphs.capture_all`).
+        """Captures all graphs over the cache's scratch block. The forward is not kept (see `StepGraphs.capture_all`).
 
-        `sampler`: decides by our Triton kernels. `num_races`: at each position, for the winner and runners-up.
+        `sampler`: must decide with our Triton kernels. `num_races`: per position, for the winner and runners-up.
         """
         assert isinstance(sampler.decider, TritonDecider)
         self._decider = sampler.decider
@@ -97,7 +96,7 @@ class Rollouts:
         self._device = torch.device(kv_cache.device)
         self._plan = rolling.plan
         self._shapes: dict[int, _Shape] = {}  # by number of sequences
-        for power in reversed(range(self.max_sequences.bit_length())):  # the others find memory that the first has left
+        for power in reversed(range(self.max_sequences.bit_length())):  # largest first: others reuse its memory
             self._shapes[1 << power] = shape = self._new_shape(1 << power, rolling, max_model_len, num_races)
             for num_tokens in reversed(self.token_counts):
                 shape.replays[num_tokens] = capture(partial(self._roll, rolling, shape, num_tokens))
@@ -121,22 +120,22 @@ class Rollouts:
     def queue(
         self, sequences: Sequence[RolledSequence], winners: Tensor, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One rollout; the host does not wait. Read what it decided before the next.
+        """Queues one rollout; the host does not wait. Read its results before queueing the next.
 
         Args:
             sequences: at least one, at most `max_sequences`. Nothing edits the logits of their tokens.
-            winners: [len(sequences)] int64, the tokens that were decided last.
+            winners: [len(sequences)] int64, the tokens decided last.
             states: [len(sequences), width], a head's own hidden states before these tokens.
 
         Returns:
-            Of n tokens, at least as many as any sequence wants, and of at least as many sequences: the winner of each
+            For n tokens, at least as many as any sequence wants, and at least as many sequences: the winner of each
             race [n, num_races, num_seqs] int64, confidences [n, num_seqs] float64, and own hidden states before these
             tokens [n, num_seqs, width].
         """
         number = len(sequences)
         shape = self._shapes[1 << (number - 1).bit_length()]
         most = next(each for each in self.token_counts if each >= max(each.num_tokens for each in sequences))
-        # Of each token: the words of its race, then position, slot and depth of the row that is fed before it.
+        # For each token: the words of its race, then position, slot and depth of the row fed before it.
         words = np.zeros((most, TABLE_WORDS + 3, shape.batch.num_seqs), dtype=np.int64)
         words[:, _SLOT] = self._scratch_block * self._block_size
         words[:, :TABLE_WORDS, :number] = self._decider.table([each.decision for each in sequences])
@@ -148,7 +147,7 @@ class Rollouts:
                 if token < num_tokens:
                     words[token, _SLOT, place] = block_ids[block] * self._block_size + offset
                 words[token, _DEPTH, place] = depth + token
-        # The last row of each, for whose keys attention is planned: those before it are at earlier positions.
+        # Each sequence's last row, for whose keys attention is planned: earlier rows are at earlier positions.
         fed = [SequenceRows([0], each.position + each.num_tokens - 1, each.block_ids, 1) for each in sequences]
         packed = self._padded(fed, shape.batch.num_seqs).packed()
         shape.words[:most].copy_(page_locked(words, self._device), non_blocking=True)
@@ -160,16 +159,16 @@ class Rollouts:
         return shape.decided[1 : 1 + most], shape.confidences[:most], shape.states[1 : 1 + most]
 
     def _padded(self, fed: Sequence[SequenceRows], num_seqs: int) -> InputBatch:
-        """The batch of `fed`, padded with sequences of one row in the scratch block."""
+        """Returns the batch of `fed`, padded with sequences of one row in the scratch block."""
         padding = [SequenceRows([0], 0, (self._scratch_block,), 1)] * (num_seqs - len(fed))
         arrays = build_input_batch([*fed, *padding], self._block_size).arrays
         return self._plan(InputBatch(arrays, self._block_size, is_padded=True))
 
     def _roll(self, rolling: RolloutForward, shape: _Shape, num_tokens: int) -> None:
-        """What is captured."""
+        """Runs the rollout; this is the captured function."""
         fields = shape.batch.on(self._device)
         temperatures = shape.words[0, 4].to(torch.int32).view(torch.float32)[:, None]
-        temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # of a greedy row
+        temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # 1 for a greedy row
         for token, words in enumerate(shape.words[:num_tokens].unbind(0)):
             fields.token_ids.copy_(shape.decided[token, 0])
             fields.positions.copy_(words[_POSITION])

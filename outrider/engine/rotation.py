@@ -1,10 +1,11 @@
-"""Cosines and sines of rotary position embeddings, whose every step is one operation that IEEE 754 rounds.
+"""Cosines and sines of rotary position embeddings, in which every step is one operation that IEEE 754 rounds.
 
-Libraries choose their cosine by processor, and differ in its last bit. Plus, minus and times
-of float64 (numpy's polyval is Horner's scheme) do not: with them, nodes of equal numerics rotate
-by equal bits on every machine.
-The reduction is Cody and Waite's, the polynomials are those of fdlibm (Sun, 1993): good to
-one unit in the last place of float64, before the result is rounded to float32.
+Libraries choose their cosine by processor, and differ in its last bit. Addition, subtraction and multiplication of
+float64 (numpy's polyval is Horner's scheme) do not: with them, nodes of equal numerics rotate by equal bits on every
+machine.
+
+The reduction is Cody and Waite's, the polynomials are those of fdlibm (Sun, 1993): accurate to one unit in the last
+place of float64, before the result is rounded to float32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 MAX_ANGLE = float(1 << 20)
-"""Beyond, the reduction would lose bits: 2/pi of it times the first part of pi/2 (33 bits) is exact up to here."""
+"""Largest angle in radians. Beyond it the reduction would lose bits: 2/pi of it times the first part of pi/2 (33 bits)
+is exact up to here."""
 
 _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
 _TWO_OVER_PI = 6.36619772367581382433e-01
@@ -41,14 +43,19 @@ _DIGITS = Context(prec=40)
 
 
 def inverse_frequencies(theta: float, num_dims: int) -> Floats:
-    """theta^(-2i / num_dims), the nearest float32: [num_dims / 2]. In decimal arithmetic, which no library chooses."""
+    """Returns theta^(-2i / num_dims) as the nearest float32: [num_dims / 2]. Decimal arithmetic is the same on any
+    machine.
+    """
     base = Decimal(theta)
     exponents = (_DIGITS.divide(Decimal(-2 * index), Decimal(num_dims)) for index in range(num_dims // 2))
     return np.array([float(_DIGITS.power(base, exponent)) for exponent in exponents], dtype=np.float32)
 
 
 def cosines_and_sines(angles: Floats) -> tuple[Floats, Floats]:
-    """Of angles from 0 to `MAX_ANGLE`, in radians: two arrays of the same shape. Raises ValueError for others."""
+    """Returns the cosines and sines of angles in radians, in the angles' shape.
+
+    Raises: ValueError if an angle is not between 0 and `MAX_ANGLE`.
+    """
     x = angles.astype(np.float64)
     if x.size and not (x.min() >= 0 and x.max() <= MAX_ANGLE):
         raise ValueError(f"angles from {x.min():g} to {x.max():g} cannot be rotated exactly, only 0 to {MAX_ANGLE:g}")

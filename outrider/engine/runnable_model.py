@@ -1,4 +1,4 @@
-"""A loaded model, as far as runners know it."""
+"""The part of a loaded model that runners use."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnableModel:
-    """What a runner needs of a loaded model (see outrider.model_hub.loaded_model.LoadedModel)."""
+    """The part of a loaded model that a runner uses (see outrider.model_hub.loaded_model.LoadedModel)."""
 
-    model: PreTrainedModel | None  # in eval mode, its attention is ours; None where `native` is a NativeDecoder
-    native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
-    device: str  # as torch names it
+    model: PreTrainedModel | None  # in eval mode, with our attention; None if `native` is a NativeDecoder
+    native: NativeDecoder | NativeLayers | None  # computes in place of `model`, or its layers
+    device: str  # torch's name
     spec: ModelSpec
-    fused: FusedDecoder | None = None  # what computes `model` on a GPU in place of its modules, by their weights
+    fused: FusedDecoder | None = None  # computes `model` on a GPU from its modules' weights
 
     @property
     def cpu_kernels(self) -> CpuKernels | None:
-        """Library and threads that compute the model, for what else computes beside it; None without them."""
+        """The library and threads that compute the model, for other work on this node; None without native kernels."""
         return None if self.native is None else self.native.kernels
 
     def make_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
-        """A cache for the model's steps. On a GPU it has a scratch block for padded ones."""
+        """Makes a cache for the model's steps. On a GPU it has a scratch block for padded ones."""
         return PagedKVCache(
             self.spec.planes,
             num_blocks=num_blocks,

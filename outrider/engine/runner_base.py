@@ -1,4 +1,4 @@
-"""The interface of what computes forward passes over ragged batches of rows and our paged KV cache. Torch-free."""
+"""The interface of forward passes over ragged batches of rows and our paged KV cache. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(Protocol):
-    """The forward pass of one node. Not thread-safe: the engine thread owns it. Runners inherit the defaults here."""
+    """The forward pass of one node. Not thread-safe: the engine thread owns it. Implementations inherit the defaults
+    here.
+    """
 
     attention_name: str  # the backend's name, or "native"
-    padded_rows: tuple[int, ...] = ()  # row counts to which steps are padded, rising; larger steps are not padded
+    padded_rows: tuple[int, ...] = ()  # row counts to which steps are padded, ascending; larger steps are not padded
     phases: ForwardPhases = ForwardPhases()
-    can_be_traced: bool = False  # whether torch computes forwards: its profiler knows nothing of a native decoder
+    can_be_traced: bool = False  # whether torch computes forwards, so that its profiler sees them
     is_asynchronous: bool = False  # whether `forward` only queues work on a device; reading its results waits for it
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
         """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
 
-        Features are in the cache when it returns, and not before the last layer has been reported.
+        Features are in the cache when it returns, but not before the last layer has been reported.
 
-        `on_layer_done(layer)` is called from this thread, layers rising, once the keys and values of that layer are in
-        the cache, so that KV is pushed while later layers compute.
+        `on_layer_done(layer)` is called from this thread for each layer in order, once the layer's keys and values are
+        in the cache, so that KV is pushed while later layers compute.
 
-        Returns [num_logits, vocab_size] float32, with no rows when none need logits: an array of numpy where native
-        kernels compute the model or its layers, else a tensor on its device, which nobody may change.
+        Returns [num_logits, vocab_size] float32, with no rows if none need logits: a numpy array if native kernels
+        compute the model or its layers, otherwise a tensor on its device. Callers must not modify it.
         """
 
     def lay_out(self, batch: InputBatch) -> InputBatch:
-        """Returns the batch as far as the host can prepare it for `forward`: padded and planned, but not uploaded.
+        """Returns the batch with all of the host's preparation for `forward`: padded and planned, but not uploaded.
 
         Its token ids may still be set. Its logits may have more rows, after those of the batch.
         """
@@ -43,9 +45,9 @@ class ModelRunner(Protocol):
 
     @property
     def capturable(self) -> Capturable | None:
-        """What else CUDA graphs may capture; None: nothing."""
+        """The forward that other CUDA graphs may capture; None: none."""
         return None
 
     def capture_graphs(self) -> None:
-        """Captures the steps that are padded, after the first forwards and before any block is handed out."""
+        """Captures the padded steps. Call it after the first forwards and before any block is handed out."""
         return

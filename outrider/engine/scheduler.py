@@ -1,4 +1,4 @@
-"""Who runs in a step, and with how many rows: continuous batching over one block pool. Torch-free."""
+"""Continuous batching over one block pool: which sequences run in a step, and with how many rows. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,51 +15,53 @@ from outrider.request import TokenLogprobs
 
 @dataclass(slots=True, eq=False)
 class PromptScoring:
-    """Logprobs of a prompt's tokens that are wanted: its rows are computed, and give logits."""
+    """A request for logprobs of a prompt's tokens: its rows are computed, not read from the prefix cache, and give
+    logits.
+    """
 
-    token_ids: Sequence[int]  # the prompt's without its first: entry i follows row i
+    token_ids: Sequence[int]  # the prompt's, without the first: entry i follows row i
     num_top: int  # alternatives, 0 to 20
-    num_done: int = 0  # logprobs that there are: of the first entries
+    num_done: int = 0  # logprobs computed so far, from the first entry on
 
 
 @dataclass(slots=True, eq=False)
 class EngineSequence:
-    """One sequence as the engine sees it. Mutable; owned by the node's loop, compared by identity.
+    """The engine's state of one sequence. Mutable; owned by the node's loop, compared by identity.
 
-    The loop appends committed tokens to `token_ids` and tells `kv` what became valid; the
-    scheduler sets and frees `kv`.
+    The loop appends committed tokens to `token_ids` and updates the valid tokens of `kv`; the scheduler sets and frees
+    `kv`.
     """
 
     key: int  # unique among the sequences of a scheduler
     token_ids: list[int]  # prompt and committed tokens, from position 0
     kv: SequenceKV | None = None  # None: waiting, nothing computed
     priority: int = 0  # higher runs first
-    arrival: int = 0  # lower is older; equal arrivals count by key
-    needs_logits: bool = True  # then the last known token is always fed, even if the prefix cache holds it
-    cache_salt: bytes = b""  # only sequences of the same salt share cached KV
+    arrival: int = 0  # lower is older; ties are broken by key
+    needs_logits: bool = True  # if so, the last known token is always fed, even on a prefix cache hit
+    cache_salt: bytes = b""  # only sequences with the same salt share cached KV
     num_preemptions: int = 0
-    scoring: PromptScoring | None = None  # None: nothing is wanted, or all of it is done
+    scoring: PromptScoring | None = None  # None: not requested, or complete
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is there."""
+        """Tokens whose KV is computed."""
         return 0 if self.kv is None else self.kv.num_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens without KV: rows that are still to be fed."""
+        """Known tokens without KV, that is rows still to be fed."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of those computed, what the prefix cache gave at the start."""
+        """Computed tokens that came from the prefix cache at the start."""
         return 0 if self.kv is None else self.kv.num_cached_tokens
 
     def score(self, start: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[TokenLogprobs]:
-        """Takes the logprobs of what follows the rows from `start` on. Returns those that are new."""
+        """Records the logprobs of the tokens after the rows from `start` on. Returns the new ones."""
         scoring = self.scoring
         assert scoring is not None
-        new = logprobs[max(scoring.num_done - start, 0) :]  # it may have been preempted since
+        new = logprobs[max(scoring.num_done - start, 0) :]  # after a preemption some are repeated
         scoring.num_done += len(new)
         if scoring.num_done == len(scoring.token_ids):
             self.scoring = None
@@ -71,19 +73,21 @@ class Scheduled(NamedTuple):
 
     sequence: EngineSequence
     num_rows: int  # known tokens fed, >= 1
-    num_draft_tokens: int  # rows granted to drafts after them; 0 unless num_rows is 1
-    reaches_end: bool  # every known token is computed after this step: its last row decides the next one
-    scored_token_ids: Sequence[int] = ()  # empty, or of each row what follows it: its logprob is wanted
+    num_draft_tokens: int  # draft rows granted after them; 0 unless num_rows is 1
+    reaches_end: bool  # whether this step computes all known tokens: its last row decides the next one
+    scored_token_ids: Sequence[int] = ()  # empty, or the token after each row, whose logprob is requested
 
 
 @dataclass(slots=True)
 class StepRoom:
-    """What `reserve` has found: who runs in the step, with blocks for all known tokens, and the rows for drafts."""
+    """The result of `reserve`: the sequences of the step, with blocks for all known tokens, and the rows left for
+    drafts.
+    """
 
-    sequences: Sequence[EngineSequence] = ()  # that have only their newest token to feed: a row each; may verify drafts
-    prompts: Sequence[EngineSequence] = ()  # that have more to feed
+    sequences: Sequence[EngineSequence] = ()  # sequences with one token to feed, a row each; may verify drafts
+    prompts: Sequence[EngineSequence] = ()  # sequences with more tokens to feed
     max_draft_rows: int = 0
-    num_rows: int = 0  # of the step without drafts, prompts included
+    num_rows: int = 0  # rows of the step without drafts, prompts included
     admitted: list[EngineSequence] = field(default_factory=list)
     preempted: list[EngineSequence] = field(default_factory=list)
     copies: dict[EngineSequence, list[tuple[int, int]]] = field(default_factory=dict)
@@ -92,37 +96,34 @@ class StepRoom:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step does. Blocks for all of it are reserved; `block_copies` come before the forward.
+    """The work of one step. All its blocks are reserved; `block_copies` must be done before the forward.
 
-    A block may be the source of one pair and the destination of a later one: read all
-    sources first, or copy in order.
+    A block may be the source of one pair and the destination of a later one: read all sources first, or copy in order.
     """
 
-    scheduled: tuple[Scheduled, ...] = ()  # sequences with one row first, prompt chunks after them, scored ones last
-    admitted: tuple[EngineSequence, ...] = ()  # left `waiting` for `running`; possibly with nothing to compute
-    preempted: tuple[EngineSequence, ...] = ()  # left `running` for `waiting`; their KV is gone
+    scheduled: tuple[Scheduled, ...] = ()  # sequences with one row first, then prompt chunks, scored ones last
+    admitted: tuple[EngineSequence, ...] = ()  # moved from waiting to running; may have nothing to compute
+    preempted: tuple[EngineSequence, ...] = ()  # moved from running to waiting; their KV is freed
     block_copies: tuple[tuple[int, int], ...] = ()  # (source, destination) block ids
 
     @property
     def num_rows(self) -> int:
-        """Rows of the forward pass."""
+        """Rows in the forward pass."""
         return sum(item.num_rows + item.num_draft_tokens for item in self.scheduled)
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, draft rows and preemption by recomputation.
 
-    Running sequences get their blocks first, then waiting ones join while blocks last.
-    Rows are given out in this order: one for each sequence that has only its newest token
-    to feed (`reserve`), then drafts, as the caller chooses, then prompt chunks (`hand_out`); drafts leave chunks at
-    least half of what remains, so neither side starves. When blocks are short, drafts go first, then room
-    reserved ahead, then what the caller can reclaim, then whole sequences: lowest priority,
-    then latest arrival, never the oldest running one. A preempted sequence waits ahead of all
-    others of its priority.
+    Running sequences get their blocks first, then waiting ones are admitted while blocks last. Rows are assigned in
+    this order: one for each sequence that has only its newest token to feed (`reserve`), then drafts, as the caller
+    chooses, then prompt chunks (`hand_out`); drafts leave chunks at least half of the remaining rows, so neither
+    starves. When blocks are short, drafts lose theirs first, then blocks reserved ahead, then what the caller can
+    reclaim, then whole sequences: lowest priority, then latest arrival, never the oldest running one. A preempted
+    sequence waits ahead of all others of its priority.
 
-    Not thread-safe. Nothing in a step grows with the length of a sequence, except once
-    when it is admitted. After Orca (iteration-level batching), Sarathi-Serve (chunked
-    prefill beside decodes) and vLLM v1's scheduler.
+    Not thread-safe. The cost of a step does not grow with a sequence's length, except once at its admission. After Orca
+    (iteration-level batching), Sarathi-Serve (chunked prefill together with decodes) and vLLM v1's scheduler.
     """
 
     def __init__(
@@ -134,10 +135,10 @@ class Scheduler:
         self._max_running = max_running
         self.max_rows_per_step = max_rows_per_step
         self._reserve_blocks = reserve_blocks_per_running
-        self._running: list[EngineSequence] = []  # by _running_rank
-        self._waiting: list[EngineSequence] = []  # by _waiting_rank
-        self._first_row = 0  # where handing out single rows begins when there are more than the budget
-        self._refused: tuple[EngineSequence, int] | None = None  # head of waiting, blocks there were
+        self._running: list[EngineSequence] = []  # sorted by _running_rank
+        self._waiting: list[EngineSequence] = []  # sorted by _waiting_rank
+        self._first_row = 0  # where round-robin assignment of single rows begins
+        self._refused: tuple[EngineSequence, int] | None = None  # head of the queue, blocks available then
 
     @property
     def running(self) -> Sequence[EngineSequence]:
@@ -157,19 +158,19 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def add(self, sequence: EngineSequence) -> None:
-        """Waits for admission, by priority, then age. It may bring KV that it holds already; it must fit the pool."""
+        """Queues a sequence for admission, by priority, then age. It may already hold KV, and must fit the pool."""
         assert sequence.token_ids
         assert self._fits_an_empty_pool(sequence)
         insort(self._waiting, sequence, key=_waiting_rank)
 
     def add_running(self, sequence: EngineSequence) -> None:
-        """Joins the running batch at once, with the KV that it brings; max_running is the caller's check here."""
+        """Adds a sequence that already has KV to the running batch at once. The caller checks max_running."""
         assert sequence.kv is not None
         assert self._fits_an_empty_pool(sequence)
         insort(self._running, sequence, key=_running_rank)
 
     def remove(self, sequence: EngineSequence) -> None:
-        """Takes a finished or aborted sequence out, wherever it is, and frees its KV. Idempotent."""
+        """Removes a finished or aborted sequence, running or waiting, and frees its KV. Idempotent."""
         if sequence in self._running:
             self._running.remove(sequence)
         elif sequence in self._waiting:
@@ -179,20 +180,20 @@ class Scheduler:
             sequence.kv = None
 
     def plan(self) -> StepPlan:
-        """A step without drafts."""
+        """Plans a step without drafts."""
         return self.hand_out(self.reserve(), {})
 
     def reserve(self, *, reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False) -> StepRoom:
-        """The first half of a step: blocks for known tokens, preempting and admitting as it must, and who gets rows.
+        """Plans the first half of a step: reserves blocks for known tokens, preempts and admits, and assigns rows.
 
-        `reclaim(sequence)` frees blocks that are held outside the scheduler for something that ranks behind this
-        sequence; False: there are none. There is no room when nothing runs, or when others than this scheduler hold
-        the blocks that are needed.
+        `reclaim(sequence)` frees blocks that are held outside the scheduler by lower-ranked work than this sequence,
+        and returns False if there are none. The result is empty if nothing runs, or if the needed blocks are held by
+        others than this scheduler.
         """
         room = StepRoom()
         for sequence in tuple(self._running):
             kv = sequence.kv
-            if kv is not None and not kv.has_reserved(len(sequence.token_ids)):  # None: preempted for one before it
+            if kv is not None and not kv.has_reserved(len(sequence.token_ids)):  # None: just preempted
                 self._reserve_known(sequence, room, reclaim)
         if not room.preempted and not room.stalled:
             self._admit(room)
@@ -200,9 +201,9 @@ class Scheduler:
         return room
 
     def hand_out(self, room: StepRoom, num_drafts: Mapping[int, int]) -> StepPlan:
-        """The second half. `num_drafts`: draft tokens by sequence key, in all at most `room.max_draft_rows`.
+        """Plans the second half. `num_drafts`: draft tokens by sequence key, in all at most `room.max_draft_rows`.
 
-        Those whose blocks do not suffice verify fewer. The room is used up.
+        A sequence whose blocks do not suffice verifies fewer. `room` must not be used again.
         """
         assert sum(num_drafts.values()) <= room.max_draft_rows
         budget = self.max_rows_per_step - len(room.sequences)
@@ -227,7 +228,7 @@ class Scheduler:
                 num_rows = len(token_ids)
                 num_scored_rows -= num_rows
                 if num_rows == 0:
-                    continue  # others have taken this step's
+                    continue  # others have used up this step's scored rows
             budget -= num_rows
             (scored if token_ids else scheduled).append(
                 Scheduled(sequence, num_rows, 0, num_rows == num_uncomputed, token_ids)
@@ -244,7 +245,7 @@ class Scheduler:
     def _reserve_known(
         self, sequence: EngineSequence, room: StepRoom, reclaim: Callable[[EngineSequence], bool]
     ) -> None:
-        """Blocks for all known tokens of a running sequence, or it is preempted, or it sits this step out."""
+        """Reserves blocks for all known tokens of a running sequence; else preempts it or skips it in this step."""
         assert sequence.kv is not None
         while True:
             try:
@@ -270,7 +271,7 @@ class Scheduler:
         return self._pool.num_blocks_for(len(sequence.token_ids)) <= self._pool.num_blocks
 
     def _release_slack(self) -> bool:
-        """Blocks held past the known tokens (for drafts, or ahead of need) go back. False: there were none."""
+        """Releases blocks past the known tokens (for drafts, or reserved ahead). Returns False if there were none."""
         before = self._pool.num_free_blocks
         for sequence in self._running:
             assert sequence.kv is not None
@@ -278,13 +279,13 @@ class Scheduler:
         return self._pool.num_free_blocks > before
 
     def _victim(self) -> EngineSequence | None:
-        """The running sequence to preempt next; the oldest one always stays, so that something always ends."""
+        """Returns the running sequence to preempt next. The oldest one always stays, which guarantees progress."""
         oldest = min(self._running, key=lambda sequence: (sequence.arrival, sequence.key))
         return next((sequence for sequence in reversed(self._running) if sequence is not oldest), None)
 
     def _preempt(self, sequence: EngineSequence, room: StepRoom) -> None:
         assert sequence.kv is not None
-        sequence.kv.publish(sequence.token_ids)  # so that what is not evicted meanwhile need not be recomputed
+        sequence.kv.publish(sequence.token_ids)  # so that blocks not evicted meanwhile need not be recomputed
         sequence.kv.free()
         sequence.kv = None
         sequence.num_preemptions += 1
@@ -295,17 +296,17 @@ class Scheduler:
         room.preempted.append(sequence)
 
     def _admit(self, room: StepRoom) -> None:
-        """Waiting sequences join in order, each with blocks for all its known tokens; none overtakes the head.
+        """Admits waiting sequences in order, each with blocks for all its known tokens; none overtakes the head.
 
-        A prompt that gets no rows in this step waits: what others publish meanwhile it need not compute.
+        A prompt that gets no rows in this step keeps waiting: it can reuse what others publish meanwhile.
         """
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
-            kept_back = self._reserve_blocks * len(self._running)  # growth of those that run
+            kept_back = self._reserve_blocks * len(self._running)  # for the growth of running sequences
             available = self._pool.num_free_blocks - kept_back
             was_refused = self._refused is not None and self._refused[0] is sequence and available <= self._refused[1]
             if self._running and (was_refused or not self._has_rows_for(sequence)):
-                return  # asking again would hash the whole prompt for the same answer
+                return  # trying again would hash the whole prompt for the same result
             kv = sequence.kv or self._cached_prefix(sequence)
             if kv.num_blocks_needed(len(sequence.token_ids)) + kept_back > self._pool.num_free_blocks:
                 self._refused = (sequence, available)
@@ -322,7 +323,7 @@ class Scheduler:
             room.admitted.append(sequence)
 
     def _has_rows_for(self, sequence: EngineSequence) -> bool:
-        """Whether running prompts that rank ahead leave it rows of a step; decodes take turns."""
+        """Returns whether running prompts of higher rank leave it rows in a step; single rows take turns."""
         if sequence.num_uncomputed == 1:
             return True
         rank = _running_rank(sequence)
@@ -341,7 +342,7 @@ class Scheduler:
     # --- rows -----------------------------------------------------------------------------
 
     def _divide_rows(self, room: StepRoom) -> None:
-        """A row for each sequence that needs one only, and what that leaves for drafts and prompts."""
+        """Assigns a row to each sequence that needs only one, and divides the rest between drafts and prompts."""
         singles: list[EngineSequence] = []
         prompts: list[EngineSequence] = []
         stalled = room.stalled
@@ -364,13 +365,13 @@ class Scheduler:
         room.num_rows = len(singles) + min(num_prompt_rows, budget)
 
     def _in_turn(self, singles: list[EngineSequence], *, num_rows: int) -> list[EngineSequence]:
-        """More sequences than rows: each step goes on where the last one ended."""
+        """Selects `num_rows` sequences in round-robin order, continuing after the previous step's last."""
         first = self._first_row % len(singles)
         self._first_row = first + num_rows
         return (singles[first:] + singles[:first])[:num_rows]
 
     def _grant_drafts(self, sequence: EngineSequence, num_drafts: int) -> int:
-        """As many draft slots as blocks allow, up to `num_drafts`. Never preempts."""
+        """Reserves as many draft slots as blocks allow, up to `num_drafts`. Never preempts."""
         assert sequence.kv is not None
         num_known = len(sequence.token_ids)
         if sequence.kv.has_reserved(num_known + num_drafts):
@@ -379,12 +380,12 @@ class Scheduler:
         num_granted = min(num_drafts, spare + self._pool.num_free_blocks * self._pool.block_size)
         if num_granted > 0:
             copies = sequence.kv.reserve(num_known + num_granted)
-            assert not copies  # made with the blocks of the known tokens
+            assert not copies  # copied with the blocks of the known tokens
         return num_granted
 
 
 def _num_prompt_rows(prompts: Sequence[EngineSequence]) -> int:
-    """Rows that a step without a limit would give to these."""
+    """Returns the rows that a step without a limit would give to these."""
     num_scored = sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is not None)
     return sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is None) + min(num_scored, MAX_SCORED_ROWS)
 

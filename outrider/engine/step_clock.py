@@ -1,4 +1,4 @@
-"""The engine thread's time by part of a step. Always on: it is a few clock reads a step. Torch-free."""
+"""The engine thread's time by part of a step. Always on: it costs a few clock reads per step. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from outrider.profile import Part
 class StepClock:
     """Nanoseconds by part of a step. Engine thread only.
 
-    `mark(part)` counts all time since the last mark as that part, so that parts add up to the time that has passed.
+    `mark(part)` attributes the time since the last mark to that part, so the parts add up to the elapsed time.
     """
 
     __slots__ = ("_last", "_now", "_spent")
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
-        """`now`: nanoseconds of a monotonic clock."""
+        """`now`: returns nanoseconds of a monotonic clock."""
         self._now = now
         self._spent: dict[str, int] = {}
         self._last = now()
 
     def mark(self, part: Part) -> int:
-        """The time since the last mark belongs to `part`; returns it."""
+        """Attributes the time since the last mark to `part`, and returns it."""
         now = self._now()
         passed, self._last = now - self._last, now
         self._spent[part] = self._spent.get(part, 0) + passed
         return passed
 
     def move(self, nanoseconds: int, *, source: Part, target: Part) -> None:
-        """Counts some of the time marked as `source` as `target`: time that a callee has measured itself."""
+        """Moves time marked as `source` to `target`: time that a callee has measured itself."""
         moved = min(nanoseconds, self._spent.get(source, 0))
         self._spent[source] = self._spent.get(source, 0) - moved
         self._spent[target] = self._spent.get(target, 0) + moved
 
     def take(self) -> dict[str, int]:
-        """Nanoseconds by part since the last `take` or `restart`."""
+        """Returns the nanoseconds by part since the last `take` or `restart`."""
         spent, self._spent = self._spent, {}
         return spent
 
     def restart(self) -> None:
-        """Forgets what has passed since the last `take`."""
+        """Discards the time since the last `take`."""
         self._spent = {}
         self._last = self._now()
 
@@ -49,15 +49,15 @@ class StepClock:
 class ForwardPhases:
     """Splits forward passes into named phases, measured inside native kernels. Engine thread only.
 
-    This one splits none: torch's operations are in a trace, and some devices only queue.
+    This default splits nothing: torch's operations appear in a trace, and some devices only queue.
     """
 
     def start(self) -> None:
-        """Forwards are measured from here on."""
+        """Starts measuring forward passes."""
 
     def take(self) -> Mapping[str, int]:
-        """Nanoseconds by phase of the forwards since the last `take`; callbacks between layers are not in them."""
+        """Returns nanoseconds by phase of the forwards since the last `take`, without callbacks between layers."""
         return {}
 
     def stop(self) -> None:
-        """As before `start`. Idempotent."""
+        """Stops measuring. Idempotent."""

@@ -1,12 +1,12 @@
-"""Steps as CUDA graphs: the forward pass of a padded batch as one launch.
+"""Steps as CUDA graphs: the forward pass of a padded batch in one launch.
 
-All graphs read one buffer and write one tensor of logits, at the addresses of their capture. A batch is padded to its
-bucket's number of rows with a sequence that writes to a scratch block, which no other sequence has, and with sequences
+All graphs read one buffer and write one logits tensor, at the addresses of their capture. A batch is padded to its
+bucket's number of rows with a sequence that writes to a scratch block, which no other sequence uses, and with sequences
 without rows. So a padded batch is an ordinary batch, and padding changes no other row. The lengths of block tables do
-not matter: they lie end to end at the end of the buffer, and a step uploads as much of it as it has.
+not matter: they are the last field of the buffer, end to end, and a step uploads only the part in use.
 
 All graphs are captured before the first request. They share memory, since one is replayed at a time and its only result
-is in the buffer of logits.
+is in the logits buffer.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_ba
 from outrider.engine.transfer import page_locked
 
 Replay = Callable[[], None]
-"""Queues captured work again, over what lies at the same addresses; nobody waits."""
+"""Queues captured work again, on the current content of the same addresses, without waiting."""
 GraphCapture = Callable[[Callable[[], object]], Replay]
-"""Runs a function, and captures what it queues. What it allocates may be taken by other captured work. Raises a
-RuntimeError if that cannot be captured; then everything is as before."""
+"""Runs a function and captures the work that it queues. Memory that it allocates may be shared with other captured
+work. Raises: RuntimeError if the work cannot be captured; everything is then as before."""
 
 
 class Capturable(NamedTuple):
-    """A forward as `StepGraphs` captures it: what differs between batches of one shape, it reads on the device."""
+    """A forward that `StepGraphs` can capture: it reads everything that differs between batches of one shape on the
+    device.
+    """
 
-    forward: Callable[[InputBatch], Tensor]  # of a padded and planned batch → its logits, as of ModelRunner.forward
-    plan: Callable[[InputBatch], InputBatch]  # as of AttentionBackend
+    forward: Callable[[InputBatch], Tensor]  # a padded and planned batch → its logits, as from ModelRunner.forward
+    plan: Callable[[InputBatch], InputBatch]  # AttentionBackend.plan
 
 
 class StepGraphs:
-    """A graph for each bucket. One owner thread."""
+    """One graph per bucket. One owner thread."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class StepGraphs:
         capture: GraphCapture,
         plan: Callable[[InputBatch], InputBatch] = lambda batch: batch,
     ) -> None:
-        """`plan`: AttentionBackend.plan, of the backend that the forward uses."""
+        """`plan`: AttentionBackend.plan of the forward's backend."""
         self._shapes = shapes
         self._device = device
         self._scratch_block = scratch_block
@@ -62,23 +64,23 @@ class StepGraphs:
         self._capture = capture
         self._plan = plan
         self._graphs: dict[Bucket, Replay] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # [bytes], from which every graph reads its batch
-        self._logits: Tensor | None = None  # [most rows, vocab_size] float32, which every graph writes
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # [bytes], every graph's input batch
+        self._logits: Tensor | None = None  # [most rows, vocab_size] float32, every graph's output
 
     @torch.inference_mode()
     def capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
-        """A graph for each bucket, of steps that write to the scratch block only.
+        """Captures a graph for each bucket, with steps that write to the scratch block only.
 
-        `forward`: logits of the `logits_rows` of a batch whose tensors are on `device`; all that differs within a
-        bucket it reads there. It is not kept: graphs that held their runner would be a reference cycle, and device
-        memory would wait for a collection.
+        `forward`: returns the logits of a batch's `logits_rows`, with its tensors on `device`, where it must read
+        everything that differs within a bucket. It is not kept: graphs that held their runner would form a reference
+        cycle, and device memory would wait for a garbage collection.
 
-        If a capture fails, as of a model that reads from the device what to do next, nothing is captured: a warning
-        says why, and `run` finds no graph.
+        If a capture fails (for example because the model reads from the device what to do next), nothing is captured: a
+        warning gives the reason, and `run` finds no graph.
         """
         try:
             self._capture_all(forward)
-        except RuntimeError as error:  # torch's
+        except RuntimeError as error:  # raised by torch
             self._graphs.clear()
             self._buffer, self._logits = self._buffer.new_empty(0), None
             reason = str(error).partition("\n")[0]
@@ -86,7 +88,7 @@ class StepGraphs:
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Numbers of rows to which steps are padded, rising: of what has been captured."""
+        """The row counts to which steps are padded, ascending; empty if nothing was captured."""
         return self._shapes.row_counts if self._graphs else ()
 
     def _capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
@@ -94,7 +96,7 @@ class StepGraphs:
         for bucket in self._shapes.buckets:
             padded = self._padded(nothing, bucket)
             packed = padded.packed()
-            if self._logits is None:  # the first is the largest
+            if self._logits is None:  # the first bucket is the largest
                 num_bytes = len(packed) + MAX_TABLE_BLOCKS * padded.arrays.block_tables.itemsize
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._upload(packed)
@@ -105,13 +107,13 @@ class StepGraphs:
             self._graphs[bucket] = self._capture(partial(_write_logits, forward, padded, logits))
 
     def padded(self, batch: InputBatch) -> InputBatch | None:
-        """The batch as `run` uploads it. Its token ids may still be set. None: no graph is of its shape."""
+        """Returns the batch as `run` uploads it, or None if no graph has its shape. Its token ids may still be set."""
         bucket = self._shapes.bucket_of(batch)
         return self._padded(batch, bucket) if bucket is not None and bucket in self._graphs else None
 
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
-        """Logits [num_logits, vocab_size] float32, valid until the next run. None: no graph is of its shape."""
+        """Returns logits [num_logits, vocab_size] float32, valid until the next run; None if no graph has its shape."""
         padded = batch if batch.is_padded else self.padded(batch)
         if padded is None or self._logits is None:
             return None
@@ -123,7 +125,7 @@ class StepGraphs:
         return self._plan(pad(batch, bucket, self._scratch_block))
 
     def _upload(self, packed: npt.NDArray[np.uint8]) -> None:
-        """To the front of the buffer, in one copy."""
+        """Uploads to the start of the buffer, in one copy."""
         self._buffer.narrow(0, 0, len(packed)).copy_(page_locked(packed, self._device), non_blocking=True)
 
 
@@ -132,16 +134,18 @@ def _write_logits(forward: Callable[[InputBatch], Tensor], padded: InputBatch, l
 
 
 def cuda_graphs(device: torch.device) -> GraphCapture:
-    """CUDA graphs of `device` that share one pool of memory, and one stream: cuBLAS has a workspace for each."""
+    """Returns a capture function for `device`. Its graphs share a memory pool and a stream: cuBLAS has a workspace per
+    stream.
+    """
     with torch.cuda.device(device):
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-    failed: list[torch.cuda.CUDAGraph] = []  # kept, since torch's allocators go on asking them which stream is theirs
+    failed: list[torch.cuda.CUDAGraph] = []  # kept because torch's allocators go on using them to identify their stream
 
     def capture(run: Callable[[], object]) -> Replay:
-        """After a first run on the same stream, which compiles kernels and takes workspaces.
+        """Captures after a first run on the same stream, which compiles kernels and allocates workspaces.
 
-        What waits for the device fails in that run, before a capture has begun.
+        Operations that wait for the device fail in that run, before the capture begins.
         """
         with torch.cuda.device(device), _no_garbage_collection():
             stream.wait_stream(torch.cuda.current_stream())
@@ -150,8 +154,8 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             try:
-                # The outer context leaves the stream also where torch's own does not, because the capture has failed.
-                # Other threads go on meanwhile: they copy frames and take page-locked memory.
+                # The outer context leaves the stream even if torch's own does not, because the capture failed. Other
+                # threads keep working: they copy frames and allocate page-locked memory.
                 with (
                     torch.cuda.stream(torch.cuda.current_stream()),
                     torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -159,7 +163,7 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
                     run()
             except RuntimeError:
                 failed.append(graph)
-                with suppress(RuntimeError):  # it has ended if the capture itself did not fail
+                with suppress(RuntimeError):  # already ended if the capture itself did not fail
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # noqa: SLF001 there is no other way
                 raise
 
@@ -174,7 +178,7 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
 
 @contextmanager
 def _waits_are_errors() -> Iterator[None]:
-    """Of torch's operations, in all threads."""
+    """Makes torch operations that wait for the device raise, in all threads."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -185,7 +189,7 @@ def _waits_are_errors() -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection could destroy other graphs or free device memory, which ends a capture with an error."""
+    """Disables garbage collection, which could destroy other graphs or free device memory, failing a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

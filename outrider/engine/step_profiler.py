@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """One capture at a time. Engine thread only; without a capture it costs a step one comparison.
+    """Runs one capture at a time. Engine thread only; without a capture it costs one comparison per step.
 
     Steps are timed or traced, never both: torch's profiler slows every operation down, which timings would include.
     """
@@ -28,9 +28,9 @@ class StepProfiler:
         read_event_loop: Callable[[], int] = lambda: 0,
         start_trace: Callable[[], TorchTrace] | None = None,
     ) -> None:
-        """`planes`: of the cache.
+        """`planes`: the cache's planes.
 
-        `read_event_loop`: processor nanoseconds that the event loop's thread has used so far.
+        `read_event_loop`: returns the CPU nanoseconds that the event loop's thread has used so far.
         """
         self.clock = clock
         self._phases = phases or ForwardPhases()
@@ -48,7 +48,7 @@ class StepProfiler:
         return self._capture is not None
 
     def begin(self, capture: Capture) -> None:
-        """Ends the capture under way, if any, and starts this one."""
+        """Starts this capture, and ends the current one, if any."""
         self.end()
         self._capture = capture
         self._steps = []
@@ -58,7 +58,7 @@ class StepProfiler:
         self.clock.restart()
 
     def end(self, capture: Capture | None = None) -> None:
-        """Delivers what has been captured so far. With `capture`: only if it is the one under way."""
+        """Delivers what has been captured so far. With `capture`, only if that is the current capture."""
         current = self._capture
         if current is None or capture not in (None, current):
             return
@@ -77,7 +77,7 @@ class StepProfiler:
         self.clock.restart()
 
     def step_ended(self, nanoseconds: Mapping[str, int], *, kind: StepKind, num_rows: int, num_sequences: int) -> None:
-        """Adds a step with the clock's nanoseconds by part."""
+        """Records a step with the clock's nanoseconds by part."""
         if self._capture is None:
             return
         options = self._capture.options
@@ -102,7 +102,7 @@ class StepProfiler:
             self.end()
 
     def _split_forward(self, nanoseconds: Mapping[str, int]) -> Mapping[str, int]:
-        """The forward by phases. What they leave of it is its rest."""
+        """Replaces the forward part by its phases and the remainder."""
         phases = self._phases.take()
         if not phases:
             return nanoseconds

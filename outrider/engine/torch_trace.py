@@ -1,4 +1,4 @@
-"""torch's own profiler around some steps of the engine thread."""
+"""A torch profiler trace of some steps of the engine thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class TorchTrace:
-    """Records from construction to `stop`, both in the engine thread: torch records the calling thread."""
+    """Records from construction to `stop`. Both must be in the engine thread: torch records the calling thread."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -22,18 +22,18 @@ class TorchTrace:
         self._step = self._enter()
 
     def step_ended(self) -> None:
-        """Ends the current step and begins the next. Each is one bar of the trace, with the time before it."""
+        """Ends the current step and begins the next. Each step is one bar of the trace, with the time before it."""
         self._num_steps += 1
         self._step.__exit__(None, None, None)
         self._step = self._enter()
 
     def stop(self) -> None:
-        """No more is recorded. Takes a while."""
+        """Stops recording. Takes a while."""
         self._step.__exit__(None, None, None)
         self._profile.stop()
 
     def export(self) -> bytes:
-        """Gzipped Chrome trace JSON. After `stop`, from any thread; slow."""
+        """Returns the trace as gzipped Chrome trace JSON. Call it after `stop`, from any thread; slow."""
         with tempfile.TemporaryDirectory(prefix="outrider-trace-") as folder:
             path = Path(folder) / "trace.json.gz"
             self._profile.export_chrome_trace(str(path))

@@ -1,6 +1,6 @@
-"""Small arrays to and from a device.
+"""Transfers of small arrays to and from a device.
 
-Work is queued first, with its results as `Pending`; `pending.read` then waits once and takes all of them in one
+Work is queued first, with its results as `Pending`; `pending.read` then waits once and fetches all of them in one
 transfer.
 """
 
@@ -16,26 +16,26 @@ from torch import Tensor
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A tensor of the array's dtype and shape on `device`; on the CPU it may share the array's memory.
+    """Returns a tensor of the array's dtype and shape on `device`; on the CPU it may share the array's memory.
 
-    A GPU copies it from page-locked memory, behind the work that is queued; the host does not wait.
+    A GPU copies it from page-locked memory, after the work already queued; the host does not wait.
     """
     return page_locked(values, device).to(device, non_blocking=True)
 
 
 def page_locked(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A tensor on the CPU that `device` can copy while the host goes on; it may share the array's memory."""
+    """Returns a CPU tensor that `device` can copy while the host continues; it may share the array's memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def empty_page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU that a GPU copies to and from while the host goes on."""
+    """Returns an empty CPU tensor that a GPU copies to and from while the host continues."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """What the tensors hold, which are on one device: int64 or float64 on a GPU."""
+    """Returns the values of tensors that are on one device; on a GPU they must be int64 or float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     numbers = download(torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors]))
@@ -48,6 +48,6 @@ def numbers_of(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def download(numbers: Tensor) -> npt.NDArray[np.int64]:
-    """The numbers of a tensor [n] int64. The only place where the host waits for all work that a GPU has queued."""
+    """Returns the values of a tensor [n] int64. The only place where the host waits for all work queued on a GPU."""
     array: npt.NDArray[np.int64] = numbers.cpu().numpy()
     return array

@@ -6,5 +6,5 @@
         for output in llm.generate(["Once upon a time", "def is_prime(n):"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-The names are vLLM's (github.com/vllm-project/vllm, `vllm.LLM`), where they mean the same.
+Names are taken from vLLM (github.com/vllm-project/vllm, `vllm.LLM`) if the meaning is the same.
 """

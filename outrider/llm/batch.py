@@ -1,4 +1,4 @@
-"""One call of `LLM.generate`: all prompts encoded, then completed, a bounded number at a time."""
+"""One call of `LLM.generate`: encodes all prompts, then completes them, a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outrider.llm.prompts import Request
 
 Result = TypeVar("Result")
 MakeBar = Callable[..., Any]
-"""tqdm, or what takes its arguments."""
+"""tqdm, or a callable with its arguments."""
 
 
 class Batch:
-    """Asks a router from `num_outstanding` threads: gRPC's asyncio would allow one event loop in a process, and that
-    is the caller's.
+    """Sends requests to a router from `num_outstanding` threads: gRPC's asyncio allows one event loop per process, and
+    that is the caller's.
 
-    As a context manager: leaving it, by Ctrl-C too, stops whatever still runs, here and on all nodes.
+    As a context manager it stops, on exit and on Ctrl-C, everything that still runs, here and on all nodes.
     """
 
     def __init__(self, target: str, *, num_outstanding: int) -> None:
@@ -33,9 +33,9 @@ class Batch:
         self._decoded: dict[int, str] = {}  # texts of tokens, for logprobs
 
     def run(self, requests: Sequence[Request], make_bar: MakeBar) -> list[RequestOutput]:
-        """In the order of `requests`. A prompt that does not fit is found before anything is generated.
+        """Returns the answers in the order of `requests`. Prompts are checked for size before anything is generated.
 
-        Raises: ValueError that names the prompt of a request that is refused; OutriderError.
+        Raises: ValueError, naming the prompt, if a request is refused; OutriderError.
         """
         window = self._client.model().max_model_len
         with make_bar(total=len(requests), desc="Encoded prompts", dynamic_ncols=True, leave=False) as bar:
@@ -55,7 +55,7 @@ class Batch:
     def _each(
         self, requests: Sequence[Request], work: Callable[[Request], Result], on_done: Callable[[Result], object]
     ) -> list[Result]:
-        """In their order. The first error ends it."""
+        """Returns the results in the requests' order. The first error ends the batch."""
         futures = {self._pool.submit(work, request): request.name for request in requests}
         for future in as_completed(futures):
             try:
@@ -68,7 +68,7 @@ class Batch:
         return [future.result() for future in futures]
 
     def _encode(self, request: Request, window: int) -> Request:
-        """With token ids. Raises: InvalidRequestError for a prompt that is empty or too long for any answer."""
+        """Returns the request with its ids. Raises: InvalidRequestError if the prompt is empty or fills the window."""
         content, text = request.content, request.text
         if isinstance(content, str):
             token_ids = self._when_there_is_room(self._client.tokenize, content)
@@ -101,7 +101,7 @@ class Batch:
         return self._decoded[token_id]
 
     def _when_there_is_room(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-        """Long prompts fill the router's queues before their number does: then this waits, however long that takes."""
+        """Retries a call while the router's queues are full, without a time limit: a few long prompts can fill them."""
         while True:
             try:
                 return call(*arguments, **options)
@@ -111,7 +111,7 @@ class Batch:
 
 
 class _Progress:
-    """What a bar shows besides the number of prompts: the output's speed, and acceptance if there were drafts."""
+    """Adds to a progress bar the output's speed, and the acceptance if there were drafts."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar

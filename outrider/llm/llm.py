@@ -1,4 +1,4 @@
-"""`LLM`, a cluster of this process's own, and batches that it answers."""
+"""`LLM`, which owns a cluster and answers batches with it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.locate import is_at_hand, locate_model
 
 SEED_BITS = 53
-"""As the router draws seeds."""
+"""Bits of a seed, as in the router."""
 NUM_WAITING = 64
-"""Requests that wait at the router, besides those that decode nodes have room for. Less than `router.max_waiting`."""
+"""Requests that wait at the router, in addition to those that fit the decode nodes. Less than `router.max_waiting`."""
 UNSET = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
-"""Defaults of vLLM's arguments that leave ours in force."""
+"""Defaults of vLLM's arguments, with which our defaults apply."""
 CLOSED = ("router.token_file", "router.tls.", "security.tls.")
-"""Beginnings of the settings by which routers refuse requests in plaintext or without a token."""
+"""Prefixes of the settings by which routers refuse plaintext requests or requests without a token."""
 UseTqdm = bool | MakeBar
 
 
@@ -56,15 +56,14 @@ _INSTEAD = {
     "chat_template": _RENDER,
     "chat_template_content_format": "contents are sent to the template as text",
 }
-"""By argument of vLLM's `generate` and `chat`, what to do without it."""
+"""Alternatives to arguments of vLLM's `generate` and `chat` that are not supported."""
 
 
 class LLM:
-    """A model in processes of its own, which end with this one, however it ends.
+    """A model in child processes, which end with this process, however it ends. Thread-safe.
 
-    As a context manager it is closed after the block; otherwise by `close`, when it is garbage collected, or at the
-    interpreter's exit. Ctrl-C in `generate` raises KeyboardInterrupt: the requests are aborted on all nodes, and the
-    LLM stays usable. Thread-safe.
+    It is closed on leaving its context, by `close`, when it is garbage collected, or at the interpreter's exit. Ctrl-C
+    in `generate` raises KeyboardInterrupt: the requests are aborted on all nodes, and the LLM stays usable.
     """
 
     def __init__(
@@ -77,19 +76,18 @@ class LLM:
         log_dir: str | Path | None = None,
         **engine_args: Any,
     ) -> None:
-        """Returns when the model serves.
+        """Starts the cluster and returns when the model is served.
 
         Args:
             model: a directory, a Hugging Face id, or the default model.
-            draft: as `outrider up --draft`: none, ngram, suffix, draft_model:ID or head:DIR; by default ngram.
-            seed: from which requests without a seed get theirs, in their order: the same script has the same answers.
-                None: they are random.
-            settings: as `outrider up --set`, such as {"decode_node.max_running_sequences": 8}.
-            log_dir: keep each process's log there.
-            engine_args: vLLM's, as far as they have an equivalent (docs/offline.md).
+            draft: as in `outrider up --draft`: none, ngram, suffix, draft_model:ID or head:DIR; by default ngram.
+            seed: source of the seeds of requests without one, in order, so that the same script gets the same answers.
+                None: random seeds.
+            settings: as in `outrider up --set`, such as {"decode_node.max_running_sequences": 8}.
+            log_dir: folder for each process's log.
+            engine_args: vLLM's, if they have an equivalent (docs/offline.md).
 
-        Raises: TypeError or ValueError for an argument that cannot be honoured, PeerLostError when the model cannot
-        be served.
+        Raises: TypeError or ValueError if an argument is not supported, PeerLostError if the model cannot be served.
         """
         ours = {"model.id": model, "cluster.draft": draft, "cluster.port": 0, "cluster.openai_port": "null"}
         given = {**ours, **(settings or {})}
@@ -131,17 +129,16 @@ class LLM:
         use_tqdm: UseTqdm = True,  # noqa: FBT002 vLLM's
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """The answers, in the order of the prompts: texts, lists of token ids, or dicts (`TokensPrompt`).
+        """Returns the answers, in the order of the prompts: texts, lists of token ids, or dicts (`TokensPrompt`).
 
         Args:
             prompts: one or many.
             sampling_params: for all prompts, or one for each; by default `SamplingParams()`.
-            use_tqdm: whether to show progress on standard error; or what to use instead of `tqdm`.
-            unsupported: vLLM's other arguments, which pass at their defaults.
+            use_tqdm: whether to show progress on standard error, or a replacement for `tqdm`.
+            unsupported: vLLM's other arguments, accepted only with their defaults.
 
-        Raises: ValueError that names a prompt that does not fit the model's window, before anything is generated, or
-        a parameter; RuntimeError after `close`; PeerLostError when nodes end again and again. Then no answer is
-        returned.
+        Raises: ValueError, before anything is generated, that names a prompt that does not fit the model's window, or a
+        parameter; RuntimeError after `close`; PeerLostError if nodes end repeatedly. Then no answer is returned.
         """
         _check_arguments("generate", unsupported)
         return self._answer("prompts", read_prompts(prompts), sampling_params, use_tqdm)
@@ -158,10 +155,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """The answers to one conversation or many, rendered by the model's chat template. Otherwise as `generate`.
+        """Returns the answers to one or more conversations, rendered by the model's chat template; see also `generate`.
 
-        `messages` are OpenAI's, {"role": "user", "content": "…"}, of text only. `tools` are OpenAI's too, for the
-        template; calls of them are in the answer's text.
+        `messages` are OpenAI's, {"role": "user", "content": "…"}, text only. `tools` are OpenAI's too, and go to the
+        template; tool calls are part of the answer's text.
         """
         _check_arguments("chat", unsupported)
         variables = {**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
@@ -173,17 +170,17 @@ class LLM:
         return self._answer("messages", read_conversations(messages), sampling_params, use_tqdm, options)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer, of transformers."""
+        """Returns transformers' tokenizer of the model."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(locate_model(self._model).directory)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """`SamplingParams()`: what the model's generation_config.json says is not read."""
+        """Returns `SamplingParams()`; the model's generation_config.json is not read."""
         return SamplingParams()
 
     def close(self) -> None:
-        """Stops all processes, within some 5 s or, with Ctrl-C, at once, and frees what they hold. Idempotent."""
+        """Stops all processes, within about 5 s or, on Ctrl-C, at once, and frees their resources. Idempotent."""
         if self._finalizer():
             raise KeyboardInterrupt
 
@@ -201,7 +198,7 @@ class LLM:
         use_tqdm: UseTqdm,
         common: GenerateOptions | None = None,
     ) -> list[RequestOutput]:
-        """`name`: what errors call the sources. `common`: options of all requests."""
+        """Answers the sources. `name`: their name in errors. `common`: options of all requests."""
         if not self._finalizer.alive:
             raise RuntimeError("this LLM is closed")
         each = [params or SamplingParams()] * len(sources) if isinstance(params, SamplingParams | None) else params
@@ -225,13 +222,13 @@ class LLM:
         return answers
 
     def _next_options(self) -> GenerateOptions:
-        """What every request has of its own."""
+        """Returns the options that differ for each request."""
         options = GenerateOptions(request_id=str(next(self._request_ids)))
         return options if self._seeds is None else {**options, "seed": self._seeds.getrandbits(SEED_BITS)}
 
 
 def _check_arguments(method: str, arguments: Mapping[str, Any]) -> None:
-    """What vLLM has and we have not passes at its default only. Raises: TypeError, ValueError."""
+    """Accepts vLLM's arguments that we lack only with their defaults. Raises: TypeError, ValueError."""
     for name, value in arguments.items():
         if name not in _INSTEAD:
             raise TypeError(f"LLM.{method}() has no argument {name!r}")
@@ -240,7 +237,7 @@ def _check_arguments(method: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _make_bar(use_tqdm: UseTqdm, shown: LossyStream) -> MakeBar:
-    """`shown`: where tqdm writes."""
+    """Returns the progress bar's factory. `shown`: tqdm's output stream."""
     if callable(use_tqdm):
         return use_tqdm
     from tqdm.auto import tqdm
@@ -250,11 +247,13 @@ def _make_bar(use_tqdm: UseTqdm, shown: LossyStream) -> MakeBar:
 
 
 def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:
-    """Raises: ConfigError for a wrong setting of the model, its memory or the cluster, and for one by which the router
-    would refuse what we ask.
+    """Loads the configuration.
+
+    Raises: ConfigError if a setting of the model, its memory or the cluster is invalid, or would make the router refuse
+    our requests.
     """
     kinds = {"cluster": ClusterConfig, "model": ModelConfig, "kv_cache": KVCacheConfig}
-    file = os.environ.get(CONFIG_FILE_VARIABLE)  # which every process reads
+    file = os.environ.get(CONFIG_FILE_VARIABLE)  # read by every process
     if "port" in engine_args:
         raise ConfigError("LLM() port: nothing is served over HTTP; outrider up --openai PORT does that")
     given = {name: value for name, value in engine_args.items() if (name, value) not in UNSET}
@@ -275,7 +274,7 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
 
 
 def _stop(cluster: Cluster) -> bool:
-    """Whether Ctrl-C came meanwhile. At the interpreter's exit nobody else would catch it."""
+    """Stops the cluster; returns whether Ctrl-C interrupted it. At the interpreter's exit nothing else catches it."""
     try:
         cluster.stop()
     except KeyboardInterrupt:
@@ -286,6 +285,6 @@ def _stop(cluster: Cluster) -> bool:
 
 
 def _show(printer: EventPrinter, event: ClusterEvent) -> None:
-    """Long work and losses only: what scripts print is their own."""
+    """Shows only long work and losses, since the output belongs to the caller's script."""
     if event.kind in (EventKind.PROGRESS, EventKind.REFUSED, EventKind.DIED):
         printer.show(event)

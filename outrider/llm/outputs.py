@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns, in vLLM's names. Not frozen: they are the caller's."""
+"""The results of `LLM.generate`, with vLLM's names. They are mutable: the caller owns them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from outrider.llm.sampling_params import SamplingParams
 from outrider.request import FinishReason, TokenLogprobs
 
 Decode = Callable[[int], str | None]
-"""The text of one token."""
+"""Returns the text of one token."""
 
 
 @dataclass(slots=True)
 class Logprob:
     logprob: float  # natural logarithm
-    rank: int | None = None  # 1 is the likeliest
-    decoded_token: str | None = None  # None where `detokenize` is false
+    rank: int | None = None  # 1 is the most likely
+    decoded_token: str | None = None  # None if `detokenize` is false
 
 
 LogprobsTable = list[dict[int, Logprob] | None]
-"""By position, then by token id: the token itself first, then the likeliest. None: the prompt's first token."""
+"""Logprobs by position, then by token id: the token itself first, then the most likely ones. None: the prompt's first
+token."""
 
 
 @dataclass(slots=True)
@@ -34,10 +35,10 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None = None  # None unless logprobs were asked for
+    cumulative_logprob: float | None = None  # None unless logprobs were requested
     logprobs: LogprobsTable | None = None
     finish_reason: str | None = None  # "stop", "length" or "abort"
-    stop_reason: int | str | None = None  # the stop string or token that matched; None at the model's own end-of-text
+    stop_reason: int | str | None = None  # the matching stop string or token; None at the model's own end-of-text
 
 
 @dataclass(slots=True)
@@ -45,17 +46,17 @@ class RequestOutput:
     """The answer to one prompt."""
 
     request_id: str
-    prompt: str | None  # None for token ids that came without their text
+    prompt: str | None  # None for token ids without a text
     prompt_token_ids: list[int]
     prompt_logprobs: LogprobsTable | None
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: RequestMetrics  # our own: times and speculation, see router.proto
+    metrics: RequestMetrics  # not vLLM's: times and speculation, see router.proto
     num_cached_tokens: int
 
 
 def make_output(result: CompleteResult, request: Request, decode: Decode) -> RequestOutput:
-    """`request`: encoded."""
+    """Makes the output of an encoded request."""
     params = request.params
     return RequestOutput(
         request_id=result.request_id,

@@ -1,4 +1,4 @@
-"""Prompts and conversations as vLLM takes them."""
+"""Prompts and conversations in vLLM's formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PromptType = str | Sequence[int] | Mapping[str, Any]
 
 
 Source = tuple[Prompt, str | None]
-"""A prompt as it was given, and its text if that is known."""
+"""A prompt as given, and its text if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,26 +29,26 @@ class Request:
     """One prompt of a batch, with its parameters."""
 
     name: str  # "prompts[3]", for errors
-    content: Prompt  # token ids, once it is encoded
+    content: Prompt  # token ids once encoded
     text: str | None  # None: unknown
     params: SamplingParams
     options: GenerateOptions
 
 
 def read_prompts(prompts: PromptType | Sequence[PromptType]) -> list[Source]:
-    """One prompt or several. Raises: ValueError that names the one that is no prompt of a text model."""
+    """Reads one or more prompts. Raises: ValueError that names a prompt that a text model cannot take."""
     is_single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return for_each("prompts", _read_prompt, [prompts] if is_single else prompts)
 
 
 def read_conversations(messages: Sequence[Any]) -> list[Source]:
-    """One conversation or several, of OpenAI's messages. Raises: ValueError that names the one that is not all text."""
+    """Reads one or more conversations of OpenAI's messages. Raises: ValueError that names one that is not all text."""
     is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
     return for_each("messages", _read_messages, [messages] if is_single else messages)
 
 
 def for_each(name: str, read: Callable[[Any], Any], items: Any) -> list[Any]:
-    """Raises: ValueError that names the item, such as "prompts[3]"."""
+    """Applies `read` to each item. Raises: ValueError that names the item, such as "prompts[3]"."""
     results = []
     for index, item in enumerate(items):
         try:

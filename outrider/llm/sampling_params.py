@@ -1,4 +1,4 @@
-"""How tokens are chosen, in vLLM's names and with its defaults."""
+"""Sampling parameters with vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
-if TYPE_CHECKING:  # gRPC is not imported before an LLM is
+if TYPE_CHECKING:  # gRPC is imported only with an LLM
     from outrider.client.options import GenerateOptions
 
 _OPTIONS = {"logprobs": "top_logprobs", "include_stop_str_in_output": "include_match"}
-"""The client's options that have another name than vLLM's."""
+"""Fields whose client option has another name than vLLM's."""
 _CONVERTED = ("detokenize", "structured_outputs", "guided_decoding")
 
 
 def unsupported(default: Any, instead: str) -> Any:
-    """A field of vLLM's that passes at its default only; `instead` says what to do."""
+    """Declares a vLLM field that is accepted only with its default; `instead` says what to do."""
     return field(default=default, metadata={"instead": instead})
 
 
 def check_supported(params: StructuredOutputsParams | SamplingParams) -> None:
-    """Raises: ValueError that names an unsupported field."""
+    """Checks unsupported fields. Raises: ValueError that names one."""
     for item in fields(params):
         value = getattr(params, item.name)
         if "instead" in item.metadata and value not in (item.default, None, []):
@@ -35,7 +35,7 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = None  # a JSON schema
     regex: str | None = None
     choice: Sequence[str] | None = None
-    grammar: str | None = None  # Lark-style, as llguidance reads it
+    grammar: str | None = None  # Lark-style, in llguidance's syntax
     json_object: bool | None = None  # any JSON object
     structural_tag: str | None = unsupported(None, "write a grammar")
     whitespace_pattern: str | None = unsupported(None, "write a grammar")
@@ -49,7 +49,7 @@ class StructuredOutputsParams:
             raise ValueError("structured outputs need exactly one of json, regex, choice, grammar and json_object")
 
     def to_options(self) -> GenerateOptions:
-        """The one option of our client."""
+        """Returns the client's option."""
         values = {
             "json_schema": {"type": "object"} if self.json_object else self.json,
             "regex": self.regex,
@@ -61,9 +61,9 @@ class StructuredOutputsParams:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and where an answer ends. Ranges are checked by the router (router.proto).
+    """How tokens are chosen and where an answer ends. The router checks ranges (router.proto).
 
-    Raises: ValueError for what has no equivalent; `LLM.generate` for values that are out of range.
+    Raises: ValueError if a field has no equivalent. `LLM.generate` raises it for values out of range.
     """
 
     n: int = 1
@@ -80,7 +80,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: the rest of the window; the window ends an answer in any case
     min_tokens: int = 0
-    logprobs: int | None = None  # 0 to 20 alternatives besides the token itself
+    logprobs: int | None = None  # 0 to 20 alternatives in addition to the token itself
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -103,7 +103,7 @@ class SamplingParams:
         check_supported(self)
 
     def to_options(self) -> GenerateOptions:
-        """Options of our client. Raises: ValueError."""
+        """Returns the client's options. Raises: ValueError if a field is not supported."""
         check_supported(self)  # again: fields may have been assigned since
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) < 0:

@@ -1,7 +1,7 @@
-"""What a checkpoint says about text, from all of its files and with transformers' precedence. Torch-free.
+"""A checkpoint's text settings, read from all of its files with transformers' precedence. Torch-free.
 
-Tokens, special tokens and templates lie in up to eight files, newer ones beside those that they replace. `read_text` is
-the one place that knows which counts: nodes, routers, constraints and gateways see what it returns.
+Tokens, special tokens and templates are in up to eight files, newer ones next to those that they replace. Only
+`read_text` knows their precedence: nodes, routers, constraints and gateways use its result.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TEXT_FILES = (
     "generation_config.json",
     "config.json",
 )
-"""All but the first are optional. With them go the templates of TEMPLATE_FOLDER."""
+"""All except the first are optional. The templates in TEMPLATE_FOLDER belong to them."""
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
-"""The template for chats with tools, where a checkpoint has one of its own for them."""
+"""The template for chats with tools, if a checkpoint has a separate one."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -45,24 +45,24 @@ _SAMPLING_RANGES: dict[str, tuple[type[float], float, float]] = {
     "min_p": (float, 0.0, 1.0),
     "repetition_penalty": (float, _MIN_FLOAT32, _MAX_FLOAT32),
 }
-"""By parameter that a generation_config.json may name: its type, and the contract's smallest and largest value."""
+"""The type, and the contract's smallest and largest value, of each parameter that a generation_config.json may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointText:
-    """Ids here are the tokenizer's; a model may have fewer rows than those, or more."""
+    """A checkpoint's text settings. Ids are the tokenizer's; a model may have fewer or more rows."""
 
     tokenizer_json: bytes  # with the added tokens of all files
-    vocabulary: Mapping[int, str]  # every id that has an entry there, added tokens included
-    own_vocabulary: Mapping[int, str]  # of tokenizer.json as it came, without what other files add
-    special_tokens: Mapping[str, str]  # by name such as "bos_token"
-    chat_templates: Mapping[str, str]  # by name such as "default"
-    eos_token_ids: tuple[int, ...]  # that end a text, rising
-    default_sampling: Mapping[str, float]  # fields of SamplingParams that generation_config.json names
+    vocabulary: Mapping[int, str]  # every id with an entry there, added tokens included
+    own_vocabulary: Mapping[int, str]  # of the original tokenizer.json, without other files' additions
+    special_tokens: Mapping[str, str]  # by name, such as "bos_token"
+    chat_templates: Mapping[str, str]  # by name, such as "default"
+    eos_token_ids: tuple[int, ...]  # ids that end a text, ascending
+    default_sampling: Mapping[str, float]  # fields of SamplingParams set in generation_config.json
 
 
 def open_text(directory: Path) -> tuple[dict[str, bytes], CheckpointText]:
-    """(the files by path within the checkpoint, what they say). Raises: ModelError."""
+    """Returns (the files by path within the checkpoint, their text settings). Raises: ModelError."""
     names = [*TEXT_FILES, *(f"{TEMPLATE_FOLDER}/{path.name}" for path in (directory / TEMPLATE_FOLDER).glob("*.jinja"))]
     files = {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
     if TOKENIZER_FILE not in files:
@@ -77,11 +77,11 @@ def open_text(directory: Path) -> tuple[dict[str, bytes], CheckpointText]:
 
 
 def read_text(files: Mapping[str, bytes]) -> CheckpointText:
-    """`files`: as of `open_text`. Raises: ModelError naming the file that is damaged."""
+    """Reads the text settings from `files` (see `open_text`). Raises: ModelError that names a damaged file."""
     if TOKENIZER_FILE not in files:
         raise ModelError(f"the node's tokenizer has no {TOKENIZER_FILE}", reason="NO_TOKENIZER")
     config = _read_object(files, "tokenizer_config.json")
-    # Where a checkpoint has the newer key, the older file does not count.
+    # If a checkpoint has the newer key, the older file is ignored.
     older = {} if "added_tokens_decoder" in config else _read_object(files, "special_tokens_map.json")
     named, extra = _special_tokens(config, older)
     special_tokens = {name: _content(value) for name, value in named.items()}
@@ -103,7 +103,7 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
 
 
 def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str, bytes]:
-    """The same files, for readers of their own rules: what was resolved is in the first place where they look."""
+    """Returns the files with the resolved settings where readers with other precedence look first."""
     config = _read_object(files, "tokenizer_config.json")
     config = {name: value for name, value in config.items() if name not in SPECIAL_TOKENS} | dict(text.special_tokens)
     resolved = dict(files) | {TOKENIZER_FILE: text.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
@@ -115,22 +115,22 @@ def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str
 
 
 def _one_template(templates: Mapping[str, str]) -> str:
-    """The default one, which writes what TOOL_TEMPLATE would where there are tools."""
+    """Returns the default template, extended to render TOOL_TEMPLATE if there are tools."""
     if TOOL_TEMPLATE not in templates:
         return templates[DEFAULT_TEMPLATE]
     for_tools, for_others = (templates[name].removesuffix("\n") for name in (TOOL_TEMPLATE, DEFAULT_TEMPLATE))
-    # A newline behind a block is trimmed, so that each template begins a line; nothing trims what is before an output.
+    # A newline after a block is trimmed, so that each template begins a line; nothing trims text before an output.
     return f"{{% if tools %}}\n{for_tools}{{{{ '' }}}}{{% else %}}\n{for_others}{{{{ '' }}}}{{% endif %}}"
 
 
 def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
-    """Every id that has an entry in a tokenizer.json, added tokens included. Raises ModelError for anything else."""
+    """Returns every id with an entry in a tokenizer.json, with added tokens. Raises: ModelError if it is invalid."""
     try:
         tokenizer: dict[str, Any] = json.loads(tokenizer_json)
         entries = tokenizer["model"]["vocab"]
         if isinstance(entries, Mapping):
             strings = {int(token_id): str(string) for string, token_id in entries.items()}
-        else:  # unigram: [[string, score], …], the id is the index
+        else:  # unigram: [[string, score], …], indexed by id
             strings = {token_id: str(entry[0]) for token_id, entry in enumerate(entries)}
         strings.update({int(token["id"]): str(token["content"]) for token in tokenizer.get("added_tokens") or ()})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -139,11 +139,10 @@ def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
 
 
 def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
-    """SHA-256 in hexadecimal over every (id, string) of a vocabulary, ids rising.
+    """Returns the SHA-256 in hexadecimal over every (id, string) of a vocabulary, ids ascending.
 
-    Draft and target models fit together if and only if these are equal, of what their tokenizer.json says: a special
-    token that only one of them adds, such as one for padding, is never drafted. Padded ids, which no entry names, do
-    not count either.
+    Draft and target models are compatible if and only if these are equal for their tokenizer.json: a special token that
+    only one of them adds, such as one for padding, is never drafted. Padding ids, which have no entry, do not count.
     """
     digest = hashlib.sha256()
     for token_id, string in sorted(strings.items()):
@@ -155,9 +154,9 @@ def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
 def _with_added_tokens(
     files: Mapping[str, bytes], config: Mapping[str, Any], named: Mapping[str, Any], extra: Sequence[Any]
 ) -> bytes:
-    """tokenizer.json with the tokens that other files declare; those that are `named`, and `extra`, are special.
+    """Returns tokenizer.json with the tokens that other files declare; those in `named` and `extra` are special.
 
-    As in transformers, a token that the tokenizer knows keeps its id, and a new one gets the next free id.
+    As in transformers, a token that the tokenizer has keeps its id, and a new one gets the next free id.
     """
     try:
         entries = json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()
@@ -194,9 +193,9 @@ def _with_added_tokens(
 
 
 def _special_tokens(config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """(special tokens by name, transformers' first, then the checkpoint's own; those without a name)
+    """Returns (special tokens by name, transformers' first, then the checkpoint's own; those without a name).
 
-    `older`: special_tokens_map.json, which comes before tokenizer_config.json for transformers' names only.
+    `older`: special_tokens_map.json, which precedes tokenizer_config.json for transformers' names only.
     """
     extra = config.get("extra_special_tokens")
     if not extra and "additional_special_tokens" in config:
@@ -219,7 +218,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _token(value: Any) -> tokenizers.AddedToken:
-    """Of a file's entry: a string, which is a special token, or an object."""
+    """Converts a file's entry: a string, which is a special token, or an object."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=True)
     flags = {name: bool(value[name]) for name in _FLAGS if name in value}
@@ -231,7 +230,7 @@ def _content(value: Any) -> str:
 
 
 def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
-    """By name. Files of their own replace what tokenizer_config.json has; chat_template.json is older than both."""
+    """Returns templates by name. Separate files replace tokenizer_config.json's; chat_template.json is oldest."""
     found: Any = {
         Path(name).stem: source.decode(errors="replace")
         for name, source in files.items()
@@ -249,9 +248,11 @@ def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 
 def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
-    """Transformers' `generate` looks at generation_config alone, which is made from the model's configuration where a
-    checkpoint has none. Chat models often name the end of a turn in one place and the end of a text in another; a
-    server must heed all of them.
+    """Returns a configuration's end-of-text ids.
+
+    transformers' `generate` reads generation_config alone, which is made from the model's configuration if a checkpoint
+    has none. Chat models often name the end of a turn in one file and the end of a text in another; a server must use
+    all.
     """
     found: set[int] = set()
     for source in (config, _mapping(config.get("text_config"))):
@@ -265,7 +266,7 @@ def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """As vLLM, whatever `do_sample` says. A value that the contract does not allow is left out."""
+    """Returns the sampling defaults, as vLLM does, whatever `do_sample` is. Values outside the contract are omitted."""
     found: dict[str, float] = {}
     for name, (kind, smallest, largest) in _SAMPLING_RANGES.items():
         value = generation_config.get(name)
@@ -275,12 +276,12 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} when the file is absent. Raises ModelError when it is not one."""
+    """Reads a JSON object; {} if the file is absent. Raises: ModelError if it is not one."""
     return _object(path.read_bytes(), str(path)) if path.is_file() else {}
 
 
 def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """As `read_json`."""
+    """Reads a JSON object like `read_json`, from the files in memory."""
     return _object(files.get(name, b"{}"), name)
 
 

@@ -1,4 +1,4 @@
-"""Opens a model with its KV cache and runner, in one process or several, for prefill and decode nodes."""
+"""Opens a model with its KV cache and runner, in one or more processes, for prefill and decode nodes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from outrider.engine.ranks.sharded_cache import KVCache
 
 PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
-"""Prompt tokens of one forward pass, by device. A CPU is as fast with 256 rows as with more, and other nodes on its
-processors get their turn sooner. A GPU needs thousands to be busy, and so that keys are read less often."""
+"""Prompt tokens per forward pass, by device type. A CPU is as fast with 256 rows as with more, and other nodes on its
+processors get their turn sooner. A GPU needs thousands to be busy, and to read keys less often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Warmed up. `ranks` is entered while the node computes: it watches other processes, if any, and ends them."""
+    """A warmed-up model. Enter `ranks` while the node computes: it watches other processes, if any, and ends them."""
 
     model: LoadedModel
     kv_cache: KVCache
@@ -43,7 +43,7 @@ class Compute:
     max_rows_per_step: int
 
     def make_pool(self, config: KVCacheConfig) -> BlockPool:
-        """Of the cache's blocks."""
+        """Makes a pool of the cache's blocks."""
         return BlockPool(
             num_blocks=self.kv_cache.num_blocks,
             block_size=self.kv_cache.block_size,
@@ -52,7 +52,7 @@ class Compute:
         )
 
     def describe(self, config: ModelConfig, *, cpu_turns: CpuTurns) -> dict[str, object]:
-        """For a node's start-up line. `config`: by which it was opened."""
+        """Describes the model for a node's start-up line. `config`: the settings with which it was opened."""
         model, info = self.model, self.model.info
         return {
             "model": info.name,
@@ -85,16 +85,22 @@ def open_compute(
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> Compute:
-    """Loads the model and makes its cache: in this process, or in `model.tensor_parallel_size` of which this is rank 0.
+    """Loads the model and makes its cache, in this process or in `model.tensor_parallel_size` ones, of which this is
+    rank 0.
 
-    `max_rows_per_step`: None where all rows are of prompts: as many as suit the device.
-    `graphs`: steps that are captured, if `model.cuda_graphs` and the device allow it; their memory is not the cache's.
-    `main_memory_bytes`: what else the node may take of that memory, where the cache is in it.
-    `features`: made of every row for a drafter head, and kept in a plane of the cache; of the model as it was loaded.
-    `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
-    pool_size do, and RankLostError.
+    `max_rows_per_step`: None if all rows are prompt rows: as many as suit the device.
 
-    The window is shorter than the model's where memory has no room for it and `model.max_model_len` is not set.
+    `graphs`: steps to capture, if `model.cuda_graphs` and the device allow it; their memory is not the cache's.
+
+    `main_memory_bytes`: other memory that the node may need, if the cache is in main memory.
+
+    `features`: returns, for the loaded model, the reduction whose features are stored for every row in a cache plane.
+
+    `on_rank_lost`: called from a separate thread; no step can be computed any more.
+
+    The window is shorter than the model's if memory is short and `model.max_model_len` is not set.
+
+    Raises: what `open_model` and pool_size raise, and RankLostError.
     """
     num_rows = max_rows_per_step or PROMPT_ROWS[device_type(resolve_device(config.device))]
     if config.tensor_parallel_size > 1:

@@ -11,7 +11,7 @@ DEFAULT_MODEL_ID = "smollm2-135m-instruct"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how it is computed."""
+    """Section `model`: the served model, and how it is computed."""
 
     id: str = setting(
         DEFAULT_MODEL_ID,
@@ -76,4 +76,4 @@ class ModelConfig:
         help="Prefill and decode nodes that compute on the same processors and name the same file take turns; empty: "
         "none. `outrider up` chooses.",
     )
-    cache_dir: str = fixed("")  # of converted models; empty: $OUTRIDER_CACHE_DIR, else the user's cache
+    cache_dir: str = fixed("")  # for converted models; empty: $OUTRIDER_CACHE_DIR, else the user's cache

@@ -1,7 +1,7 @@
-"""From the default model's GGUF file to a directory in transformers' layout, without torch.
+"""Converts the default model's GGUF file to a directory in transformers' layout, without torch.
 
-Configuration, special tokens, sampling and chat template are in the folder beside this file, as transformers writes
-them: the GGUF file, which is always the same, gives tensors and vocabulary.
+Configuration, special tokens, sampling and chat template are in the folder next to this file, as transformers writes
+them: the GGUF file, which is always the same, provides tensors and vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.model_hub.checkpoint_text import read_json
 from outrider.progress import Progress
 
 _FILES = Path(__file__).with_name("smollm2-135m-instruct")
-"""Its sampling is what the model's publisher shows on its model card; the GGUF file says nothing of it."""
+"""Its sampling settings are those of the model card; the GGUF file has none."""
 _MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -37,20 +37,20 @@ _MODULES = {
     "output_norm": "norm",
 }
 _CONTROL = 3
-"""The type that GGUF gives special tokens."""
+"""GGUF's type of special tokens."""
 
 
 def convert_gguf(weights: Path, directory: Path, progress: Progress) -> None:
     """Writes configuration, tokenizer and bfloat16 safetensors.
 
-    bfloat16 is what the model was trained and published in. A Q4_1 weight, scale * q + minimum, may have more digits
-    than that; what rounding takes is far below what quantising took.
+    The model was trained and published in bfloat16. A Q4_1 weight, scale * q + minimum, may have more digits than that;
+    the error of rounding it is far below that of quantisation.
     """
     for path in _FILES.iterdir():
-        shutil.copyfile(path, directory / path.name)  # not its mode: an installation may be read-only
+        shutil.copyfile(path, directory / path.name)  # without its mode: an installation may be read-only
     reader = GGUFReader(weights)
     head_dim = read_json(directory / "config.json")["head_dim"]
-    # One array for all, which goes back to the system: parts among what is allocated meanwhile would not.
+    # One array for all tensors, which is returned to the system; parts among other allocations would not be.
     storage = np.empty(sum(int(tensor.n_elements) for tensor in reader.tensors), np.uint16)
     specs, end = {}, 0
     for index, tensor in enumerate(reader.tensors):
@@ -72,19 +72,19 @@ def convert_gguf(weights: Path, directory: Path, progress: Progress) -> None:
 
 
 def _name_in_transformers(name: str) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    """Translates `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`."""
     *layer, module, part = name.split(".")
     return ".".join(("model", *(("layers", layer[1]) if layer else ()), _MODULES[module], part))
 
 
 def _pair_halves(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """Rows of queries or keys [num_heads * head_dim, width]: GGUF rotates pairs of neighbours, transformers halves."""
+    """Reorders rows of queries or keys [num_heads * head_dim, width]: GGUF rotates neighbours, transformers halves."""
     width = weight.shape[1]
     return weight.reshape(-1, head_dim // 2, 2, width).swapaxes(1, 2).reshape(-1, width)
 
 
 def _tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE whose digits stand alone, which is what "smollm" names."""
+    """Makes a byte-level BPE tokenizer with separate digits, GGUF's "smollm" type."""
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))

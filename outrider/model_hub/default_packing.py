@@ -32,17 +32,17 @@ from outrider.model_hub.loaded_model import INT8
 from outrider.model_hub.window import resolve_window
 
 RECORDED_LOGITS = Path(__file__).with_name("default_logits.json")
-"""What transformers computes in float32: `tests/model_hub/test_default_packing.py` makes it again and compares."""
+"""transformers' logits in float32; `tests/model_hub/test_default_packing.py` recomputes and compares them."""
 
 PROBE_BLOCKS = (24, 4)
-"""How many, and tokens of each."""
+"""Number of blocks, and tokens per block."""
 _TABLES = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
-"""Blocks of each sequence of a probe."""
+"""Block tables of a probe's sequences."""
 _TYPES = {"BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file, mapped. bfloat16 is uint16 here; safetensors itself reads it by torch only."""
+    """Maps the tensors of a safetensors file. bfloat16 becomes uint16; safetensors itself reads it only with torch."""
     start, header = read_header(path)
     data = np.memmap(path, np.uint8, "r", offset=start)
     return {
@@ -52,7 +52,7 @@ def map_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def decoder_shape(about: Mapping[str, Any], packing: DecoderPacking) -> DecoderShape:
-    """Of what was packed. `about`: names and sizes as in the config.json of a Llama."""
+    """Returns the shape of the packed decoder. `about`: names and sizes as in a Llama's config.json."""
     num_layers = about["num_hidden_layers"]
     return DecoderShape(
         num_layers=num_layers,
@@ -72,9 +72,10 @@ def decoder_shape(about: Mapping[str, Any], packing: DecoderPacking) -> DecoderS
 def pack_default_model(
     directory: Path, config: ModelConfig, kernels: CpuKernels
 ) -> tuple[ModelSpec, DecoderWeights] | None:
-    """With the bits that `pack_decoder` gives; None where `config` wants another dtype, which torch converts to.
+    """Packs the default model with the same bits as `pack_decoder`; None if `config` has another dtype, which needs
+    torch.
 
-    Raises: ConfigError for a window that the model does not have, ModelError where the kernels compute it wrongly.
+    Raises: ConfigError if the model does not have the window, ModelError if the kernels compute it incorrectly.
     """
     if config.dtype not in ("auto", "bfloat16"):
         return None
@@ -101,10 +102,10 @@ def pack_default_model(
 
 
 def _check(model: RunnableModel, config: ModelConfig) -> None:
-    """Compares with what is recorded. Raises: ModelError."""
+    """Compares the logits with the recorded ones. Raises: ModelError if they differ."""
     recorded = json.loads(RECORDED_LOGITS.read_bytes())
     logits = probe_logits(make_runner(model, model.make_cache(*PROBE_BLOCKS)), [recorded["token_ids"]])[0]
-    expected = np.asarray(recorded["logits"])  # [num_tokens, n], of these ids
+    expected = np.asarray(recorded["logits"])  # [num_tokens, n], for these ids
     difference = np.abs(np.take_along_axis(logits, np.asarray(recorded["ids"]), 1) - expected).max() / expected.max()
     if not difference <= (allowed := allowed_difference("bfloat16", is_lossy=config.weights == INT8)):
         raise ModelError(
@@ -114,10 +115,10 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
 
 
 def probe_logits(runner: ModelRunner, token_ids: Sequence[Sequence[int]]) -> Array:
-    """Of one or two sequences of 40 tokens or less, by our forward: [num_sequences, num_tokens, vocab_size].
+    """Returns the logits of one or two sequences of at most 40 tokens: [num_sequences, num_tokens, vocab_size].
 
-    They share the batch, and the second half of each comes in a later forward, so that positions, block tables, and
-    keys read back from the cache all count. `runner`: with a cache of PROBE_BLOCKS.
+    They share the batch, and the second half of each is computed in a later forward, so that positions, block tables,
+    and keys read from the cache are all tested. `runner`: must have a cache of PROBE_BLOCKS.
     """
     half = len(token_ids[0]) // 2
     halves = []

@@ -1,6 +1,6 @@
-"""A model's weight files: which model they are, as one number, and whether they are whole. Torch-free.
+"""Identifies a model's weight files by one hash, and checks that they are complete. Torch-free.
 
-Nodes that answer for each other must agree on the number.
+Nodes that serve the same requests must have equal hashes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 
 LENGTH_BYTES = 8
 FORMATS = ("model.safetensors", "pytorch_model.bin")
-"""Of weights, as transformers prefers them: one file of this name, else those that the index beside it names."""
+"""Weight files in transformers' order of preference: one file of this name, or those in the index next to it."""
 RACY_SECONDS = 2.0
-"""A file that was changed later before it was hashed may change again within one tick of its file system's clock."""
+"""A file changed less than this before it was hashed may change again within one tick of its file system's clock."""
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
-"""Of config.json: how and by what it was saved, not what it says."""
+"""Keys of config.json about how it was saved, not about the model."""
 
 
 def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
-    """SHA-256 in hexadecimal over configuration, tokenizer, dtype, quantization and every byte of the weights.
+    """Returns the SHA-256 in hexadecimal over configuration, tokenizer, dtype, quantization and all weights.
 
-    What the weights' own hashes are is remembered in `cache`, so that a large model is read once (`known_sha256`).
-    Quantization is part of the configuration (`quantization_config`). Raises ModelError when a file is missing.
+    The weights' own hashes are stored in `cache`, so that a large model is read once (`known_sha256`). Quantization is
+    part of the configuration (`quantization_config`). Raises: ModelError if a file is missing.
     """
     config = read_json(directory / "config.json")
     if not config:
@@ -54,7 +54,7 @@ def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
 
 
 def canonical_json(value: dict[str, Any]) -> bytes:
-    """One spelling for equal configurations, at any depth: sorted keys, no volatile ones."""
+    """Returns one text for equal configurations, at any depth: sorted keys, no volatile ones."""
 
     def strip(node: Any) -> Any:
         if isinstance(node, dict):
@@ -65,13 +65,13 @@ def canonical_json(value: dict[str, Any]) -> bytes:
 
 
 def weight_names(directory: Path) -> tuple[str, ...]:
-    """As FORMATS, of this checkpoint: its config.json may name another file. Raises ModelError."""
+    """Returns this checkpoint's FORMATS: its config.json may name another file. Raises: ModelError."""
     name = read_json(directory / "config.json").get("transformers_weights")
     return (name.removesuffix(".index.json"),) if isinstance(name, str) else FORMATS
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The weight files that transformers loads from `directory`. Raises ModelError when there are none, or not all."""
+    """Returns the weight files that transformers loads from `directory`. Raises: ModelError if any are missing."""
     for name in (names := weight_names(directory)):
         if (directory / name).is_file():
             return [directory / name]
@@ -86,7 +86,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[str]:
-    """The names in the index of a checkpoint of several files, rising. Raises ModelError for anything else."""
+    """Returns the file names in a checkpoint's index, ascending. Raises: ModelError if the index is invalid."""
     weights = read_json(index).get("weight_map")
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
         raise ModelError(f"{index} has no weight_map from tensors to files; copy or download it again")
@@ -94,10 +94,10 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def check_weight_files(directory: Path) -> list[str]:
-    """Raises ModelError naming the file that is missing, cut short or no safetensors, and the fix.
+    """Checks the weight files. Raises: ModelError that names the missing, truncated or invalid file, and the fix.
 
-    A loader tells of a damaged file without saying which of a model's many it is. Returns the state of the files:
-    another one once any of them has changed.
+    A loader reports a damaged file without saying which of a model's files it is. Returns the state of the files, which
+    differs once any of them has changed.
     """
     files = weight_files(directory)
     for path in files:
@@ -107,7 +107,7 @@ def check_weight_files(directory: Path) -> list[str]:
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """(where the data begin, what it says of each tensor) of a safetensors file. Raises ModelError, as above."""
+    """Returns (offset of the data, description of each tensor) of a safetensors file. Raises: ModelError, see above."""
     size, why = path.stat().st_size, ""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -129,16 +129,16 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a whole file, in hexadecimal."""
+    """Returns the SHA-256 of a whole file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def known_sha256(path: Path, cache: Path) -> str:
-    """The same, remembered in `cache` for as long as size, inode, and both times of change are those of the file.
+    """Returns a file's SHA-256, cached in `cache` while the file's size, inode, and both change times stay the same.
 
-    An edit in place gives it another time of change, also if it puts the time of modification back. A cache that
-    cannot be written costs the reading, nothing else.
+    An edit in place changes the ctime even if it restores the modification time. A cache that cannot be written costs a
+    read of the file, nothing else.
     """
     state = _state(path)
     entry = cache / "hashes" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
@@ -160,7 +160,7 @@ def _state(path: Path) -> str:
 
 
 def _remember(entry: Path, content: str) -> None:
-    """Complete or not at all; forgets what was remembered long ago. Raises OSError."""
+    """Writes the entry atomically and removes entries that were not used for long. Raises: OSError."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     remove_unused(entry.parent.iterdir())
     unfinished = entry.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}")

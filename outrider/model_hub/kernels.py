@@ -1,4 +1,4 @@
-"""Which kernels compute a model: native ones where machine, settings and architecture allow it, else torch's."""
+"""Chooses a model's kernels: native ones if machine, settings and architecture allow it, otherwise torch's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRITON = "triton"
 
 
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
-    """What `model.kernels` means here, FUSED for some architectures only; may compile them. Raises: ConfigError."""
+    """Returns the choice for `model.kernels`; FUSED suits some architectures only. May compile. Raises: ConfigError."""
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if device_type(device) != "cpu":
@@ -30,18 +30,18 @@ def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress
 
 
 def attention_of(config: ModelConfig, device: str) -> str:
-    """The attention backend that nodes ask for. Raises ConfigError where `model.deterministic` cannot be kept."""
+    """Returns the attention backend to use. Raises: ConfigError if it contradicts `model.deterministic`."""
     if not config.deterministic:
         return config.attention
     if device_type(device) == "cpu":
-        return config.attention  # native kernels, as `check_deterministic` made sure
+        return config.attention  # native kernels, as `check_deterministic` ensures
     if config.attention not in (AUTO, TRITON):
         raise ConfigError(f"model.attention {config.attention} is not deterministic: set it to auto or triton")
     return TRITON
 
 
 def check_deterministic(config: ModelConfig, device: str, kernels: KernelChoice) -> None:
-    """Raises ConfigError where `model.deterministic` is set and cannot be kept."""
+    """Raises ConfigError if `model.deterministic` is set and cannot be guaranteed."""
     if not config.deterministic:
         return
     if device_type(device) == "cpu" and kernels.library is None:
@@ -53,20 +53,20 @@ def check_deterministic(config: ModelConfig, device: str, kernels: KernelChoice)
 
 
 def torch_instead(config: ModelConfig, reason: str) -> KernelChoice:
-    """The choice of torch's kernels for `reason`. Raises ConfigError with it where a native path is asked for."""
+    """Returns the choice of torch's kernels for `reason`. Raises: ConfigError with it if a native path is set."""
     if config.kernels not in (AUTO, TORCH):
         raise ConfigError(f"model.kernels {config.kernels} cannot be had: {reason}; use auto or torch")
     return KernelChoice(path=TORCH, library=None, reason=reason)
 
 
 def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
-    """The chosen library, with a thread for each processor that this process may use, or as the configuration says."""
+    """Starts the chosen library, with the configured threads, by default one per usable processor."""
     assert choice.library is not None, "torch's kernels need no start"
     return CpuKernels(KernelLibrary(choice.library), config.num_threads or len(within_quota(usable_cpus())))
 
 
 def resolve_device(name: str) -> str:
-    """The device that a setting means, as torch names it. Raises ConfigError when it is not there."""
+    """Resolves a setting to torch's device name. Raises: ConfigError if the device is not available."""
     if name == "cpu" or (name == "auto" and not has_gpu_driver()):
         return "cpu"
     with needs_torch(f"model.device {name} on a machine with a GPU"):

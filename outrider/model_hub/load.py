@@ -1,4 +1,4 @@
-"""From a model's name to weights in memory, checked to be one that we can serve."""
+"""Loads a model's weights into memory and checks that it can be served."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ from outrider.progress import Progress, no_progress
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
     """Finds, loads and checks the model of `config`.
 
-    Sets torch's number of threads: to that of the configuration where it names one, to one
-    where torch computes little besides native layers. Raises ModelError for
-    weights, tokenizers and architectures that cannot be served, ConfigError for settings
-    that do not fit this machine, NotFoundError for a model that is not there.
+    Sets torch's number of threads: to the configured number, or to one if torch computes little besides native layers.
+
+    Raises: ModelError if weights, tokenizer or architecture cannot be served, ConfigError if settings do not fit this
+    machine, NotFoundError if the model does not exist.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -110,7 +110,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
     def exact() -> Tensor:
         if getattr(hf_config, "quantization_config", None):
-            return expected  # its weights are not for this arithmetic
+            return expected  # quantized weights are not for float32 arithmetic
         directory, own_config = location.directory, copy.deepcopy(hf_config)
         return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
 
@@ -124,17 +124,17 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         check_paged_forward(runnable, expected, exact=exact)
     numerics = _numerics(config, kernels, runnable)
     loaded = describe_model(config, location, kernels, runnable, numerics=numerics, weights_from="checkpoint")
-    if check_weight_files(location.directory) != state:  # its fingerprint may be that of other weights
+    if check_weight_files(location.directory) != state:  # the fingerprint may belong to other weights
         raise ModelError(f"{location.directory} changed while it was loaded: start again")
     return loaded
 
 
 def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) -> Numerics:
-    """Exact, but where something that torch computes is not, or is seen to depend on the batch."""
+    """Returns the numerics: exact unless a part that torch computes is not, or depends on the batch in a test."""
     dtype = model.spec.dtype
     if model.native is not None:
         by_layers = isinstance(model.native, NativeLayers)
-        # Experts, Conv1D and whatever else is no linear layer are torch's.
+        # torch computes experts, Conv1D and everything else that is not a linear layer.
         promise = promise_of_torch(dtype) if by_layers and depends_on_batch(model) else Promise.EXACT
         has_int8_weights = config.weights == INT8
         return native_numerics(
@@ -159,9 +159,9 @@ def _make_runnable(
     spec: ModelSpec,
     layers: Sequence[AttentionOptions],
 ) -> RunnableModel:
-    """One call for the whole model where its shape is known, else layers by kernels in the model as it is, or torch's.
+    """Returns a native decoder if the model's shape is supported, else the model with native layers, or torch's model.
 
-    `model` stays what it was where it is fused, or torch's without `model.deterministic`.
+    `model` stays usable as it was if it is fused, or torch's without `model.deterministic`.
     """
     runnable = RunnableModel(model=model, native=None, device=device, spec=spec)
     if kernels.path == FUSED:
@@ -180,15 +180,15 @@ def _make_runnable(
         return replace(runnable, model=None, native=decoder)
     native = NativeLayers(started, quantise=quantise)
     native.replace_in(model)
-    torch.set_num_threads(1)  # what torch still computes is light, and rounds differently at the seams between threads
+    torch.set_num_threads(1)  # torch's remaining work is light, and rounds differently at the seams between threads
     return replace(runnable, native=native)
 
 
 def resolve_dtype(name: str, device: str, config: PretrainedConfig, *, is_native: bool) -> str:
-    """The dtype that weights, KV and activations have.
+    """Returns the dtype of weights, KV and activations.
 
-    "auto" is the checkpoint's own, but float32 on a CPU without native kernels, where
-    torch's bfloat16 kernels let a decision depend on the batch around it.
+    "auto" is the checkpoint's own, but float32 on a CPU without native kernels, where torch's bfloat16 kernels make a
+    decision depend on the rest of the batch.
     """
     if name != "auto":
         return name
@@ -196,15 +196,15 @@ def resolve_dtype(name: str, device: str, config: PretrainedConfig, *, is_native
         return "float32"
     checkpoint = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
     if device_type(device) == "cpu" and checkpoint == "float16":
-        return "float32"  # bfloat16 would lose what the checkpoint holds
+        return "float32"  # bfloat16 would lose precision of the checkpoint
     return checkpoint if checkpoint in TORCH_DTYPES else "bfloat16"
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """A checkpoint's config.json. Raises ModelError."""
+    """Reads a checkpoint's config.json. Raises: ModelError if it is invalid."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # whatever the code of an architecture raises
+    except Exception as error:  # architectures may raise anything
         raise ModelError(f"{directory / 'config.json'} cannot be read: {type(error).__name__}: {error}") from error
     return config
 
@@ -219,10 +219,10 @@ def _load_weights(
     num_ranks: int,
     moves_one_by_one: bool = False,
 ) -> PreTrainedModel:
-    """With several ranks: this one's shard, by the plan that transformers has for the model.
+    """Loads the weights; with several ranks this rank's shard, by transformers' plan for the model.
 
-    `moves_one_by_one`: to the device. transformers takes its memory for all weights at once, and those that are joined
-    afterwards would leave holes in it.
+    `moves_one_by_one`: whether to move tensors to the device one by one. transformers allocates memory for all weights
+    at once, in which weights that are joined later would leave holes.
     """
     register_attention()
     at_first = "cpu" if moves_one_by_one else device
@@ -240,13 +240,13 @@ def _load_weights(
                 output_loading_info=True,
                 **placement,
             )
-        except Exception as error:  # whatever the code of an architecture raises
+        except Exception as error:  # architectures may raise anything
             why = f"{type(error).__name__}: {error}"
-            if "ignore_mismatched_sizes" in why:  # it goes on to a report that nobody sees
+            if "ignore_mismatched_sizes" in why:  # the rest refers to a report that is not shown
                 why = "its weights have other shapes than its config.json says"
             raise ModelError(f"{architecture_name(config)} cannot be loaded from {directory}: {why}") from error
     model: PreTrainedModel = loaded[0]
-    if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers initialises them
         raise ModelError(f"{directory} has no weights for {len(missing)} tensors of the model, such as {missing[0]}")
     model.requires_grad_(requires_grad=False)
     if moves_one_by_one:
@@ -256,10 +256,10 @@ def _load_weights(
 
 @contextlib.contextmanager
 def _reported_progress(progress: Progress) -> Iterator[None]:
-    """Leads transformers' progress bars to `progress`; the hook is the process's, so it is put back afterwards."""
+    """Redirects transformers' progress bars to `progress`; the hook is global, so it is restored afterwards."""
 
     class Bar(tqdm):
-        """Draws nothing."""
+        """A bar that draws nothing."""
 
         monitor_interval = 0
 

@@ -1,4 +1,4 @@
-"""A model in memory, ready to be run, with everything that its node tells others about it."""
+"""A model in memory, ready to run, with the information that its node publishes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INT8 = "int8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel(RunnableModel):
-    """Made by outrider.model_hub.load or, from packed weights, by outrider.model_hub.open."""
+    """A loaded model, made by outrider.model_hub.load or, from packed weights, by outrider.model_hub.open."""
 
     kernels: KernelChoice
     info: ModelInfo
@@ -38,11 +38,11 @@ class LoadedModel(RunnableModel):
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]: ids that the tokenizer has
     constraints: GrammarCompiler  # for its vocabulary
     directory: Path
-    weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
-    packed_key: PackedKey | None = None  # of its packed weights, where they are kept: a head's are kept beside them
+    weights_from: str  # for users: "checkpoint", or "packed weights, mapped"
+    packed_key: PackedKey | None = None  # key of its packed weights, if kept; its head's are kept with them
 
     def with_features(self, features: FeatureSpec | None) -> LoadedModel:
-        """The same, whose cache has a plane for features of this reduction, and which says so."""
+        """Returns the model with this reduction's plane in its cache, and its format in `info`."""
         if features is None:
             return self
         dtype = self.spec.dtype
@@ -53,7 +53,7 @@ class LoadedModel(RunnableModel):
         )
 
     def with_window(self, max_model_len: int) -> LoadedModel:
-        """The same, for sequences of so many tokens at most, which says so."""
+        """Returns the model with this longest sequence, in tokens, in its specification and `info`."""
         return replace(
             self,
             spec=replace(self.spec, max_model_len=max_model_len),
@@ -61,7 +61,7 @@ class LoadedModel(RunnableModel):
         )
 
     def open_sampler(self) -> Sampler:
-        """Over its logits, warmed up."""
+        """Opens a warmed-up sampler for its logits."""
         sampler = Sampler(
             vocab_size=self.info.vocab_size,
             known_token_ids=self.known_token_ids,
@@ -74,7 +74,7 @@ class LoadedModel(RunnableModel):
 
     @property
     def num_threads(self) -> int:
-        """Of one forward pass."""
+        """Threads of one forward pass."""
         if self.native is not None:
             return self.native.kernels.num_threads
         import torch
@@ -83,7 +83,7 @@ class LoadedModel(RunnableModel):
 
 
 ReductionOf = Callable[[LoadedModel], "FeatureSpec | None"]
-"""The reduction of a model's head, which may have been packed for the kernels that compute the model."""
+"""Returns the reduction of a model's head, possibly packed for the model's kernels."""
 
 
 def describe_model(
@@ -96,9 +96,9 @@ def describe_model(
     weights_from: str,
     packed_key: PackedKey | None = None,
 ) -> LoadedModel:
-    """Adds what the tokenizer and the other files of a checkpoint say. Raises ModelError for damaged ones."""
+    """Adds the information in the tokenizer and other files. Raises: ModelError if one is damaged."""
     directory, spec = location.directory, model.spec
-    # Rounded weights and activations, and other rotations, make another model, whose KV nobody else may use.
+    # Rounded weights and activations, or other rotations, make another model, whose KV must not be shared.
     arithmetic = ", ".join([spec.dtype, *["W8A8"] * (config.weights == INT8), *["extended window"] * spec.is_extended])
     tokenizer_files, text = open_text(directory)
     info = ModelInfo(
@@ -130,18 +130,18 @@ def describe_model(
 
 
 def known_token_ids(strings: Mapping[int, str], vocab_size: int) -> npt.NDArray[np.bool_]:
-    """Which of a model's `vocab_size` rows a vocabulary has an entry for; the others are padding."""
+    """Returns which of a model's `vocab_size` rows have an entry in the vocabulary; the others are padding."""
     known = np.zeros(vocab_size, dtype=np.bool_)
     known[[token_id for token_id in strings if 0 <= token_id < vocab_size]] = True
     return known
 
 
 def row_eos_token_ids(text: CheckpointText, vocab_size: int) -> tuple[int, ...]:
-    """Those of its end-of-text ids that a model with so many rows can draw."""
+    """Returns the end-of-text ids that a model with this many rows can draw."""
     return tuple(token_id for token_id in text.eos_token_ids if token_id < vocab_size)
 
 
 def grammar_compiler(text: CheckpointText, vocab_size: int) -> GrammarCompiler:
-    """For a model with logits of this width."""
+    """Makes a grammar compiler for logits of this width."""
     eos_token_ids = row_eos_token_ids(text, vocab_size)
     return GrammarCompiler(text.tokenizer_json, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

@@ -1,4 +1,4 @@
-"""From the model's name in the settings to a local directory of its files. Torch-free."""
+"""Resolves the model's name in the settings to a local directory of its files. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outrider.progress import Progress, no_progress
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DOWNLOADED = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
-"""Of a hub model, beside the weights that transformers loads: repositories often hold them in other forms as well."""
+"""Files of a hub model to download with the weights that transformers loads; repositories often have other formats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLocation:
-    """Where a model's files are, and what it is called."""
+    """A model's directory and name."""
 
     directory: Path
     name: str
@@ -28,22 +28,22 @@ class ModelLocation:
 
 
 def cache_directory(config: ModelConfig) -> Path:
-    """Where converted models are kept."""
+    """Returns the directory of converted models."""
     return Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_directory()
 
 
 def is_at_hand(config: ModelConfig) -> bool:
-    """Whether nodes find the model on this machine, with nothing to download or to convert."""
+    """Returns whether the model is on this machine, with nothing to download or to convert."""
     if config.id == DEFAULT_MODEL_ID:
         return default_directory(cache_directory(config)).is_dir()
     return (Path(config.id).expanduser() / "config.json").is_file()
 
 
 def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> ModelLocation:
-    """The directory of `config.id`, downloaded if need be.
+    """Returns the location of `config.id`, downloaded if necessary.
 
-    Raises NotFoundError for an id that is neither the default model, a directory, nor on
-    the hub; ModelError for a download or a cache that is broken.
+    Raises: NotFoundError if the id is neither the default model, a directory, nor on the hub; ModelError if the
+    download or the cache fails.
     """
     if config.id == DEFAULT_MODEL_ID:
         directory = ensure_default_model(cache_directory(config), progress=progress)
@@ -61,7 +61,7 @@ def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> Mo
 
 
 def _download(config: ModelConfig) -> Path:
-    """A snapshot of a hub model in huggingface_hub's own cache, whose progress bars and credentials are the user's."""
+    """Downloads a hub model to huggingface_hub's own cache, with the user's credentials and progress bars."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -87,7 +87,7 @@ def _download(config: ModelConfig) -> Path:
 
 
 def _first_cause(error: BaseException) -> str:
-    """On one line. The hub's own error says that there is no snapshot here either, not why there was no answer."""
+    """Returns the first cause on one line. The hub's own error says only that nothing is cached, not why."""
     while deeper := error.__cause__ or error.__context__:
         error = deeper
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,9 +1,9 @@
-"""READ FIRST: how a node gets its model. From packed weights where there are any, else from the checkpoint.
+"""READ FIRST: how a node gets its model: from packed weights if there are any, else from the checkpoint.
 
-Packed weights are mapped: no torch, no transformers, no packing, no check, and nodes of one machine
-share them. A node that finds none has them made by a process that ends (`packed_weights.PACKER`). If that fails,
-it makes them itself, and leaves them for the next. The default model is packed without torch (`default_packing`);
-others are loaded by torch and transformers, as outrider.model_hub.load does.
+Packed weights are mapped, without torch, transformers, packing or checks, and nodes of one machine share them. A node
+that finds none has them made by a process that then ends (`packed_weights.PACKER`). If that fails, it makes them
+itself, and stores them for the next node. The default model is packed without torch (`default_packing`); others are
+loaded with torch and transformers by outrider.model_hub.load.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from outrider.progress import Progress, no_progress
 
 
 def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
-    """The model of `config`, ready to run. Raises what outrider.model_hub.load.load_model does.
+    """Returns the model of `config`, ready to run. Raises: what outrider.model_hub.load.load_model raises.
 
-    Any number of processes may call it at once, as `open_packed`. `LoadedModel.weights_from` says why packed weights
-    are not used where they could be.
+    Any number of processes may call it concurrently, see `open_packed`. `LoadedModel.weights_from` gives the reason if
+    packed weights could be used but are not.
     """
     location = locate_model(config, progress=progress)
     device = resolve_device(config.device)
@@ -44,9 +44,9 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     try:
         key = PackedKey.of(config, location.directory, kernels)
     except (ModelError, OSError):
-        return _load(config, kernels, progress)  # which says what is wrong with the checkpoint
+        return _load(config, kernels, progress)  # reports what is wrong with the checkpoint
     start = cache(lambda: start_kernels(kernels, config))  # one team for packing and for serving
-    loaded: list[LoadedModel] = []  # by torch; none where there were packed weights
+    loaded: list[LoadedModel] = []  # by torch; empty if there were packed weights
 
     def pack() -> Packed | None:
         made: tuple[ModelSpec, DecoderWeights] | None = None
@@ -81,7 +81,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
 
 def _load(config: ModelConfig, kernels: KernelChoice, progress: Progress) -> LoadedModel:
-    """By torch, which only the default model in bfloat16 on native kernels does without."""
+    """Loads with torch, which only the default model in bfloat16 on native kernels does not need."""
     with needs_torch(f"model.id {config.id!r} (dtype {config.dtype}; {kernels})"):
         from outrider.model_hub.load import load_model
     return load_model(config, progress=progress)

@@ -1,10 +1,8 @@
 """Packed weights in the user's cache: written once, mapped read-only by every node whose kernels read them.
 
-A folder for each, complete or absent: `weights`, all blobs one after the other, and
-`header.json`, which names them and has a hash of each file. Nodes of one machine share the
-pages of a mapped file. What a folder is known by (`PackedKey`) covers everything that the
-bytes depend on, so that weights which are found need not be checked against the model or
-head again.
+Each is a folder, complete or absent: `weights`, all blobs end to end, and `header.json`, with their names and a hash of
+each file. Nodes of one machine share the pages of a mapped file. A folder's key (`PackedKey`) covers everything that
+the bytes depend on, so cached weights need not be checked against the model or head again.
 """
 
 from __future__ import annotations
@@ -46,18 +44,18 @@ MADE_BY = (
     *("engine/cpu_kernels", "engine/feature_spec.py", "engine/features.py", "engine/model_runner.py"),
     *("engine/numerics.py", "engine/rotation.py", "heads", "heads/forms", "model_hub"),
 )
-"""Of the package: code that decides what is in a file, or whether it passed the check at load."""
+"""Modules of the package that determine a file's content, or whether it passed the check at load."""
 
 PACKER = "outrider.heads.packer"
-"""The process that packs a model and its head, whose code this package does not import: nodes run without torch."""
+"""The process that packs a model and its head. This package does not import its code, since nodes run without torch."""
 packs_here = False
-"""Set by that process itself."""
+"""Whether this is the packer, which sets it."""
 
 WAIT_SECONDS = 1800.0
-"""How long to wait for another process that packs the same, in seconds. Nobody waits for a killed one."""
+"""Seconds to wait for another process that packs the same. A killed one is not waited for."""
 
 KEPT_FOR_A_MODEL = 2
-"""Number of older versions of a model or head that are kept beside the new one: the most recently used."""
+"""Older versions of a model or head that are kept in addition to the new one: the most recently used."""
 
 _PAGE, _LINE = 4096, 64
 _HASHED_AT_ONCE = 64 << 20
@@ -66,27 +64,29 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackedKey:
-    """Where the weights are, and what their bytes depend on: a model and its settings, and what packs and checks it."""
+    """The weights' location, and all that their bytes depend on: a model and its settings, and the code that packs
+    them.
+    """
 
-    config: ModelConfig  # by which another process packs the same
+    config: ModelConfig  # settings with which another process packs the same
     cache: Path
     model: str
     code: str
 
     @classmethod
     def of(cls, config: ModelConfig, directory: Path, kernels: KernelChoice) -> PackedKey:
-        """Raises ModelError when files of the model are missing, OSError when one cannot be read."""
+        """Makes the key of a model. Raises: ModelError if files are missing, OSError if one cannot be read."""
         assert kernels.library is not None, "torch's weights are not packed"
         model = (
             model_fingerprint(directory, dtype=config.dtype, cache=cache_directory(config)),
-            file_sha256(directory / "config.json"),  # with what a fingerprint leaves out, such as its dtype
+            file_sha256(directory / "config.json"),  # includes what a fingerprint omits, such as its dtype
             (config.weights, config.max_model_len, kernels.path),
         )
         code = (file_sha256(kernels.library), _source_hash(), _version("torch"), _version("transformers"))
         return cls(config, cache_directory(config) / "packed", _digest(model), _digest(code))
 
     def of_addition(self, name: str, content: str) -> PackedKey:
-        """Makes the key of what the same code makes for this model from `content`. Older ones have the same `name`."""
+        """Makes the key of data that the same code makes for this model from `content`. Older versions share `name`."""
         return replace(self, model=_digest((self.model, name)), code=_digest((self.code, content)))
 
     @property
@@ -95,11 +95,11 @@ class PackedKey:
 
     @property
     def refused(self) -> Path:
-        """The file that is there if the kernels cannot compute the model or head."""
+        """A file that exists if the kernels cannot compute the model or head."""
         return self.cache / f"{self.model}-{self.code}.refused"
 
     def can_be_packed(self) -> bool:
-        """Returns whether another process is worth its time, as far as can be told without packing."""
+        """Returns whether a packing process may succeed, as far as can be told in advance."""
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
             return os.access(self.cache, os.W_OK | os.X_OK) and not self.refused.exists()
@@ -109,9 +109,9 @@ class PackedKey:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a folder has, or will have."""
+    """The content of a folder."""
 
-    about: Mapping[str, Any]  # as JSON has it
+    about: Mapping[str, Any]  # JSON values
     blobs: Mapping[str, np.ndarray]  # each [num_bytes] uint8, aligned to 64 bytes or more
 
 
@@ -122,13 +122,14 @@ def open_packed(
     is_read_in_parts: bool = False,
     progress: Progress = no_progress,
 ) -> tuple[Packed | None, str]:
-    """What was packed before, or another process packs now, mapped; else what `pack` gives, which is left for others.
+    """Maps weights packed earlier, or now by another process; else calls `pack` and stores its result for others.
 
-    Any number of processes may call it at once: one packs, the others wait for it and report stage "wait". A cache that
-    cannot be used costs time and memory, nothing else: what `pack` gave, be it None, is returned with the reason.
+    Any number of processes may call it concurrently: one packs, the others wait for it and report stage "wait". A cache
+    that cannot be used costs time and memory, nothing else: the result of `pack`, possibly None, is returned with the
+    reason.
 
-    `is_read_in_parts`: only pages that this process goes on to read are resident. By default all are, as a model's must
-    be: they count as used when its KV cache is sized (see outrider.engine.memory).
+    `is_read_in_parts`: whether only pages that this process reads become resident. By default all are, as a model's
+    must be: they count as used when its KV cache is sized (see outrider.engine.memory).
     """
     read = partial(read_packed, key.folder, is_read_in_parts=is_read_in_parts, progress=progress)
     if (packed := read()) is not None:
@@ -141,7 +142,7 @@ def open_packed(
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(lock, while_waiting=lambda: progress("wait", 0, 0), seconds=WAIT_SECONDS))
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # TimeoutError is an OSError
             problem = str(error)
         else:
             if (packed := read()) is not None:
@@ -151,7 +152,7 @@ def open_packed(
             with contextlib.suppress(OSError):
                 if not key.refused.exists():
                     _remove_old(key)
-                key.refused.touch()  # files that nobody touches leave the cache
+                key.refused.touch()  # unused files leave the cache
         elif not problem:
             try:
                 write_packed(key, made)
@@ -165,9 +166,10 @@ def open_packed(
 
 
 def _pack_apart(config: ModelConfig, progress: Progress) -> None:
-    """Lets another process pack what `config` names; returns when it has ended, and its memory, torch's too, with it.
+    """Packs `config`'s model in another process and waits for its end, which frees all of its memory, torch's included.
 
-    A process that has torch anyway packs by itself. So it does what the other one could not, and says why it cannot.
+    A process that has imported torch packs by itself, and so does the caller if the other process fails; it then
+    reports the error.
     """
     if packs_here or "torch" in sys.modules:
         return
@@ -183,17 +185,17 @@ def _pack_apart(config: ModelConfig, progress: Progress) -> None:
                 to.write(pickle.dumps(config))
             for line in packer.stdout:
                 said = re.fullmatch(rb"step (\w+) (\d+) (\d+)\n", line)
-                if said is not None:  # else printed by what the interpreter starts with
+                if said is not None:  # otherwise printed at interpreter start
                     progress(said[1].decode(), int(said[2]), int(said[3]))
         problem = f"status {packer.returncode}" if packer.returncode else ""
-    except OSError as error:  # no process can be started, or it has ended before it read what to pack
+    except OSError as error:  # the process cannot start, or ended before it read the configuration
         problem = str(error)
     if problem:
         sys.stderr.write(f"{PACKER} failed ({problem}): this process packs by itself\n")
 
 
 def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progress = no_progress) -> Packed | None:
-    """Maps the weights, every byte of which is compared with the header; None where there are none, or damaged ones."""
+    """Maps the weights and compares every byte's hash with the header; None if they are absent or damaged."""
     try:
         header = json.loads((folder / HEADER).read_bytes())
         if header.pop("hash") != _header_hash(header):
@@ -204,9 +206,9 @@ def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progr
             memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    with contextlib.suppress(OSError):  # a file system or a kernel without huge pages for files
+    with contextlib.suppress(OSError):  # no huge pages for files
         memory.madvise(mmap.MADV_NOHUGEPAGE if is_read_in_parts else mmap.MADV_HUGEPAGE)
-    data = np.frombuffer(memory, dtype=np.uint8)  # keeps the mapping; cannot be written
+    data = np.frombuffer(memory, dtype=np.uint8)  # keeps the mapping alive; read-only
     digest = xxhash.xxh3_128()
     for start in range(0, data.nbytes, _HASHED_AT_ONCE):
         digest.update(data[start : start + _HASHED_AT_ONCE].data)
@@ -215,16 +217,16 @@ def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progr
         return None
     if is_read_in_parts:
         memory.madvise(mmap.MADV_DONTNEED)
-    with contextlib.suppress(OSError):  # a cache that this user may only read
+    with contextlib.suppress(OSError):  # this user may only read the cache
         os.utime(folder)
     blobs = {name: data[offset : offset + num_bytes] for name, (offset, num_bytes) in header["blobs"].items()}
     return Packed(header["about"], blobs)
 
 
 def write_packed(key: PackedKey, packed: Packed) -> None:
-    """Writes beside and renames, so that the folder is complete or absent; removes older ones of the same model.
+    """Writes to a temporary folder and renames it, so that the folder is complete or absent; removes older versions.
 
-    Call it with the model's lock held. Raises OSError, nothing left behind, when it cannot.
+    Call it with the model's lock held. Raises: OSError, with nothing left behind, if it cannot write.
     """
     needed = sum(blob.nbytes + _PAGE for blob in packed.blobs.values())
     _remove_old(key)
@@ -252,12 +254,12 @@ def write_packed(key: PackedKey, packed: Packed) -> None:
             "weights_hash": digest.hexdigest(),
         }
         (unfinished / HEADER).write_text(json.dumps(header | {"hash": _header_hash(header)}), encoding="utf-8")
-        shutil.rmtree(key.folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(key.folder, ignore_errors=True)  # a damaged folder
         unfinished.rename(key.folder)
 
 
 def _version(package: str) -> str:
-    """Returns a package's version; empty where it is missing, since what was packed then was packed without it."""
+    """Returns a package's version; empty if it is missing, since what was packed then was packed without it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -273,11 +275,11 @@ def _header_hash(header: dict[str, Any]) -> str:
 
 
 def _remove_old(key: PackedKey) -> None:
-    """Removes what other versions made of this model, what nobody used for long, and what killed processes left."""
+    """Removes a model's other versions, entries unused for long, and the remains of killed processes."""
     for path in key.cache.glob(f".{key.model}-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in key.cache.glob(f"{key.model}-*.refused"):
-        with contextlib.suppress(OSError):  # as in a folder that several users share
+        with contextlib.suppress(OSError):  # for example in a shared folder
             path.unlink()
     remove_unused(path for path in key.cache.iterdir() if path.suffix != ".lock")
     same = [path for path in key.cache.glob(f"{key.model}-*") if path.is_dir() and path != key.folder]

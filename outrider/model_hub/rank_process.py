@@ -1,6 +1,6 @@
 """`python -m outrider.model_hub.rank_process COMMANDS KV`: a rank other than 0, started by `outrider.model_hub.ranks`.
 
-Both arguments are descriptors of sockets to rank 0.
+Both arguments are file descriptors of sockets to rank 0.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from outrider.model_hub.shard import START_SECONDS, Start, open_shard
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status."""
+    """Runs the rank. Returns the exit status."""
     guard_standard_streams()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to a group of processes: rank 0 says when to stop
+        signal.signal(number, signal.SIG_IGN)  # sent to a process group: rank 0 says when to stop
     commands, kv = (socket.socket(fileno=int(descriptor)) for descriptor in argv)
     try:
         _work(commands, kv)
     except RankLostError:
-        return 1  # rank 0 has gone, and says why if it can
+        return 1  # rank 0 has ended, and reports why if it can
     except (ConfigError, ModelError) as error:
         sys.stderr.write(f"a tensor-parallel rank cannot start: {error}\n")
         return 1
@@ -41,7 +41,7 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
     start: Start | Stop = hello.receive(begins_within_seconds=START_SECONDS)
     if isinstance(start, Stop):
         return  # the node cannot start
-    import outrider.model_hub.load  # noqa: F401 takes seconds, for which nobody should wait in a collective
+    import outrider.model_hub.load  # noqa: F401 takes seconds, for which no collective should wait
 
     hello.send(None)
     shard = open_shard(start)
@@ -60,4 +60,4 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    exit_now(main(sys.argv[1:]))  # torch takes a second to take itself apart, for which rank 0 would wait
+    exit_now(main(sys.argv[1:]))  # torch's shutdown takes a second, for which rank 0 would wait

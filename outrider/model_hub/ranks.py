@@ -36,11 +36,11 @@ from outrider.own_modules import module_command, tied
 from outrider.progress import Progress, no_progress
 
 TIMEOUT_SECONDS = 60.0
-"""For a collective, or a message: ranks do the same at the same time, so they wait for each other's lag only."""
+"""Seconds for a collective, or a message: ranks do the same at the same time and wait only for each other's lag."""
 
 
 class LeadingRunner(ModuleSteps):
-    """Of rank 0's shard: sends the same batch to the other ranks. Steps are not captured as graphs."""
+    """The runner of rank 0's shard, which sends each batch to the other ranks. Steps are not captured as graphs."""
 
     def __init__(
         self, shard: Shard, kv_cache: ShardedKVCache, ranks: RankGroup, *, features: FeatureSpec | None
@@ -49,7 +49,7 @@ class LeadingRunner(ModuleSteps):
         self._ranks = ranks
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
-        """As ModelRunner.forward. Raises RankLostError when another rank is gone."""
+        """Implements ModelRunner.forward. Raises: RankLostError if another rank is gone."""
 
         def layer_done(layer: int) -> None:
             self._ranks.layer_done(layer)
@@ -70,10 +70,10 @@ def open_ranks(
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup]:
-    """Rank 0's part of what `open_compute` gives, for two ranks or more. One group at a time in a process.
+    """Opens rank 0's part of `open_compute`'s result, for two or more ranks. One group at a time in a process.
 
-    Rank 0 alone makes `features`: each rank has whole hidden states. The others keep no plane of them.
-    The other ranks end with the thread that calls it (see `outrider.own_modules.tied`).
+    Rank 0 alone makes `features`, since each rank has whole hidden states; the others have no plane for them. The other
+    ranks end with the calling thread (see `outrider.own_modules.tied`).
     """
     check_tensor_parallel(config, read_config(locate_model(config, progress=progress).directory))
     release = ExitStack()
@@ -81,7 +81,7 @@ def open_ranks(
     release.callback(folder.cleanup)
 
     def rank_lost(loss: RankLostError) -> None:
-        folder.cleanup()  # `on_rank_lost` may end the process on the spot
+        folder.cleanup()  # `on_rank_lost` may end the process immediately
         on_rank_lost(loss)
 
     start = Start(
@@ -92,7 +92,7 @@ def open_ranks(
         max_rows_per_step=max_rows_per_step,
         timeout_seconds=timeout_seconds,
     )
-    # A request for KV may wait for a step on the other side first.
+    # A KV request may first wait for a step on the other side.
     ranks = RankGroup(answer_seconds=2 * timeout_seconds, on_lost=rank_lost, release=release.close)
     devices = [rank_device(config, rank) for rank in range(config.tensor_parallel_size)]
     turn = ExitStack()
@@ -130,7 +130,7 @@ def open_ranks(
 def _pool_size(
     model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVRoom], *, may_shorten: bool
 ) -> tuple[int, int]:
-    """`pool_size` of each rank's cache. A size in bytes is of the whole model's cache.
+    """Returns `pool_size` of each rank's cache. A size in bytes is for the whole model's cache.
 
     Ranks on a CPU share its memory. On GPUs the fullest one counts, and rank 0, which has its heads and all features,
     needs most.
@@ -143,12 +143,12 @@ def _pool_size(
 
 
 def _may_be_a_loss(error: Exception) -> bool:
-    """Whether a channel or a collective may have raised it. What is wrong with settings or the model ends all ranks."""
+    """Returns whether a channel or a collective may have raised it. Errors of settings or the model end all ranks."""
     return isinstance(error, RankLostError | RuntimeError) or isinstance(error.__cause__, RuntimeError)
 
 
 def _spawn(rank: int, *, timeout_seconds: float) -> Member:
-    """A process that waits for its `Start`."""
+    """Starts a process that waits for its `Start`."""
     ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
     descriptors = [end.fileno() for end in theirs]
     process = subprocess.Popen(  # noqa: S603 this interpreter, and our own module
@@ -163,7 +163,7 @@ def _spawn(rank: int, *, timeout_seconds: float) -> Member:
 
 
 def _receive(members: Sequence[Member]) -> list[Any]:
-    """One message from each: see `Start`."""
+    """Receives one message from each rank: see `Start`."""
     return [member.commands.receive(begins_within_seconds=START_SECONDS) for member in members]
 
 

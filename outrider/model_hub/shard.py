@@ -1,4 +1,4 @@
-"""One rank's part of a model. What rank 0 and the others do alike: each collective of one needs the same one of all."""
+"""One rank's part of a model. All ranks run this code alike, since a collective needs all of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from outrider.model_hub.loaded_model import LoadedModel
 
 START_SECONDS = 600.0
-"""For another rank to begin, and to load its shard."""
+"""Seconds for another rank to start, and to load its shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """The first message to a rank, which answers None once it has imported what it needs, and joins.
 
-    When it has loaded its shard it says how much memory is for KV, and is told how many blocks to allocate.
+    After loading its shard it sends the memory available for KV, and receives the number of blocks to allocate.
     """
 
     config: ModelConfig
     rank: int
-    store: Path  # a file that becomes the process group's store
+    store: Path  # the file of the process group's store
     block_size: int
     max_rows_per_step: int
     timeout_seconds: float
@@ -35,7 +35,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of the model, and what it computes attention with."""
+    """One rank's part of the model, and its attention backend."""
 
     model: LoadedModel
     attention: AttentionBackend
@@ -43,7 +43,7 @@ class Shard:
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
-    """Joins the other ranks, and loads as they do. Raises what `load_model` does."""
+    """Joins the other ranks and loads this rank's shard. Raises: what `load_model` raises."""
     from outrider.engine.attention import make_attention_backend
     from outrider.engine.open_runner import rehearse
     from outrider.model_hub.load import load_model

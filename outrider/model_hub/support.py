@@ -1,7 +1,7 @@
-"""Checks at load that a decoder can be served, by running it.
+"""Checks at load, by running it, that a decoder can be served.
 
-Each layer must keep plain keys and values for each token, and ask transformers' AttentionInterface for nothing but
-causal attention with a scale, a window and a soft cap. Other models are refused by name.
+Each layer must store plain keys and values for each token, and use transformers' AttentionInterface only for causal
+attention with a scale, a window and a soft cap. Other models are refused with an error that names them.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ from outrider.model_hub.window import Window
 
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MEAN_TOLERANCE = 0.3
-"""Of what one row may differ by, for the mean of all: a fault in every row counts before it reaches that bound."""
+"""Bound on the mean difference of all rows, as a fraction of the bound on one row: a fault in every row is detected
+before it reaches that bound."""
 _OWN_MULTIPLE, _BESIDE_OWN = 3.0, 0.1
-"""What the mean may be of a model that amplifies rounding: so many times transformers' own, and this part of the bound.
-Of two healthy paths one may choose other experts for twice as many rows."""
+"""Bound on the mean difference for a model that amplifies rounding: this multiple of transformers' own, plus this part
+of the bound on a row. Of two correct paths one may choose other experts for twice as many rows."""
 _OF_UNRELATED = 0.5
-"""What the mean may be at most, of the mean difference between logits that have nothing to do with each other."""
+"""Largest mean difference, as a fraction of the mean difference between unrelated logits."""
 _PROBE_TOKENS = 40
-"""Of each sequence of the probe: several blocks in each half. Far positions are compared by their rotations alone."""
+"""Tokens of each sequence of the probe: several blocks in each half. Far positions are compared by their rotations
+only."""
 SPLIT_CONTEXT = 1200
-"""Tokens with which our GPU kernels split contexts and products in passes of few rows, and in longer ones do not."""
+"""Tokens with which our GPU kernels split contexts and products in passes of few rows, but not in longer ones."""
 _COMPARED_ROWS = 32
 _ROWS_ALONE = 8
 _COMPARED_BLOCK = 16
 _COMPARED_CHUNK = 200
-"""Rows: fewer than those with which our GPU kernels stop to split."""
+"""Rows per chunk: fewer than those from which on our GPU kernels do not split."""
 
 
 def refuse_by_config(config: PretrainedConfig, device: str) -> None:
-    """Refuses models that the configuration shows to be unsuitable. Raises ModelError naming the architecture.
+    """Refuses models that are unsuitable by their configuration. Raises: ModelError that names the architecture.
 
-    Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU some of
-    them dequantize to twice or four times the memory, some fail in the first forward, and a method that
-    transformers does not know is skipped: all of these are refused.
+    Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU all are refused: some
+    of them dequantize to two or four times the memory, some fail in the first forward, and methods that transformers
+    does not know are skipped.
     """
     name = architecture_name(config)
     if device_type(device) == "cpu" and (method := _quantization_method(config)):
@@ -80,7 +82,7 @@ def refuse_by_config(config: PretrainedConfig, device: str) -> None:
 def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> tuple[ModelSpec, list[AttentionOptions]]:
     """Records what each layer passes to attention, in a forward of two tokens.
 
-    `window`: of its rotations. Raises ModelError for a decoder whose layers do not all keep plain K and V of one shape.
+    `window`: of its rotations. Raises: ModelError if not all layers store plain K and V of one shape.
     """
     name = architecture_name(model.config)
     config = model.config.get_text_config(decoder=True)
@@ -97,7 +99,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
             ).logits
     except ModelError:
         raise
-    except Exception as error:  # whatever the code of an architecture raises
+    except Exception as error:  # architectures may raise anything
         raise ModelError(f"{name} cannot be served: {_why_not_paged(model, token_ids)}") from error
     if sorted(recorded) != list(range(config.num_hidden_layers)):
         raise ModelError(
@@ -128,10 +130,10 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
 
 
 def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
-    """Why a model that uses AttentionInterface does not run with our attention: its own forward shows it."""
+    """Returns why a model that uses AttentionInterface does not run with our attention: tries its own forward."""
     try:
         _own_forward(model, token_ids)
-    except Exception as error:  # noqa: BLE001 whatever the code of an architecture raises
+    except Exception as error:  # noqa: BLE001 architectures may raise anything
         return f"its own forward fails as well ({type(error).__name__}: {error}): its checkpoint is damaged or unusual"
     return "its layers do not hand the arguments of a forward on to attention, by which paged attention finds the cache"
 
@@ -139,12 +141,13 @@ def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
 def check_paged_forward(
     model: RunnableModel, expected: Tensor, *, exact: Callable[[], Tensor], is_lossy: bool = False
 ) -> None:
-    """Compares our forward with `expected`, what `own_logits` gave before anything was replaced in the model.
+    """Compares our forward with `expected`, which `own_logits` returned before anything in the model was replaced.
 
-    More than usual may differ where the weights were rounded (`is_lossy`). A model that amplifies rounding, such as one
-    whose experts are chosen by it, is judged by its own: `exact`, its logits in float32, is called when the logits
-    differ by more than they usually do, and ours may be off them by little more than `expected` is. Raises ModelError
-    when they are off by more.
+    The allowed difference is larger if the weights were rounded (`is_lossy`). A model that amplifies rounding, such as
+    one whose experts are chosen by it, is compared with its own error: `exact`, which returns its logits in float32, is
+    called if the logits differ by more than usual, and ours may be off them by little more than `expected` is.
+
+    Raises: ModelError if the difference is larger.
     """
     spec = model.spec
     allowed = allowed_difference(spec.dtype, is_lossy=is_lossy)
@@ -158,7 +161,7 @@ def check_paged_forward(
     reference = expected if spec.dtype == "float32" else exact()
     own = float(_differences(expected, reference).mean())
     found = float(_differences(paged, reference).mean())
-    unrelated = float(_differences(reference.roll(1, dims=1), reference).mean())  # each row beside another one's
+    unrelated = float(_differences(reference.roll(1, dims=1), reference).mean())  # each row against another one
     limit = min(_OWN_MULTIPLE * own + _BESIDE_OWN * allowed, _OF_UNRELATED * unrelated)
     if not found <= limit:
         what, advice = "paged forward", "its attention may be one that cannot be served"
@@ -172,17 +175,17 @@ def check_paged_forward(
 
 
 def _differences(logits: Tensor, reference: Tensor) -> Tensor:
-    """The largest of each row, in units of the largest logit of all."""
+    """Returns the largest difference of each row, relative to the largest logit of all."""
     return (logits - reference).abs().amax(-1).flatten() / reference.abs().max().clamp_min(1e-6)
 
 
 def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num_tokens: int = 64) -> bool:
-    """Whether the logits of some rows have other bits in another batch: tried on random tokens, at load.
+    """Returns whether some rows' logits have other bits in another batch, tested on random tokens at load.
 
-    The last rows of a sequence are computed in one pass with all rows before them; one by one; in company, one of which
-    is at the end of the window; and as a path of a draft tree. With SPLIT_CONTEXT tokens, kernels that split long
-    contexts or wide products do so in some of these passes and not in others. Equal bits prove nothing of other
-    batches; unequal ones prove that something in the model depends on the rows beside it.
+    The last rows of a sequence are computed in one pass with all earlier rows; one by one; together with other
+    sequences, one of which is at the end of the window; and as a path of a draft tree. With SPLIT_CONTEXT tokens,
+    kernels that split long contexts or wide products do so in some of these passes and not in others. Equal bits prove
+    nothing about other batches; unequal ones prove that the model depends on the other rows.
     """
     spec = model.spec
     num_tokens = min(num_tokens, spec.max_model_len)
@@ -197,7 +200,7 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     runner = make_runner(model, cache, make_attention_backend(attention, cache.device, spec.dtype, **heads))
 
     def logits(first: SequenceRows, *company: SequenceRows) -> Tensor:
-        """Of the first sequence: [num_logits, vocab_size] float32."""
+        """Returns the first sequence's logits: [num_logits, vocab_size] float32."""
         found = runner.forward(build_input_batch([first, *company], cache.block_size))
         return torch.as_tensor(found)[: first.num_logits].clone()
 
@@ -221,7 +224,7 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
 
 
 def _quantization_method(config: PretrainedConfig) -> str:
-    """As in config.json, such as "awq"; empty for plain weights."""
+    """Returns the method in config.json, such as "awq"; empty for plain weights."""
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return ""
@@ -229,15 +232,15 @@ def _quantization_method(config: PretrainedConfig) -> str:
 
 
 def architecture_name(config: PretrainedConfig) -> str:
-    """The class that a checkpoint names, or its model type."""
+    """Returns the class that a checkpoint names, or its model type."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if architectures else str(config.model_type)
 
 
 def _recorder(name: str, layers: dict[int, tuple[tuple[int, int, int], AttentionOptions]]) -> LayerAttention:
-    """Makes the attention of one forward that computes nothing and notes in `layers` what each layer asked for.
+    """Makes an attention function that computes nothing and records in `layers` each layer's options.
 
-    It returns zeros, and raises ModelError for what cannot be served. `name`: of the architecture.
+    It returns zeros, and raises ModelError if a layer cannot be served. `name`: the architecture's.
     """
 
     def record(
@@ -262,13 +265,13 @@ _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "input_ids"})
 
 
 def _probe_token_ids(vocab_size: int) -> Tensor:
-    """Varied ids for each of two sequences: [2, _PROBE_TOKENS] int64."""
+    """Returns random ids for two sequences: [2, _PROBE_TOKENS] int64."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, vocab_size, (2, _PROBE_TOKENS), generator=generator)
 
 
 def own_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
-    """The model's own forward, with transformers' eager attention, on the probe's tokens.
+    """Runs the model's own forward, with transformers' eager attention, on the probe's tokens.
 
     Returns [2, _PROBE_TOKENS, vocab_size] float32.
     """
@@ -276,9 +279,9 @@ def own_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
 
 
 def float32_logits(model: PreTrainedModel) -> Tensor:
-    """`own_logits` in float32 arithmetic, of a model on the CPU that nobody needs afterwards.
+    """Computes `own_logits` in float32 arithmetic, with a CPU model that is not used afterwards.
 
-    Its layers are float32 only while they compute, so that one is in memory in both types, not all.
+    A layer is float32 only while it computes, so that only one is in memory in both types.
     """
     dtype = model.dtype
     layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())

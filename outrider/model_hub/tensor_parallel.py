@@ -1,4 +1,4 @@
-"""Checks that a model can be split among ranks, and joins their process group."""
+"""Checks that a model can be divided among ranks, and joins their process group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Ranks are processes of one machine: nothing listens on its other interfaces."""
+"""Environment variables. Ranks are processes of one machine, so nothing listens on its other interfaces."""
 
 
 def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
-    """Raises ConfigError where `tensor_parallel_size` does not fit the other settings, the model or the machine."""
+    """Raises ConfigError if `tensor_parallel_size` does not fit the other settings, the model or the machine."""
     num_ranks = config.tensor_parallel_size
     name = f"model.tensor_parallel_size {num_ranks}"
     torch_instead(config, f"{name} computes with torch's kernels")
@@ -55,12 +55,12 @@ def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
 def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float) -> None:
     """Makes this process a rank: sets torch's threads and device, and joins the process group together with the others.
 
-    `store`: a file that no group has used. Raises ConfigError when the others do not come in time.
+    `store`: a file that no group has used. Raises: ConfigError if the others do not join in time.
     """
     num_ranks = config.tensor_parallel_size
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
-    os.environ["LOCAL_RANK"] = str(rank)  # of which transformers makes its device
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers derives its device from it
     torch.set_num_threads(config.num_threads or max(len(within_quota(usable_cpus())) // num_ranks, 1))
     device = rank_device(config, rank)
     is_cuda = device_type(device) == "cuda"
@@ -80,26 +80,26 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
 
 
 def own_rank(config: ModelConfig) -> int:
-    """Of this process. Raises ConfigError where the ranks have not come together, as in a draft node."""
+    """Returns this process's rank. Raises: ConfigError if the ranks have not joined, as in a draft node."""
     if not dist.is_initialized() or dist.get_world_size() != config.tensor_parallel_size:
         raise ConfigError("model.tensor_parallel_size: only prefill and decode nodes split their model: set it to 1")
     return dist.get_rank()
 
 
 def rank_device(config: ModelConfig, rank: int) -> str:
-    """Each rank has its own GPU; on a CPU all share it."""
+    """Returns a rank's device. Each rank has its own GPU; on a CPU all share it."""
     device = resolve_device(config.device)
     return f"cuda:{rank}" if device_type(device) == "cuda" else device
 
 
 def bound_collectives(model: PreTrainedModel, *, timeout_seconds: float) -> None:
-    """Sets the timeout of collectives, so that a hanging rank is an error. torch's default is half an hour."""
-    mesh: Any = model._device_mesh  # noqa: SLF001 transformers keeps it nowhere else
+    """Sets the timeout of collectives, so that a hanging rank becomes an error. torch's default is half an hour."""
+    mesh: Any = model._device_mesh  # noqa: SLF001 available nowhere else in transformers
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), mesh.get_group("tp"))  # noqa: SLF001
 
 
 def check_split(spec: ModelSpec, config: PretrainedConfig, num_ranks: int) -> None:
-    """Raises ModelError where the plan has left keys and values whole: then each rank would keep all of them."""
+    """Raises ModelError if the plan does not divide keys and values: each rank would then store all of them."""
     text = config.get_text_config(decoder=True)
     whole = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if spec.num_kv_heads * num_ranks != whole:

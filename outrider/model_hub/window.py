@@ -1,8 +1,8 @@
-"""How many tokens a model's positions allow, by its configuration. Torch-free.
+"""The tokens that a model's positions allow, by its configuration. Torch-free.
 
 Some rotations depend on the length of the longest sequence in a batch ("longrope", "dynamic"): beyond the original
-window all angles change, also those of keys that are in the cache. Such a model is served with one choice for all
-sequences, by `model.max_model_len`: as it is within the original window, or as it is beyond.
+window all angles change, including those of keys in the cache. Such a model is served with one choice for all
+sequences, by `model.max_model_len`: its rotations within the original window, or those beyond it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MAX_WINDOW = 1 << 20
-"""Positions beyond cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
+"""Tokens: positions beyond cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
 _ENDLESS = 1 << 62
-"""Tokens: what a factor without measure makes of a window."""
+"""Tokens: limits a window whose factor is excessive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is served of a model's positions."""
+    """The window that is served."""
 
     max_model_len: int  # tokens of a sequence
-    is_extended: bool = False  # beyond the original window of rotations that depend on the length
+    is_extended: bool = False  # whether it exceeds the original window of length-dependent rotations
 
 
 def resolve_window(config: PretrainedConfig | SimpleNamespace, wanted: int = 0) -> Window:
-    """Of a decoder with this (text) configuration. `wanted`: model.max_model_len, 0 for the model's own.
+    """Returns the window of a decoder with this (text) configuration. `wanted`: model.max_model_len, 0 for the model's
+    own.
 
-    As vLLM: the window that a configuration states, times the factor of a "linear" rotation, or the original one times
-    the factor of a "yarn" rotation. By default the original one where rotations depend on the length, and never more
-    than MAX_WINDOW. Raises ConfigError for a window that the model does not have, ModelError for numbers that are none.
+    As in vLLM it is the window that the configuration states, times the factor of a "linear" rotation, or the original
+    one times the factor of a "yarn" rotation. By default it is the original one if rotations depend on the length, and
+    never more than MAX_WINDOW.
+
+    Raises: ConfigError if the model does not have that window, ModelError if the configuration's numbers are invalid.
     """
     stated = int(_positive(getattr(config, "max_position_embeddings", None), "max_position_embeddings"))
     limits = [_limits(rotation, stated, layers) for layers, rotation in _rotations(config)]
@@ -55,9 +58,9 @@ def resolve_window(config: PretrainedConfig | SimpleNamespace, wanted: int = 0) 
 
 
 def fix_rotations(config: PretrainedConfig) -> None:
-    """Makes rotations that depend on the length those of the extended window, for all lengths; in place.
+    """Replaces length-dependent rotations by those of the extended window, for all lengths; in place.
 
-    Raises ModelError where the configuration does not say which those are.
+    Raises: ModelError if the configuration does not define them.
     """
     for _, rotation in _rotations(config):
         if _kind(rotation) == "longrope":
@@ -78,7 +81,7 @@ def fix_rotations(config: PretrainedConfig) -> None:
 
 
 def _rotations(config: PretrainedConfig | SimpleNamespace) -> list[tuple[str, dict[str, Any]]]:
-    """(the type of its layers, its parameters) of each rotation; ("", …) of the only one of a model."""
+    """Returns (the type of its layers, its parameters) of each rotation; ("", …) if a model has only one."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer = [(layers, rotation) for layers, rotation in parameters.items() if isinstance(rotation, dict)]
     return by_layer or [("", parameters)] * bool(parameters)
@@ -89,7 +92,7 @@ def _kind(rotation: Mapping[str, Any]) -> str:
 
 
 def _limits(rotation: Mapping[str, Any], stated: int, layers: str) -> tuple[int, int]:
-    """(the window by default, the largest) of one rotation; 0: it sets no bound, as where layers see a few tokens."""
+    """Returns (default window, largest window) of a rotation; 0: no limit, for example if layers see few tokens."""
     kind = _kind(rotation)
     factor = max(_positive(rotation.get("factor"), "factor", 1.0), 1.0)
     original = _positive(rotation.get("original_max_position_embeddings"), "original_max_position_embeddings", stated)
@@ -101,13 +104,13 @@ def _limits(rotation: Mapping[str, Any], stated: int, layers: str) -> tuple[int,
         return int(original), extended
     if kind == "dynamic":
         return stated, extended_stated
-    if kind == "linear" and not layers:  # where layers differ, as in Gemma 3, the window is stated with it
+    if kind == "linear" and not layers:  # if layers differ, as in Gemma 3, the stated window includes the factor
         return extended_stated, extended_stated
     return (0, 0) if "sliding" in layers else (stated, stated)
 
 
 def _positive(value: Any, name: str, default: float = 0.0) -> float:
-    """Raises: ModelError."""
+    """Returns the number. Raises: ModelError if it is not positive."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:

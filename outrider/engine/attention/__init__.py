@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: one interface, a backend for each kind of machine."""
+"""Attention over the paged KV cache: one interface, with a backend for each kind of machine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FLASH_ATTN_DTYPES = ("float16", "bfloat16")
 def make_attention_backend(
     name: str = "auto", device: str = "cpu", dtype: str = "float32", *, num_heads: int = 1, num_kv_heads: int = 1
 ) -> AttentionBackend:
-    """Makes a backend. Raises: ConfigError where it cannot compute.
+    """Makes a backend. Raises: ConfigError if the chosen one cannot compute.
 
     Args:
-        name: "torch_sdpa", "triton", "varlen_attn" or "flash_attn" (FlashAttention, of torch or of the package, for
-            prompts; steps are left to triton), or "auto": the first of varlen_attn, triton and torch_sdpa that can
+        name: "torch_sdpa", "triton", "varlen_attn" or "flash_attn" (FlashAttention, torch's or the package's, for
+            prompts; other steps use triton), or "auto": the first of varlen_attn, triton and torch_sdpa that can
             compute.
         device: of the model.
         dtype: of queries, keys and values.
-        num_heads: of queries. Only triton needs to know.
+        num_heads: query heads. Needed by triton only.
         num_kv_heads: same.
     """
     reasons = {
@@ -55,7 +55,7 @@ def make_attention_backend(
 
 
 def _why_no_flash_attention(device: str, dtype: str, package: str = "torch") -> str:
-    """Returns why FlashAttention cannot compute, or an empty text. It needs the same GPUs as our kernels."""
+    """Returns why FlashAttention cannot compute, or an empty string. It needs the same GPUs as our kernels."""
     if reason := why_no_triton(device):
         return reason
     if dtype not in FLASH_ATTN_DTYPES:

@@ -1,4 +1,4 @@
-"""What an attention backend is: rows of many sequences against their paged keys and values."""
+"""The interface of attention backends: rows of many sequences attend over their paged keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer wants beyond plain causal attention."""
+    """A layer's options beyond plain causal attention."""
 
     scaling: float  # multiplies query · key
     sliding_window: int | None = None  # keys at positions (p - sliding_window, p] of a row at position p
@@ -23,29 +23,28 @@ class AttentionOptions:
 class AttentionBackend(Protocol):
     """Paged, ragged, causal attention with grouped query heads, over blocks of any size.
 
-    A row at position p of a sequence sees that sequence's keys at positions 0 … p (or
-    the last `sliding_window` of them), wherever their blocks lie. A row in a tree of drafts
-    sees the known tokens and its own path, in the order of positions: from the batch's
-    `path_slots`, not from the block table. Not thread-safe: a backend owns workspaces and
-    belongs to one model runner. Backends inherit the defaults here.
+    A row at position p of a sequence sees that sequence's keys at positions 0 … p (or the last `sliding_window` of
+    them), wherever their blocks are. A row in a tree of drafts sees the known tokens and its own path, in the order of
+    positions: from the batch's `path_slots`, not from the block table. Not thread-safe: a backend owns workspaces and
+    belongs to one model runner. Implementations inherit the defaults here.
     """
 
     name: str  # as in settings, such as "torch_sdpa"
     can_be_captured: bool = False
-    """Whether what it launches for a padded batch follows from the batch's bucket alone (see `step_graphs`)."""
+    """Whether its launches for a padded batch depend on the batch's bucket alone (see `step_graphs`)."""
 
     def plan(self, batch: InputBatch) -> InputBatch:
-        """Returns the batch with an `attention_plan`, or as it is where there is nothing to plan.
+        """Returns the batch with an `attention_plan`, or unchanged if there is nothing to plan.
 
-        A plan is made on the host. It goes to the device with the other fields, and is as long for every padded batch
-        of a bucket.
+        A plan is made on the host and uploaded with the other fields. All padded batches of a bucket have plans of one
+        length.
         """
         return batch
 
     def prepare(self, batch: InputBatch) -> Any:
-        """Returns what all layers of one forward share (indices, masks); it is passed to `attend` as `plan`.
+        """Returns what all layers of one forward share (indices, masks), which `attend` takes as `plan`.
 
-        It plans a batch that nobody has planned. `InputBatch.on` of the unplanned one is then a transfer of its own.
+        Plans the batch if that has not been done; `InputBatch.on` of the unplanned batch is then a separate transfer.
         """
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Any, value_cache: Any, slots: Tensor) -> None:
@@ -57,8 +56,8 @@ class AttentionBackend(Protocol):
         self,
         plan: Any,
         query: Tensor,  # [num_rows, num_heads, head_dim]
-        key_cache: Any,  # this layer's of PagedKVCache.keys, this forward's rows included
-        value_cache: Any,  # same, of PagedKVCache.values
+        key_cache: Any,  # this layer's entry of PagedKVCache.keys, with this forward's rows
+        value_cache: Any,  # same, in PagedKVCache.values
         options: AttentionOptions,
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim] in the query's dtype."""

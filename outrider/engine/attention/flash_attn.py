@@ -1,4 +1,4 @@
-"""Prompts by FlashAttention-2 (Dao 2023, arXiv 2307.08691), torch's own or the package's: float16 and bfloat16."""
+"""Prompt attention by FlashAttention-2 (Dao 2023, arXiv 2307.08691), of torch or the package: float16, bfloat16."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from outrider.engine.input_batch import InputBatch
 from outrider.engine.transfer import upload
 
 MIN_ROWS = 256
-"""Bound on the mean number of rows of a sequence. Copying a key takes about as long as attending to it with 80 rows, so
-with 256 or more the copy is the smaller part."""
+"""Least mean number of rows per sequence. Copying a key takes about as long as attending to it with 80 rows, so with
+256 or more the copy is the smaller part."""
 MAX_GATHERED_KEYS = 1 << 16
-"""Bound on the gathered keys of several sequences, for one layer: 0.27 GB with 8 heads of 128. One sequence may have as
-many as its window, with which a node is warmed up; many that share a prefix would take a multiple of the cache."""
+"""Most gathered keys of several sequences, for one layer: 0.27 GB with 8 heads of 128. One sequence may have as many as
+its window, with which a node is warmed up; many that share a prefix would take a multiple of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A batch of prompts, and where all of their keys are."""
+    """A batch of prompts, and the slots of all their keys."""
 
     query_start_loc: Tensor  # [num_seqs + 1] int32
     key_start_loc: Tensor  # [num_seqs + 1] int32, of the gathered keys
@@ -37,17 +37,18 @@ class _Plan:
 
 
 class FlashAttention(AttentionBackend):
-    """Prompt chunks by FlashAttention over gathered keys; everything else, draft trees too, by another backend.
+    """Computes prompt chunks with FlashAttention over gathered keys, and everything else, draft trees too, with another
+    backend.
 
-    FlashAttention follows block tables only where a block has a multiple of 256 tokens. So that blocks may have any
-    size, keys are laid side by side first, for each layer: some percent of the time of a long chunk.
+    FlashAttention follows block tables only if a block has a multiple of 256 tokens. To allow blocks of any size, keys
+    are gathered first, for each layer, which takes a few percent of the time of a long chunk.
     """
 
     def __init__(self, name: str, device: torch.device | str, steps: AttentionBackend) -> None:
         """Args:
-        name: "varlen_attn", which torch has from 2.11 on and cannot cap scores, or "flash_attn", the package.
+        name: "varlen_attn" (in torch from 2.11 on; no soft cap) or "flash_attn", the package.
         device: of the model.
-        steps: computes all that are no prompt chunks.
+        steps: the backend for everything except prompt chunks.
         """
         if name == "flash_attn":
             from flash_attn import flash_attn_varlen_func as compute
@@ -61,7 +62,7 @@ class FlashAttention(AttentionBackend):
         self._steps = steps
 
     def plan(self, batch: InputBatch) -> InputBatch:
-        """As AttentionBackend.plan, of the other backend: layers of any batch may be left to it."""
+        """Plans with the other backend, since layers of any batch may use it."""
         return self._steps.plan(batch)
 
     def prepare(self, batch: InputBatch) -> Any:
@@ -98,7 +99,7 @@ class FlashAttention(AttentionBackend):
         if (softcap is not None and "softcap" not in self._options) or head_dim > 256 or head_dim % 8:
             return self._steps.attend(plan.of_steps, query, key_cache, value_cache, options)
         window = -1 if options.sliding_window is None else options.sliding_window - 1
-        # torch wants to be told from 2.13 on that heads of keys are shared; before, it has no such argument.
+        # From 2.13 on torch needs a flag for shared key heads; earlier versions have no such argument.
         wanted = {"scale": scale, "softmax_scale": scale, "softcap": softcap or 0.0, "enable_gqa": True}
         return self._compute(
             query.contiguous(),
@@ -107,6 +108,6 @@ class FlashAttention(AttentionBackend):
             plan.key_start_loc,
             plan.max_num_rows,
             plan.max_seq_len,
-            window_size=(window, 0),  # from the last key on, where the last row of a sequence is
+            window_size=(window, 0),  # relative to the last key, that of a sequence's last row
             **{name: value for name, value in wanted.items() if name in self._options},
         )

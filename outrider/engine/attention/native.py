@@ -1,4 +1,4 @@
-"""Paged attention by the native CPU kernel: the same bits for a row whatever is in the batch."""
+"""Paged attention with the native CPU kernel: a row has the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Panels = npt.NDArray[np.uint8]
 
 
 def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions) -> Structure:
-    """Makes an OutriderAttention of `options` and of the shapes of the inputs of `NativeAttention.attend`."""
+    """Makes an OutriderAttention from `options` and the shapes of `NativeAttention.attend`'s inputs."""
     window, softcap = options.sliding_window or 0, options.softcap or 0.0
     return structures.OutriderAttention(
         query.shape[1], key_cache.shape[1], query.shape[2], window, options.scaling, softcap
@@ -30,7 +30,7 @@ def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions
 
 
 class NativeAttention(AttentionBackend):
-    """Keys and values are read where they lie, once for all rows of a sequence and the heads that share them."""
+    """Reads keys and values in place, once for all rows of a sequence and the heads that share them."""
 
     name = "native"
 
@@ -39,7 +39,7 @@ class NativeAttention(AttentionBackend):
         self._workspace = Workspace(kernels.library)
 
     def prepare(self, batch: InputBatch) -> tuple[Structure, InputBatch]:
-        """Returns the batch in the form that the kernel reads, and the batch itself, which owns the memory."""
+        """Returns the batch in the kernel's format, and the batch itself, which owns the memory."""
         return batch_struct(batch), batch
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Panels, value_cache: Panels, slots: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Paged attention from torch's own operations: runs everywhere, in every dtype, one sequence after the other."""
+"""Paged attention with torch's own operations: works everywhere, in every dtype, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _SequencePlan:
 
 
 class _Plan:
-    """A batch's plans, made once for each window that a layer asks for."""
+    """A batch's plans, made once for each window that a layer uses."""
 
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._batch = batch
@@ -66,7 +66,9 @@ class _Plan:
 
 
 class TorchSdpaAttention(AttentionBackend):
-    """Gathers the keys of each sequence, then torch's scaled_dot_product_attention, or its formula for a soft cap."""
+    """Gathers the keys of each sequence, then calls torch's scaled_dot_product_attention, or computes it with a soft
+    cap.
+    """
 
     name = "torch_sdpa"
 
@@ -74,7 +76,7 @@ class TorchSdpaAttention(AttentionBackend):
         self._device = torch.device(device)
 
     def prepare(self, batch: InputBatch) -> _Plan:
-        """Returns an empty plan. A layer's part is made when the first layer asks, since only it knows its window."""
+        """Returns an empty plan. The part for a window is made when the first layer with that window needs it."""
         return _Plan(batch, self._device)
 
     def attend(
@@ -95,9 +97,9 @@ class TorchSdpaAttention(AttentionBackend):
 def _attend(
     plan: _SequencePlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """The output of one sequence's rows: [num_rows, num_heads, head_dim].
+    """Returns the output of one sequence's rows: [num_rows, num_heads, head_dim].
 
-    KV heads are torch's batch, so keys are not copied.
+    KV heads are torch's batch dimension, so keys are not copied.
     """
     num_kv_heads = key_cache.shape[2]
     rows = query.unflatten(1, (num_kv_heads, -1)).permute(

@@ -22,13 +22,13 @@ LayerAttention = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions, Mappin
 """Computes every attention call of one forward; passed to the model as STEP_ARGUMENT.
 
 Takes the layer, its query [num_rows, num_heads, head_dim] and key [num_rows, num_kv_heads, head_dim], both rotated, its
-value as the key, the options, and whatever else the layer asked for. Returns [num_rows, num_heads, head_dim].
+value in the key's shape, the options, and the layer's other arguments. Returns [num_rows, num_heads, head_dim].
 """
 
 
 def register_attention() -> None:
-    """Makes ATTENTION_NAME known to transformers; idempotent."""
-    from transformers import AttentionInterface  # takes seconds, which a node with packed weights does not have
+    """Registers ATTENTION_NAME with transformers; idempotent."""
+    from transformers import AttentionInterface  # takes seconds, which a node with packed weights avoids
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
@@ -45,7 +45,7 @@ def _attention(  # noqa: PLR0917 the signature is transformers'
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention, in the signature of transformers' attention functions."""
+    """Computes one layer's attention, with the signature of transformers' attention functions."""
     attend: LayerAttention = kwargs.pop(STEP_ARGUMENT)
     options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     output = attend(

@@ -1,4 +1,4 @@
-"""Paged attention by our own Triton kernel: blocks of any size, read in place, the same bits for a row in any batch."""
+"""Paged attention with our Triton kernel: blocks of any size, read in place; a row has the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from outrider.engine.gpu_kernels.work_list import HEADER_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs of the kernel on a multiprocessor: as many as its registers hold."""
+"""Kernel programs per multiprocessor: as many as its registers hold."""
 MAX_MERGING_PROGRAMS = 64
-"""Bound on the programs that merge the tiles of a head."""
+"""Most programs that merge the tiles of a head."""
 MAX_BLOCK_BYTES = 16 << 10
-"""Bound on the bytes of a block's keys. Its values take as much, and with three stages 64 KiB of both are in shared
-memory."""
+"""Most bytes of a block's keys. Its values take as much, and with three stages 64 KiB of both are in shared memory."""
 
 
 _Plan = tuple[InputBatch, BatchFields[Tensor]]
@@ -24,7 +23,7 @@ _Plan = tuple[InputBatch, BatchFields[Tensor]]
 
 
 class TritonAttention(AttentionBackend):
-    """One launch for all rows of all sequences, and one that merges the tiles that were cut."""
+    """Attends in one launch for all rows of all sequences, and one that merges tiles that were split."""
 
     name = "triton"
     can_be_captured = True
@@ -38,7 +37,7 @@ class TritonAttention(AttentionBackend):
         tile: Tile | None = None,
         num_programs: int | None = None,
     ) -> None:
-        """`num_programs`: of the kernel. None: what the GPU runs at a time."""
+        """`num_programs`: programs of the kernel. None: as many as the GPU runs concurrently."""
         self._device = torch.device(device)
         if num_programs is None:
             processors = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -50,7 +49,7 @@ class TritonAttention(AttentionBackend):
         self._lists = WorkLists(self._tile, num_heads=num_heads, num_kv_heads=num_kv_heads, num_programs=num_programs)
 
     def plan(self, batch: InputBatch) -> InputBatch:
-        """As AttentionBackend.plan."""
+        """Implements AttentionBackend.plan."""
         if batch.arrays.attention_plan:
             return batch
         return batch.with_plan(self._lists.plan(batch))
@@ -62,7 +61,7 @@ class TritonAttention(AttentionBackend):
     def attend(
         self,
         plan: _Plan,
-        query: Tensor,  # [num_rows, num_heads, head_dim], any floating dtype, that of the caches
+        query: Tensor,  # [num_rows, num_heads, head_dim], in the caches' floating dtype
         key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], contiguous
         value_cache: Tensor,  # same
         options: AttentionOptions,
@@ -75,19 +74,19 @@ class TritonAttention(AttentionBackend):
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
         keys_per_block = min(tile.keys, max(16, MAX_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
         num_items, _, num_rows, num_merged = batch.arrays.attention_plan[:HEADER_INTS]
-        if batch.is_padded:  # then numbers are those of any batch of its shape
+        if batch.is_padded:  # uses the largest counts of any batch of its shape
             num_items, num_merged = self._lists.max_items(num_rows), num_rows
         num_partials = num_merged and self._lists.max_partials
         query = query.contiguous()
         output = torch.empty_like(query)
-        # Three tensors, not parts of one: a kernel is compiled for each alignment of its arguments that it meets.
+        # Three tensors instead of parts of one: a kernel is compiled anew for each alignment of its arguments.
         values = torch.empty((num_partials, num_heads, padded_dim), dtype=torch.float32, device=query.device)
         largest = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)
         totals = torch.empty_like(largest)
         heads_per_kv = num_heads // num_kv_heads
         window = options.sliding_window or 0
         splits = {"SPLIT_KEYS": tile.split_keys, "SPLITS_PER_SIZE": tile.splits_per_size, "HAS_WINDOW": window > 0}
-        with torch.cuda.device_of(query):  # where triton launches
+        with torch.cuda.device_of(query):  # triton launches on the current device
             attend[(min(num_items * self._lists.head_groups, self._num_programs),)](
                 query, key_cache, value_cache, output, values, largest, totals, fields.positions, fields.block_tables,
                 fields.path_starts, fields.path_slots, fields.attention_plan,

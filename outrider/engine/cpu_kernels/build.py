@@ -2,7 +2,7 @@
 
     python -m outrider.engine.cpu_kernels.build [--all]
 
-A node compiles what it lacks when it first starts; `make` and the container image spare it that.
+A node compiles missing libraries when it first starts; `make` and the container image do that in advance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.engine.cpu_kernels.library_cache import compiled_libraries, librar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 also without a compiler, as nodes then run torch's kernels; 1 for refused sources."""
+    """Returns the exit status: 0 also without a compiler, since nodes then use torch's kernels; 1 for bad sources."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="every instruction path, not only this processor's")
     if parser.parse_args(argv).all:

@@ -1,4 +1,4 @@
-"""The compiler of this machine, and everything that decides what it makes: sources and flags. Standard library only."""
+"""This machine's compiler, and the sources and flags that determine a library's content. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X86_PATHS: Mapping[str, tuple[str, ...]] = {
 }
 OTHER_PATHS: Mapping[str, tuple[str, ...]] = {"portable": ()}
 
-# No -ffast-math and no contraction: the same expression must round alike wherever it stands.
+# No -ffast-math and no contraction: an expression must round the same way wherever it is used.
 COMPILE_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -35,22 +35,22 @@ COMPILE_FLAGS = (
     "-pthread",
 )
 LINK_FLAGS = ("-shared", "-pthread")
-# A library that brings its own C++ runtime and shows nothing of it cannot meet another one in torch's process.
+# A library with its own hidden C++ runtime cannot conflict with another one in torch's process.
 EXPORTS = "exports.map"
 LINUX_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={EXPORTS}", "-Wl,-z,defs")
-WARNING_FLAGS = ("-Wall", "-Wextra")  # warnings are kept with the library: errors for developers, not for users
-# GCC 12 takes its own _mm512_undefined for a mistake wherever an intrinsic is inlined (GCC bug 105593), and tells
-# of an ABI that no caller sees, and of types that only one source sees, because a unit includes it.
+WARNING_FLAGS = ("-Wall", "-Wextra")  # kept with the library: errors for developers, not for users
+# GCC 12 warns about its own _mm512_undefined wherever an intrinsic is inlined (GCC bug 105593), about an ABI that no
+# caller sees, and about types local to a source, because a unit includes several.
 GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi", "-Wno-subobject-linkage")
 LONG_SOURCES = ("decoder.cpp", "linear.cpp", "paged_attention.cpp")
-"""They take about as long to compile as all others: the sources are compiled as two units, these and the others."""
+"""Sources that take about as long to compile as all others together: they form one unit, the others a second."""
 
 NO_COMPILER = "there is no C++ compiler"
-PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); }\n"  # what needs C++20 of the library
+PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); }\n"  # needs the C++20 library
 
 
 class CompileError(Exception):
-    """There is no library to be had: no compiler, or one that refuses a source; its output is the message."""
+    """Raised if no library can be compiled: there is no compiler, or it rejects a source; its output is the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,17 @@ class Compiler:
         return (*WARNING_FLAGS, *(() if "clang" in self.version else GCC_WARNING_FLAGS))
 
     def knows(self, flags: Sequence[str]) -> str:
-        """Empty, or the reason why these flags do not work in the folder of the sources."""
+        """Returns why these flags do not work in the folder of the sources, or an empty string."""
         command = [*self.command, *COMPILE_FLAGS, *flags, "-fsyntax-only", "-x", "c++", "-"]
         result = subprocess.run(command, cwd=SOURCE, input=PROBE, capture_output=True, text=True, check=False)
         return "" if result.returncode == 0 else f"{self.version}: {first_error(result.stderr)}"
 
     def compile(self, unit: str, arguments: Sequence[str]) -> str:
-        """As `run`, of a source's text."""
+        """Compiles a unit's text. Returns and raises what `run` does."""
         return self.run(["-c", "-x", "c++", "-", *arguments], unit)
 
     def run(self, arguments: Sequence[str], text: str = "") -> str:
-        """Runs in the folder of the sources; returns the warnings. Raises CompileError."""
+        """Runs the compiler in the folder of the sources and returns its warnings. Raises: CompileError if it fails."""
         command = [*self.command, *arguments]
         result = subprocess.run(command, cwd=SOURCE, input=text, capture_output=True, text=True, check=False)
         if result.returncode != 0:
@@ -82,7 +82,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler | None:
-    """$CXX and nothing else where it is set, otherwise c++, g++ or clang++; None where none of them runs."""
+    """Returns $CXX if it is set, otherwise c++, g++ or clang++; None if it, or all of them, do not run."""
     chosen = os.environ.get("CXX", "")
     for candidate in (chosen,) if chosen else ("c++", "g++", "clang++"):
         command = shlex.split(candidate)
@@ -95,19 +95,21 @@ def find_compiler() -> Compiler | None:
 
 
 def path_flags() -> Mapping[str, tuple[str, ...]]:
-    """The instruction paths of this kind of machine, with what each adds to the flags."""
+    """Returns this machine type's instruction paths, each with its additional flags."""
     return X86_PATHS if platform.machine() in X86_64 else OTHER_PATHS
 
 
 def source_units() -> list[str]:
-    """What is compiled: texts that include several sources each, so that common headers are read only twice."""
+    """Returns the units to compile: texts that include several sources each, so that common headers are read only
+    twice.
+    """
     names = sorted(path.name for path in SOURCE.glob("*.cpp"))
     units = ([name for name in names if (name in LONG_SOURCES) is are_long] for are_long in (True, False))
     return ["".join(f'#include "{name}"\n' for name in unit) for unit in units if unit]
 
 
 def source_hash(inputs: Sequence[Path] = ()) -> str:
-    """SHA-256 in hexadecimal over everything that libraries are made of: sources, this module, and further `inputs`."""
+    """Returns the SHA-256 in hexadecimal over all inputs of a library: sources, this module, and further `inputs`."""
     sources = [path for path in SOURCE.iterdir() if path.suffix in SOURCE_SUFFIXES]
     digest = hashlib.sha256()
     for path in (Path(__file__), *sorted(sources), *sorted(inputs)):
@@ -117,7 +119,7 @@ def source_hash(inputs: Sequence[Path] = ()) -> str:
 
 
 def no_compiler() -> str:
-    """The reason, for people."""
+    """Returns the reason as shown to users."""
     return f"{NO_COMPILER} (CXX={chosen})" if (chosen := os.environ.get("CXX", "")) else NO_COMPILER
 
 

@@ -1,7 +1,6 @@
 """A whole decoder in one native call, for models in the shape of Llama, Mistral, Qwen2 and Qwen3.
 
-Whether the result is the same model is checked by whoever packs its weights, on logits (see
-outrider.model_hub.support).
+The caller that packs the weights compares the logits with the original model's (see outrider.model_hub.support).
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ Logits = npt.NDArray[np.float32]
 
 
 class NativeDecoder:
-    """The forward of a whole model over our paged cache. Steps keep theirs in a workspace."""
+    """The forward pass of a whole model over our paged cache. A step's state is in a workspace."""
 
     def __init__(self, kernels: CpuKernels, weights: DecoderWeights) -> None:
-        """`weights` are packed for the path of `kernels`."""
+        """`weights` must be packed for the path of `kernels`."""
         self.kernels = kernels
-        self.weights = weights  # keeps what the structures point to
+        self.weights = weights  # keeps the structures' memory alive
         shape = weights.shape
         self._layers = (structures.OutriderLayer * shape.num_layers)(
             *(_layer(weights, index) for index in range(shape.num_layers))
@@ -59,13 +58,13 @@ def _layer(weights: DecoderWeights, index: int) -> ctypes.Structure:
 
 
 class NativeStep(ModelRunner):
-    """Forwards of one runner: its workspace, and where its cache lies. Not thread-safe."""
+    """A runner for one workspace and one cache. Not thread-safe."""
 
     attention_name = "native"
 
     def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
-        """`kv_cache` was made for these kernels. `features`: made of each row, and kept in their plane of the cache."""
-        self._decoder = decoder  # keeps what its structure points to
+        """`kv_cache` must be made for these kernels. `features`: written for each row to their plane of the cache."""
+        self._decoder = decoder  # keeps the structure's memory alive
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
         self._functions = decoder.kernels.library.functions
@@ -73,7 +72,7 @@ class NativeStep(ModelRunner):
         self._workspace = Workspace(decoder.kernels.library)
         self.phases = self._workspace
         pointers = ctypes.c_void_p * struct.num_layers
-        if isinstance(kv_cache.keys, tuple):  # of tensors, for torch
+        if isinstance(kv_cache.keys, tuple):  # tensors for torch
             raise InternalError("a native decoder needs a KV cache that was made for its kernels")
         self._keys = pointers(*(keys.ctypes.data for keys in kv_cache.keys))
         self._values = pointers(*(values.ctypes.data for values in kv_cache.values))
@@ -83,11 +82,11 @@ class NativeStep(ModelRunner):
                 from outrider.engine.cpu_kernels.decoder_packing import pack_reduction  # imports torch
 
                 features = pack_reduction(decoder.kernels, features, decoder.weights.shape.element_type)
-            self._reduction = features  # keeps what is pointed to
+            self._reduction = features  # keeps the structure's memory alive
             self._features = features.struct(kv_cache.layers(features.plane_name)[0])
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Logits:
-        """As ModelRunner.forward: [num_logits, vocab_size]."""
+        """Implements ModelRunner.forward: returns [num_logits, vocab_size]."""
         struct = batch_struct(batch)
         if on_layer_done is None:
             self._run_layers(struct, 0, self._struct.num_layers)
@@ -102,10 +101,11 @@ class NativeStep(ModelRunner):
     def draft(
         self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int
     ) -> tuple[Words, Logits]:
-        """Of a drafter head, whose rows are fed with `features` [num_rows, hidden_size] beside their tokens.
+        """Runs a drafter head, whose rows are fed with `features` [num_rows, hidden_size] in addition to their tokens.
 
-        `target_ids` [own vocab_size] int64: where its logits belong among `vocab_size`; None: all, in order. Returns
-        (own hidden states [num_logits, hidden_size], logits [num_logits, vocab_size] float32, -inf where it has none).
+        `target_ids` [own vocab_size] int64: the indices of its logits among `vocab_size`; None: all, in order. Returns
+        (own hidden states [num_logits, hidden_size], logits [num_logits, vocab_size] float32, -inf for ids without
+        one).
         """
         struct = batch_struct(batch)
         features = np.ascontiguousarray(features)
@@ -150,7 +150,7 @@ class NativeStep(ModelRunner):
 
 
 def batch_struct(batch: InputBatch) -> ctypes.Structure:
-    """An OutriderBatch. Points to the batch's memory, which must outlive it; nothing keeps it alive but the batch."""
+    """Returns an OutriderBatch that points to the batch's memory; the caller must keep the batch alive."""
     arrays = batch.arrays
     return structures.OutriderBatch(
         batch.num_rows,

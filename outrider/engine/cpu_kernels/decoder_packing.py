@@ -1,4 +1,4 @@
-"""From a loaded transformers model, or from a head, to the weights of a native decoder."""
+"""Packs a loaded transformers model, or a head, into the weights of a native decoder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _COMPARED_POSITIONS = 64
 _ALLOWED_ANGLE = 2.5e-7
-"""For each position: two units in the last place of a frequency."""
+"""Allowed angle difference per position: two units in the last place of a frequency."""
 
 
 def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]) -> str:
-    """What keeps a model, to whose layers the kernels apply, from being run as one native call; empty: nothing."""
+    """Returns why a model whose layers the kernels can compute cannot run as one native call, or an empty string."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
         return f"{config.model_type} is not in the shape of Llama"
@@ -54,7 +54,7 @@ def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[Att
 
 
 def _is_strange(module: nn.Module) -> bool:
-    """A quantizer's layer in the place of a linear one: it has features in and out, and its weights are not for us."""
+    """Returns whether a quantizer replaced a linear layer: it has in and out features, but unsupported weights."""
     if type(module) is nn.Linear:
         return module.weight.dtype not in ELEMENT_TYPES
     return isinstance(module, nn.Linear) or hasattr(module, "in_features")
@@ -68,16 +68,16 @@ def pack_decoder(
     *,
     quantise: bool = False,
 ) -> DecoderWeights:
-    """Takes the weights out of `model`, which cannot compute any more afterwards.
+    """Moves the weights out of `model`, which cannot compute afterwards.
 
-    Each is packed and dropped in turn, so that a model is in memory once.
+    Each is packed and dropped in turn, so that the model is in memory only once.
 
     Args:
-        kernels: for whose path the weights are packed.
-        model: on the CPU, for which `why_not_native` is empty.
-        spec: of the model.
-        layers: what each layer asks of attention.
-        quantise: keep linear layers, the output layer too, as int8 (lossy).
+        kernels: the weights are packed for their path.
+        model: on the CPU; `why_not_native` must be empty for it.
+        spec: sizes of the model.
+        layers: each layer's attention options.
+        quantise: whether to store linear layers, including the output layer, as int8 (lossy).
     """
     packing = DecoderPacking(kernels, quantise=quantise)
     base: Any = model.base_model
@@ -113,7 +113,7 @@ def pack_decoder(
 
 
 def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: ElementType) -> PackedReduction:
-    """Of a FeatureReduction. `element_type`: of the model, to which taps and projection are rounded."""
+    """Packs a FeatureReduction. `element_type`: the model's, to which taps and projection are rounded."""
     assert isinstance(reduction, FeatureReduction)
     packing = DecoderPacking(kernels)
     for name in ("tap_norms", "norm"):
@@ -127,17 +127,20 @@ def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: El
 
 
 def _frequencies(rotary: Any) -> Floats:
-    """[head_dim / 2]: by our own arithmetic where the model has the usual ones."""
+    """Returns [head_dim / 2], computed by our own arithmetic if the model has the usual frequencies."""
     frequencies: Floats = rotary.inv_freq.float().numpy()
     if rotary.rope_type == "default":
         own = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], 2 * len(frequencies))
-        if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model means something else by it
+        if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model defines it differently
             return own
     return frequencies
 
 
 def _compare_with_own(rotary: Any, cosines: Floats, sines: Floats) -> None:
-    """Each [num_positions, head_dim / 2]. Raises: ModelError where the model's own differ, at its far positions too."""
+    """Compares cosines and sines [num_positions, head_dim / 2] with the model's own, up to its last positions.
+
+    Raises: ModelError if they differ.
+    """
     num_positions, half = cosines.shape
     positions = torch.linspace(0, num_positions - 1, _COMPARED_POSITIONS).long()
     for ours, theirs in zip((cosines, sines), rotary(torch.empty(1), positions.unsqueeze(0)), strict=True):

@@ -1,4 +1,4 @@
-"""Weights of a decoder, and of a head's reduction, as the kernels read them: sizes, and bytes by name. Torch-free."""
+"""Weights of a decoder, and of a head's reduction, in the kernels' format: sizes, and bytes by name. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.feature_spec import FeatureSpec
 
 PACKED, BIAS, SCALES = "packed", "bias", "scales"
-"""The last part of a blob's name, after that of its matrix."""
+"""The last part of a blob's name, after its matrix's name."""
 LAYER_NORMS = ("input_norm", "post_attention_norm", "query_norm", "key_norm")
 LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Of config.json: the architectures in the shape of Llama."""
+"""Model types in config.json with the shape of Llama."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +34,16 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     scaling: float  # multiplies query · key
-    epsilon: float  # of the norms
-    element_type: ElementType  # of activations, embedding, and weights that are not int8
+    epsilon: float  # added to the norms' mean square
+    element_type: ElementType  # type of activations, embedding, and weights that are not int8
     sliding_windows: tuple[int, ...]  # by layer; 0: none
     matrix_sizes: Mapping[str, tuple[int, int]]  # by name: (out_features, in_features)
-    begins_normalised: bool = False  # of a drafter head, as what follows: see OutriderDecoder
+    begins_normalised: bool = False  # for drafter heads, like the next: see OutriderDecoder
     keeps_normalised: bool = False
 
     @classmethod
     def of_json(cls, shape: Mapping[str, Any]) -> DecoderShape:
-        """What `asdict` gave, from a file."""
+        """Restores a shape from the JSON of its `asdict`."""
         sizes = {name: tuple(sizes) for name, sizes in shape["matrix_sizes"].items()}
         types = {"element_type": ElementType(shape["element_type"]), "sliding_windows": tuple(shape["sliding_windows"])}
         return cls(**{**shape, **types, "matrix_sizes": sizes})
@@ -51,48 +51,47 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """What `pack_decoder` makes of a model, in this process's memory or mapped from a file.
+    """A model packed by `pack_decoder`, in this process's memory or mapped from a file.
 
-    Names: "cosines", "sines", "embedding" (where the output layer does not share it),
-    "final_norm", "head.packed"; of layer 3, "3.input_norm", "3.post_attention_norm",
-    "3.query_norm", "3.key_norm", and of its matrices qkv, output, gate_up and down
-    "3.qkv.packed", "3.qkv.bias", "3.qkv.scales"; of a drafter head, "feature_norm" and
-    "target_ids". What a model does not have is not there.
+    Names: "cosines", "sines", "embedding" (unless the output layer shares it), "final_norm", "head.packed"; for layer
+    3, "3.input_norm", "3.post_attention_norm", "3.query_norm", "3.key_norm", and for its matrices qkv, output, gate_up
+    and down "3.qkv.packed", "3.qkv.bias", "3.qkv.scales"; for a drafter head, "feature_norm" and "target_ids". Weights
+    that a model does not have are absent.
     """
 
     shape: DecoderShape
     blobs: Mapping[str, np.ndarray]  # each [num_bytes] uint8, aligned to 64 bytes or more
 
     def address(self, name: str) -> int | None:
-        """Of a blob; None where the model has none of that name."""
+        """Returns a blob's address, or None if there is none of that name."""
         return address_of(self.blobs.get(name))
 
     def matrix(self, name: str) -> Structure:
-        """An OutriderMatrix. Points to blobs, which it does not keep alive."""
+        """Returns an OutriderMatrix, which points to blobs but does not keep them alive."""
         return _matrix(self.blobs, name, self.shape.matrix_sizes[name], self.shape.element_type)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedReduction(FeatureSpec):
-    """What `pack_reduction` makes of a head's reduction of hidden states to features. Its blobs may be among others.
+    """A head's reduction of hidden states to features, packed by `pack_reduction`. Other blobs may be among its own.
 
     Names: "reduction.tap_norms" and "reduction.norm" in float32, "reduction.projection.packed",
-    "reduction.projection.bias". What it has not is not there.
+    "reduction.projection.bias". Tensors that it does not have are absent.
     """
 
-    element_type: ElementType  # of hidden states, features and projection
-    blobs: Mapping[str, np.ndarray]  # as DecoderWeights'
+    element_type: ElementType  # type of hidden states, features and projection
+    blobs: Mapping[str, np.ndarray]  # as in DecoderWeights
 
     @property
     def projection(self) -> Structure:
-        """An OutriderMatrix. Points to blobs, which it does not keep alive; without `packed` where there is none."""
+        """An OutriderMatrix, which does not keep its blobs alive; `packed` is null if there is no projection."""
         sizes = (self.width, len(self.taps) * self.hidden_size)
         return _matrix(self.blobs, "reduction.projection", sizes, self.element_type)
 
     def struct(self, plane: np.ndarray) -> Structure:
-        """An OutriderFeatures, for decoder steps that write to `plane` [num_blocks, block_size, 1, width].
+        """Returns an OutriderFeatures for decoder steps that write to `plane` [num_blocks, block_size, 1, width].
 
-        Points to the plane, and to memory of this reduction; keeps neither alive.
+        It points to the plane and to memory of this reduction, but keeps neither alive.
         """
         return structures.OutriderFeatures(
             len(self.taps),

@@ -1,4 +1,4 @@
-"""Whether dot product instructions are worth using on this processor, by measuring. Torch-free."""
+"""Measures whether dot product instructions are worth using on this processor. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary, Workspace
 
-NUM_ROWS, NUM_FEATURES = 48, 256  # all in the cache of one core: what memory does is no matter
+NUM_ROWS, NUM_FEATURES = 48, 256  # all in the cache of one core, so that memory does not matter
 TURNS = 51
-WIDENING = 1.1  # multiply-adds of bfloat16 take a tenth more than those of float32: weights are widened first
+WIDENING = 1.1  # bfloat16 multiply-adds take a tenth longer than float32's: weights are widened first
 
 
 def multiply_adds_are_faster(file: Path, processor: str) -> bool:
-    """Whether bfloat16 takes less time by multiply-adds, as this library multiplies float32, than by its dot products.
+    """Returns whether bfloat16 is faster with multiply-adds, as this library multiplies float32, than with dot
+    products.
 
-    An instruction of AVX512-BF16 does the work of two multiply-adds as wide. Of a thread's, some processors start two
-    in a cycle, others one in two cycles, in which they do four multiply-adds. Takes ten milliseconds: what was measured
-    while a processor was free is kept beside the library where that can be written, so that later starts choose alike.
+    An AVX512-BF16 instruction does the work of two multiply-adds of equal width. Per thread, some processors start two
+    of them in a cycle, others one in two cycles, in which they do four multiply-adds. Measuring takes ten milliseconds.
+    A result measured on an idle processor is stored next to the library if possible, so that later starts choose alike.
 
     Args:
         file: the library.
-        processor: its name, by which that is kept; an image may be measured on one and start on another.
+        processor: its name, under which the result is stored; an image may be measured on one and start on another.
     """
     kept = file.with_name(f"multiply-adds-{processor}")
     try:
         ratio = float(kept.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         ratio = _dot_product_ratio(KernelLibrary(file))
-        with contextlib.suppress(OSError):  # a folder that this user may only read
+        with contextlib.suppress(OSError):  # this user may only read the folder
             if os.getloadavg()[0] < (os.cpu_count() or 1):
                 kept.write_text(f"{ratio:.3f}\n", encoding="utf-8")
     return ratio > WIDENING
 
 
 def _dot_product_ratio(library: KernelLibrary) -> float:
-    """The time of a product in bfloat16 over that in float32, in the thread's own time: the shortest of each, in turns.
+    """Returns the time of a bfloat16 product over a float32 one, in the thread's CPU time: the minimum of each, in
+    turns.
 
-    Another program on a core that shares its multipliers slows the type that keeps them busier, multiply-adds.
+    Another program on a core that shares its multipliers slows the type that uses them more: multiply-adds.
     """
     products = [_product(library, dtype) for dtype in (ElementType.BFLOAT16, ElementType.FLOAT32)]
     turns = [[timeit(product, timer=thread_time, number=1) for product in products] for _ in range(TURNS)]
@@ -53,13 +55,13 @@ def _dot_product_ratio(library: KernelLibrary) -> float:
 
 
 def _product(library: KernelLibrary, dtype: ElementType) -> Callable[[], object]:
-    """A function that computes one product of zeros, in one thread."""
+    """Returns a function that computes one product of zeros, in one thread."""
     kernels, workspace = CpuKernels(library, 1), Workspace(library)
     packed = create_string_buffer(library.functions.outrider_packed_size(dtype, NUM_FEATURES, NUM_FEATURES))
     matrix = structures.OutriderMatrix(addressof(packed), None, None, NUM_FEATURES, NUM_FEATURES, dtype)
     x, y = (create_string_buffer(NUM_ROWS * NUM_FEATURES * 4) for _ in range(2))
 
-    def multiply(_held: object = packed) -> None:  # `matrix` has its address only
+    def multiply(_held: object = packed) -> None:  # `matrix` has only its address
         library.functions.outrider_linear(kernels.team, workspace.handle, dtype, x, NUM_ROWS, byref(matrix), y)
 
     return multiply

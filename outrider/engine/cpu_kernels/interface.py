@@ -1,7 +1,7 @@
-"""The kernels' C interface for ctypes, as its headers declare it: structures and signatures. Torch-free.
+"""The kernels' C interface for ctypes, parsed from its headers: structures and signatures. Torch-free.
 
-It understands what `source/api.h` and `source/sampler_api.h` consist of: numbers of a known size, pointers, structures
-that begin a line and are declared before others contain them, and functions.
+The parser understands what `source/api.h` and `source/sampler_api.h` consist of: numbers of known size, pointers,
+structures that begin a line and are declared before others contain them, and functions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CODE = re.sub(r"//.*|\bconst\b", "", _HEADERS)
 
 
 class _Status(ctypes.c_int32):
-    """0, or the errno of what went wrong."""
+    """0, or an errno."""
 
 
 _TYPES: dict[str, Any] = {
@@ -39,16 +39,21 @@ _TYPES: dict[str, Any] = {
 
 
 def _type_of(kind: str) -> Any:
-    """Pointers are addresses, but for arguments that point to our structures (see `_signatures`)."""
+    """Returns the ctypes type. Pointers are addresses, except arguments that point to our structures (see
+    `_signatures`).
+    """
     return _TYPES.get(kind, ctypes.c_void_p) if kind.endswith("*") else _TYPES[kind]
 
 
 def _declarations(text: str, separator: str) -> Iterator[tuple[str, str]]:
-    """(name, kind) of each field or argument; kinds are without spaces: "OutriderBatch*". Raises: ValueError."""
+    """Yields (name, kind) of each field or argument; kinds have no spaces: "OutriderBatch*".
+
+    Raises: ValueError if a declaration cannot be parsed.
+    """
     for declaration in map(str.strip, text.split(separator)):
-        if declaration not in ("", "void"):  # what is behind the last field, and no arguments
+        if declaration not in ("", "void"):  # the text after the last field, and an empty argument list
             match = re.fullmatch(r"([\w\s*]*[\s*])(\w+)", declaration)
-            if match is None:  # left out, it would move the others
+            if match is None:  # omitting it would shift the others
                 raise ValueError(f"not understood in the headers of the native kernels: {declaration}")
             yield match[2], "".join(match[1].split())
 
@@ -62,7 +67,7 @@ def _structures() -> dict[str, type[ctypes.Structure]]:
 
 
 def _signatures() -> dict[str, tuple[Any, list[Any]]]:
-    """By name of a function the types of its result and of its arguments."""
+    """Returns, by function name, the types of the result and of the arguments."""
     pointers = {f"{name}*": ctypes.POINTER(structure) for name, structure in vars(structures).items()}
     found = {}
     for result, name, text in re.findall(
@@ -74,17 +79,17 @@ def _signatures() -> dict[str, tuple[Any, list[Any]]]:
 
 
 structures: Any = SimpleNamespace(**_structures())
-"""By their names in C. A pointer in one is an address, of memory that it does not keep alive."""
+"""The structures by their C names. A pointer in one is an address, whose memory it does not keep alive."""
 SIGNATURES = _signatures()
 
 
 def address_of(values: np.ndarray | None) -> int | None:
-    """Where the numbers of a contiguous array lie; None for None."""
+    """Returns the address of a contiguous array's data; None for None."""
     return None if values is None else values.ctypes.data
 
 
 def declare(functions: ctypes.CDLL) -> None:
-    """Calls are checked by signature from here on, and raise MemoryError for a status that is not 0."""
+    """Sets the functions' signatures, so that calls are checked and raise MemoryError for a status other than 0."""
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments

@@ -1,4 +1,4 @@
-"""What computes in a process: one library, by one team of threads. Torch-free."""
+"""The CPU kernels of a process: one library and one team of threads. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 
 
 class CpuKernels:
-    """A loaded library and a team that computes with it: the caller, and other threads, which sleep between jobs.
+    """A loaded library and the team that computes with it: the caller, and other threads, which sleep between jobs.
 
     One job at a time: it belongs to the thread that runs the engine.
     """
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
-        """`num_threads`: with the caller. Raises MemoryError when the system gives the process no more threads."""
+        """`num_threads`: including the caller's. Raises: MemoryError if the system allows no more threads."""
         self.library = library
         self.num_threads = num_threads
         self.team: int = library.functions.outrider_team_create(num_threads)
@@ -25,7 +25,7 @@ class CpuKernels:
         free_with(self, library.functions.outrider_team_free, self.team)
 
     def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> CachePlane:
-        """See `PlaneMaker`: keys and values in panels."""
+        """Implements `PlaneMaker`; keys and values are in panels."""
         if plane.is_feature:
             return ArrayPlane(plane, num_blocks=num_blocks, block_size=block_size)
         return PanelPlane(self.library, plane, num_blocks=num_blocks, block_size=block_size)

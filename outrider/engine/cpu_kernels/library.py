@@ -1,7 +1,7 @@
 """A loaded library of kernels, and the scratch memory of its callers. Torch-free.
 
-One library for each instruction path has been built; a process loads one of them (paths.py
-chooses). Calls release Python's lock unless they are told to hold it.
+One library is built for each instruction path; a process loads one of them (paths.py chooses). Calls release Python's
+lock unless made through `functions_holding_lock`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from outrider.engine.step_clock import ForwardPhases
 
 
 class ElementType(IntEnum):
-    """Of weights, activations, keys and values."""
+    """The type of weights, activations, keys and values."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
-    INT8 = 2  # of weights; their products round activations too
+    INT8 = 2  # weights only; their products round activations too
 
 
 class KernelLibrary:
     """A loaded library. `functions.outrider_…` are its C functions, checked by signature.
 
-    Those that compute raise MemoryError when scratch memory cannot be had.
+    Functions that compute raise MemoryError if scratch memory cannot be allocated.
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises OSError when the file cannot be loaded."""
+        """Raises: OSError if the file cannot be loaded."""
         self.file = file
         self.functions = ctypes.CDLL(str(file))
-        handle = self.functions._handle  # noqa: SLF001 documented: only its name keeps clear of functions'
+        handle = self.functions._handle  # noqa: SLF001 documented; the underscore only avoids clashes with functions
         self.functions_holding_lock = ctypes.PyDLL(str(file), handle=handle)
-        """The same without giving up Python's lock, for calls that are over in no time."""
+        """The same functions, called without releasing Python's lock, for very short calls."""
         for functions in (self.functions, self.functions_holding_lock):
             declare(functions)
         self.path: str = self.functions.outrider_path().decode()
@@ -44,16 +44,18 @@ class KernelLibrary:
 
 
 def free_with(owner: object, free: Callable[[int], object], handle: int) -> None:
-    """Frees what the handle stands for when its owner is gone. Not when the process ends: a thread may use it still."""
+    """Frees the handle when its owner is collected, but not at process exit: a thread may still use it."""
     weakref.finalize(owner, free, handle).atexit = False
 
 
 STEP_PHASES = ("linear", "attention", "norm", "rope", "head")
-"""By OutriderPhase: what a native decoder's step spends its time on."""
+"""The phases of a native decoder's step, indexed by OutriderPhase."""
 
 
 class Workspace(ForwardPhases):
-    """Scratch memory of one runner; grows to its largest step. A native decoder counts the time of its steps there."""
+    """Scratch memory of one runner, which grows to its largest step. It also records the times of a native decoder's
+    steps.
+    """
 
     def __init__(self, library: KernelLibrary) -> None:
         self._functions = library.functions
@@ -70,7 +72,7 @@ class Workspace(ForwardPhases):
         self._functions.outrider_workspace_measure(self.handle, 0)
 
     def take(self) -> dict[str, int]:
-        """By name of STEP_PHASES."""
+        """Returns nanoseconds by name in STEP_PHASES."""
         spent = (ctypes.c_int64 * len(STEP_PHASES))()
         self._functions.outrider_workspace_take_times(self.handle, spent)
         return dict(zip(STEP_PHASES, spent, strict=True))

@@ -1,4 +1,4 @@
-"""Compiled libraries in the user's cache, by a hash of everything that they are made of. Standard library only.
+"""Compiled libraries in the user's cache, keyed by a hash of all their inputs. Standard library only.
 
 Each is a folder, complete or absent: the library, its SHA-256 and the compiler's warnings.
 """
@@ -33,7 +33,7 @@ from outrider.engine.cpu_kernels.compiler import (
 from outrider.progress import Progress, no_progress
 
 LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
-"""Names the folder of compiled libraries, in place of `kernels` in the user's cache."""
+"""Environment variable with the folder of compiled libraries, instead of `kernels` in the user's cache."""
 
 CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
 LOCK_SECONDS = 3600.0
@@ -46,7 +46,9 @@ def libraries_directory() -> Path:
 
 
 def compiled_library(path: str, progress: Progress = no_progress) -> Path:
-    """Returns the library of one instruction path. Raises as `compiled_libraries`, or CompileError for the path."""
+    """Returns the library of one instruction path. Raises: what `compiled_libraries` raises, or CompileError for the
+    path.
+    """
     libraries, left_out = compiled_libraries({path: path_flags()[path]}, progress=progress)
     if path in left_out:
         raise CompileError(left_out[path])
@@ -56,19 +58,19 @@ def compiled_library(path: str, progress: Progress = no_progress) -> Path:
 def compiled_libraries(
     paths: Mapping[str, tuple[str, ...]], *, inputs: Sequence[Path] = (), progress: Progress = no_progress
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Returns the libraries of `paths`, and by path why others are left out. Compiles what the cache lacks.
+    """Returns the libraries of `paths`, and by path why others are omitted. Compiles what the cache lacks.
 
-    The first process that needs a library compiles it; the others wait. What is in the cache needs neither a compiler
-    nor permission to write.
+    The first process that needs a library compiles it; the others wait. A cached library needs neither a compiler nor
+    write permission.
 
     Args:
-        paths: by name the flags that each adds.
+        paths: each path's additional flags, by name.
         inputs: files that those flags name, such as headers.
-        progress: of stage "kernels", in compiled units; of none while another process compiles.
+        progress: receives stage "kernels" in compiled units; zeros while another process compiles.
 
     Raises:
-        CompileError: where there is no compiler, or it refuses a source.
-        OSError: where the cache cannot be written.
+        CompileError: if there is no compiler, or it rejects a source.
+        OSError: if the cache cannot be written.
     """
     folder = libraries_directory()
     entries = {path: folder / f"{path}-{_key(flags, inputs)}" for path, flags in paths.items()}
@@ -80,7 +82,7 @@ def compiled_libraries(
         with locked(folder / "lock", while_waiting=lambda: progress("kernels", 0, 0), seconds=LOCK_SECONDS):
             missing = [path for path in missing if not _is_intact(entries[path])]
             left_out = {path: reason for path in missing if (reason := compiler.knows(paths[path]))}
-            for leftover in folder.glob("objects-*"):  # of processes that were killed
+            for leftover in folder.glob("objects-*"):  # left by killed processes
                 shutil.rmtree(leftover, ignore_errors=True)
             remove_unused(path for path in folder.iterdir() if path.is_dir())
             _compile(compiler, {path: paths[path] for path in missing if path not in left_out}, entries, progress)
@@ -88,7 +90,7 @@ def compiled_libraries(
 
 
 def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:
-    """Hashes sources, flags and kind of machine. Another compiler makes the same library of them."""
+    """Returns a hash of sources, flags and machine type. The compiler is not part of it: any makes the same library."""
     parts = (source_hash(inputs), flags, platform.machine(), platform.libc_ver())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -99,7 +101,7 @@ def _compile(
     entries: Mapping[str, Path],
     progress: Progress,
 ) -> None:
-    """Compiles `wanted`, by path its flags, into its folders of `entries`, each complete or absent."""
+    """Compiles `wanted` (flags by path) into its folders of `entries`, each complete or absent."""
     if not wanted:
         return
     units = source_units()
@@ -122,7 +124,7 @@ def _compile(
                 job.result()
                 progress("kernels", num_done, len(all_jobs))
         except CompileError:
-            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would be for nothing
+            pool.shutdown(wait=False, cancel_futures=True)  # cancels jobs that have not begun
             raise
         for path in wanted:
             unfinished = Path(name, path)
@@ -134,12 +136,12 @@ def _compile(
                 "warnings": "".join([*(job.result() for job in jobs[path]), linking]),
             }
             (unfinished / CACHED_ENTRY).write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
-            shutil.rmtree(entries[path], ignore_errors=True)  # a damaged one
+            shutil.rmtree(entries[path], ignore_errors=True)  # a damaged entry
             unfinished.rename(entries[path])
 
 
 def _is_intact(folder: Path) -> bool:
-    """Returns whether there is a library that is not damaged, and marks it as used."""
+    """Returns whether there is an undamaged library, and marks it as used."""
     try:
         sha256 = json.loads((folder / CACHED_ENTRY).read_text(encoding="utf-8"))["sha256"]
         if hashlib.sha256((folder / CACHED_LIBRARY).read_bytes()).hexdigest() != sha256:

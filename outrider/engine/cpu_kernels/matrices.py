@@ -1,4 +1,4 @@
-"""Weights in the layout of the kernels, in memory made of huge pages where the system has them. Torch-free.
+"""Weights in the kernels' layout, in huge pages if the system has them. Torch-free.
 
 Plain weights are `Words`: float32 as numpy has it, bfloat16 as uint16.
 """
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 WORD_TYPES = {np.dtype(np.float32): ElementType.FLOAT32, np.dtype(np.uint16): ElementType.BFLOAT16}
 PANEL = 16
-"""Output features of a panel: what interleaved halves alternate by."""
+"""Output features of a panel, the unit in which interleaved halves alternate."""
 
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 4096
@@ -39,9 +39,9 @@ class PlainLinear:
 
 
 class WeightArena:
-    """Memory for many matrices, taken from the system in chunks large enough for huge pages.
+    """Memory for many matrices, allocated in chunks large enough for huge pages.
 
-    A chunk's untouched rest costs address space only.
+    The unused part of a chunk costs address space only.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class WeightArena:
         self._used = 0
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """[num_bytes] uint8 of zeros; keeps its chunk alive."""
+        """Allocates [num_bytes] uint8 of zeros, which keeps its chunk alive."""
         if self._used + num_bytes > self._chunk.size:
             size = -(-max(num_bytes, _CHUNK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = mmap.mmap(-1, size)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without them
+                with contextlib.suppress(OSError):  # the system has no huge pages
                     memory.madvise(mmap.MADV_HUGEPAGE)
             self._chunk = np.frombuffer(memory, dtype=np.uint8)
             self._used = 0
@@ -75,14 +75,14 @@ class PackedMatrix:
         interleave: bool = False,
         quantise: bool = False,
     ) -> None:
-        """Several linear layers become one matrix, computed at once.
+        """Packs several linear layers into one matrix, computed at once.
 
         Args:
             kernels: pack and later multiply.
-            arena: where the packed weights lie.
-            linears: of the same input and one type.
-            interleave: two of them, gate and up, whose panels alternate.
-            quantise: keep weights as int8 with one scale for each output feature, and multiply with int8 rows (lossy).
+            arena: allocates the packed weights.
+            linears: with the same input and type.
+            interleave: for two layers, gate and up, whose panels alternate.
+            quantise: store weights as int8 with one scale per output feature, and multiply with int8 rows (lossy).
         """
         self._functions = kernels.library.functions
         self.in_features = linears[0].weight.shape[1]
@@ -122,24 +122,24 @@ class PackedMatrix:
         )
 
     def row(self, index: int) -> Floats:
-        """One row of W as it was packed: [in_features]."""
+        """Returns one row of W as packed: [in_features]."""
         plain = np.empty(self.in_features, np.float32)
         self._functions.outrider_unpack_row(ctypes.byref(self.struct), index, plain.ctypes.data)
         return plain
 
 
 def to_float32(words: Words) -> Floats:
-    """The same numbers."""
+    """Converts the words to float32, exactly."""
     return words if words.dtype == np.float32 else from_bfloat16(words)
 
 
 def quantise_rows(weight: Words) -> tuple[npt.NDArray[np.int8], Floats]:
-    """Symmetric int8 for each row: [n, k] → ([n, k] int8, [n] float32 scales). The largest becomes ±127."""
+    """Quantises each row to symmetric int8: [n, k] → ([n, k] int8, [n] float32 scales). The largest becomes ±127."""
     values = to_float32(weight)
     scales = np.maximum(np.abs(values).max(axis=1) / np.float32(127), np.finfo(np.float32).tiny)
     return np.clip(np.rint(values / scales[:, None]), -127, 127).astype(np.int8), scales
 
 
 def _interleaved(out_features: int) -> npt.NDArray[np.int64]:
-    """Where the features of two padded halves lie once their panels alternate: [out_features]."""
+    """Returns the source feature at each place when two padded halves alternate by panel: [out_features]."""
     return np.arange(out_features).reshape(2, -1, PANEL).swapaxes(0, 1).reshape(-1)

@@ -1,7 +1,7 @@
-"""Layers of a transformers model replaced by native ones, whatever the architecture.
+"""Native layers that replace those of a transformers model of any architecture.
 
-For models that are not in the shape that decoder.py knows. Linear layers are known by
-their class, norms by what they compute (see outrider.engine.linear).
+They are for models that do not have the shape that decoder.py supports. Linear layers are recognised by their class,
+norms by what they compute (see outrider.engine.linear).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outrider.engine.cpu_kernels.operators import linear, plain_linear, rms_norm
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
 _LARGEST_VECTOR = 64
-"""Elements that torch takes at once: two AVX-512 registers of bfloat16."""
+"""Most elements in a vector of torch's: two AVX-512 registers of bfloat16."""
 
 
 class NativeLinear(nn.Module):
-    """y = x W^T + b by the packed kernel. Holds no plain copy of W."""
+    """y = x W^T + b, computed by the packed kernel. Holds no plain copy of W."""
 
     def __init__(self, owner: NativeLayers, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` [out_features, in_features]; `bias` [out_features]."""
@@ -34,19 +34,19 @@ class NativeLinear(nn.Module):
         self._matrix = PackedMatrix(owner.kernels, owner.arena, [plain], quantise=owner.quantise)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[…, in_features] → […, out_features], of the input's dtype."""
+        """Maps […, in_features] to […, out_features], in the input's dtype."""
         output = rows.new_empty((*rows.shape[:-1], self.out_features))
         linear(self._owner.kernels, self._owner.workspace, self._matrix.struct, rows.contiguous(), output)
         return output
 
     @property
     def weight(self) -> Tensor:
-        """A plain copy, [out_features, in_features] float32, for the rare code that asks a layer for its weight."""
+        """A plain copy [out_features, in_features] float32, for the rare code that reads a layer's weight."""
         return torch.stack([torch.from_numpy(self._matrix.row(index)) for index in range(self.out_features)])
 
 
 class NativeRMSNorm(nn.Module):
-    """Root mean square normalisation by the native kernel."""
+    """RMS norm, computed by the native kernel."""
 
     def __init__(self, owner: NativeLayers, weight: Tensor, epsilon: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class NativeRMSNorm(nn.Module):
         self._epsilon = epsilon
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[…, width] → the same."""
+        """Normalises […, width] over the last dimension."""
         rows = rows.contiguous()
         output = torch.empty_like(rows)
         rms_norm(self._owner.kernels, rows, self._weight, self._epsilon, output)
@@ -63,11 +63,11 @@ class NativeRMSNorm(nn.Module):
 
 
 class WholeVectorActivation(nn.Module):
-    """A torch activation whose every element goes the same way, wherever in the batch it stands.
+    """A torch activation that computes every element the same way, wherever in the batch it is.
 
-    torch computes elementwise functions in vectors, and what is left over at the end by
-    other code, whose exponential differs in the last bit. Padded, nothing is left over; what
-    a split over threads leaves over at the seams is not seen here: torch must run one.
+    torch computes elementwise functions in vectors, and the remaining elements by other code, whose exponential differs
+    in the last bit. Padding leaves no remainder. Remainders at the seams between threads are not covered: torch must
+    run one thread.
     """
 
     def __init__(self, activation: nn.Module) -> None:
@@ -75,7 +75,7 @@ class WholeVectorActivation(nn.Module):
         self._activation = activation
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Any shape → the same."""
+        """Activates rows of any shape."""
         flat = rows.reshape(-1)
         padded = nn.functional.pad(flat, (0, -flat.numel() % _LARGEST_VECTOR))
         output: Tensor = self._activation(padded)[: flat.numel()].view(rows.shape)
@@ -83,18 +83,18 @@ class WholeVectorActivation(nn.Module):
 
 
 class NativeLayers:
-    """What the native layers of one model share. Not thread-safe: they belong to the thread that runs the model."""
+    """The state shared by one model's native layers. Not thread-safe: it belongs to the thread that runs the model."""
 
     def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
-        """`quantise` computes linear layers in int8 (lossy)."""
+        """`quantise`: whether to compute linear layers in int8 (lossy)."""
         self.kernels = kernels
         self.quantise = quantise
         self.workspace = Workspace(kernels.library)
         self.arena = WeightArena()
 
     def replace_in(self, model: nn.Module) -> None:
-        """Linear layers and plain norms; what torch still computes of activations no longer depends on the batch."""
-        from transformers.activations import ACT2CLS  # takes seconds, which a node with packed weights does not have
+        """Replaces linear layers and plain norms, and makes torch's activations independent of the batch."""
+        from transformers.activations import ACT2CLS  # takes seconds, which a node with packed weights avoids
 
         replace_linear_layers(model, partial(NativeLinear, self))
         replace_norms(model, partial(NativeRMSNorm, self))

@@ -1,6 +1,6 @@
 """The kernels on torch tensors, for models that transformers runs layer by layer.
 
-Each writes to an output that its caller has made: contiguous, as all other tensors are.
+Each writes to an output allocated by its caller. All tensors must be contiguous.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
-    """On the CPU, in the same memory where that is contiguous."""
+    """Makes a PlainLinear of CPU tensors, in their memory if that is contiguous."""
     return PlainLinear(words_of(weight), None if bias is None else words_of(bias))
 
 
 def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tensor, y: Tensor) -> None:
-    """X [..., in_features] float32 or bfloat16 → y [..., out_features] of its dtype."""
+    """Maps x [..., in_features] float32 or bfloat16 to y [..., out_features] of its dtype."""
     _check(x.shape[-1] == matrix.in_features, f"{x.shape[-1]} columns for {matrix.in_features}")
     if not y.numel():
         return
@@ -41,7 +41,7 @@ def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tens
 
 
 def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: Tensor) -> None:
-    """X [..., width] float32 or bfloat16, weight [width] float32 → y of x's shape and dtype."""
+    """Normalises x [..., width] float32 or bfloat16, with weight [width] float32, to y of x's shape and dtype."""
     width = weight.numel()
     _check(x.shape[-1] == width and weight.dtype == torch.float32, f"{x.shape[-1]} columns for {width} of float32")
     _call(
@@ -56,11 +56,11 @@ def paged_attention(
     batch: Structure,
     options: Structure,
     query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of HEAD_DIM_STEP
-    key_cache: npt.NDArray[np.uint8],  # of a layer, in panels (see PanelPlane)
+    key_cache: npt.NDArray[np.uint8],  # one layer's, in panels (see PanelPlane)
     value_cache: npt.NDArray[np.uint8],  # same
-    output: Tensor,  # as query
+    output: Tensor,  # like query
 ) -> None:
-    """Queries against the keys and values of their sequences, where they lie."""
+    """Attends with queries to the keys and values of their sequences, in place."""
     for cache in (key_cache, value_cache):
         _check_panels(cache, options.num_kv_heads, options.head_dim, query.dtype)
     _call(
@@ -73,12 +73,12 @@ def paged_attention(
 def write_rows(
     kernels: CpuKernels,
     rows: Tensor,  # [num_rows, num_kv_heads, head_dim], float32 or bfloat16
-    cache: npt.NDArray[np.uint8],  # of a layer, in panels
+    cache: npt.NDArray[np.uint8],  # one layer's, in panels
     slots: Tensor,  # [num_rows] int64
     *,
     are_values: bool,
 ) -> None:
-    """Keys, or values, into the cache."""
+    """Writes keys, or values, to the cache."""
     rows = rows.contiguous()
     num_rows, num_heads, head_dim = rows.shape
     _check_panels(cache, num_heads, head_dim, rows.dtype)
@@ -98,7 +98,7 @@ def _check_panels(cache: npt.NDArray[np.uint8], num_heads: int, head_dim: int, d
 
 
 def _call(function: Any, *arguments: object) -> None:
-    """By its name in a trace, where there is one: to tell torch a name takes longer than a small kernel."""
+    """Calls a function, named in a trace only while one is recorded: naming takes longer than a small kernel."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 as torch itself asks
         with record_function(function.__name__):
             function(*arguments)

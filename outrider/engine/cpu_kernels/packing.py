@@ -1,4 +1,4 @@
-"""Collects the packed weights of a decoder, from plain ones. Torch-free."""
+"""Collects the packed weights of a decoder from plain ones. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from outrider.engine.rotation import cosines_and_sines
 from outrider.errors import ModelError
 
 WIDTH_STEP = 32
-"""Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
+"""Activation widths are multiples of this, so that rows need no padding on any instruction path."""
 HEAD_DIM_STEP = 16
-"""What attention wants the dimensions of a head to be a multiple of."""
+"""The dimensions of a head must be a multiple of this for attention."""
 
 _POSITIONS_AT_ONCE = 4096
 
 
 class DecoderPacking:
-    """What has been packed so far, by its name in DecoderWeights."""
+    """The weights packed so far, by their names in DecoderWeights."""
 
     def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
         self._kernels = kernels
@@ -32,23 +32,23 @@ class DecoderPacking:
         self.matrix_sizes: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, values: np.ndarray | None) -> None:
-        """As it is; nothing for None."""
+        """Adds values unchanged; does nothing for None."""
         if values is not None:
             self.blobs[name] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
     def add_norm(self, name: str, weight: Words | None) -> None:
-        """In float32."""
+        """Adds a norm's weight as float32."""
         self.add(name, None if weight is None else to_float32(weight))
 
     def add_matrix(self, name: str, linears: Sequence[PlainLinear], *, interleave: bool = False) -> None:
-        """Several of the same input become one matrix; see PackedMatrix."""
+        """Packs linear layers with the same input into one matrix; see PackedMatrix."""
         matrix = PackedMatrix(self._kernels, self._arena, linears, interleave=interleave, quantise=self._quantise)
         self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
         for part, values in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
             self.add(f"{name}.{part}", values)
 
     def add_layer(self, index: int, tensors: Mapping[str, Words], prefix: str = "") -> None:
-        """One of a model in the shape of Llama: its tensors have transformers' names, behind the prefix."""
+        """Adds a layer of a model in the shape of Llama; its tensors have transformers' names after the prefix."""
 
         def add_matrix(name: str, *parts: str, interleave: bool = False) -> None:
             names = [f"{prefix}{part}_proj" for part in parts]
@@ -65,9 +65,9 @@ class DecoderPacking:
         add_matrix("down", "mlp.down")
 
     def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0) -> tuple[Floats, Floats]:
-        """Cosines and sines of all positions times these frequencies [head_dim / 2], multiplied by `scaling`.
+        """Adds cosines and sines of all positions times these frequencies [head_dim / 2], multiplied by `scaling`.
 
-        Returns both, each [num_positions, head_dim / 2]. Raises: ModelError for angles that are too large.
+        Returns both, each [num_positions, head_dim / 2]. Raises: ModelError if the angles are too large.
         """
         positions = np.arange(num_positions, dtype=np.float32)
         try:

@@ -1,4 +1,4 @@
-"""Keys or values of all layers as native kernels multiply with them: in panels of 16 slots. Torch-free."""
+"""Keys or values of all layers in the layout that native kernels multiply: panels of 16 slots. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ PANEL_SLOTS = 16
 
 
 class PanelPlane:
-    """A `CachePlane`, "k" or "v"; its layout is in source/kv_panels.h. Rows go in and out as the wire has them.
+    """A `CachePlane`, "k" or "v", whose layout is in source/kv_panels.h. Rows go in and out in wire format.
 
-    Zeros at first, whose pages take no memory before they are written. Thread-safe as far as slots are: of several
-    threads each may write others.
+    Initially zeros, whose pages take no memory before they are written. Threads may write different slots concurrently.
     """
 
     def __init__(self, library: KernelLibrary, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> None:
-        """`plane` is of float32 or bfloat16, and its head_dim a multiple of 16."""
+        """`plane` must be float32 or bfloat16, and its head_dim a multiple of 16."""
         num_slots = num_blocks * block_size
         self._functions = library.functions
         self._plane = plane
@@ -33,25 +32,25 @@ class PanelPlane:
         shape = (plane.num_layers, -(-num_slots // PANEL_SLOTS), plane.num_heads, PANEL_SLOTS * plane.bytes_per_head)
         memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                # In huge ones, as numpy asks for, a first token would take 2 MiB of each layer. Small ones cost a
-                # forward of one row nothing after 300 tokens, 2 % after 3,000 and 5 % after 8,000.
+            with contextlib.suppress(OSError):  # the system has no huge pages
+                # With huge pages, which numpy requests, a first token would take 2 MiB in each layer. With small pages
+                # a forward of one row costs nothing more after 300 tokens, 2 % after 3,000 and 5 % after 8,000.
                 memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.layers: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(shape)
-        """[layers, panels, heads, 16 * head_dim * itemsize]."""
+        """The panels: [layers, panels, heads, 16 * head_dim * itemsize]."""
 
     def read(self, layers: range, slots: Slots, heads: range, after: object = None) -> Bytes:
-        """[len(layers) * num_slots * len(heads) * head_dim * itemsize], layer by layer, token-major."""
+        """Returns [len(layers) * num_slots * len(heads) * head_dim * itemsize], layer by layer, token-major."""
         rows: Bytes = np.empty(len(layers) * slots.size * len(heads) * self._plane.bytes_per_head, dtype=np.uint8)
         self._move_rows(self._functions.outrider_read_rows, layers, slots, heads, rows)
         return rows
 
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: object = None) -> None:
-        """Writes what `read` gave."""
+        """Writes rows in the format of `read`."""
         self._move_rows(self._functions.outrider_write_rows, layers, slots, heads, rows)
 
     def move_slots(self, moves: Slots) -> None:
-        """As PagedKVCache.move_slots."""
+        """Does what PagedKVCache.move_slots does."""
         layers, heads = range(self._plane.num_layers), range(self._plane.num_heads)
         sources, destinations = moves
         self.write(layers, destinations, heads, self.read(layers, sources, heads))

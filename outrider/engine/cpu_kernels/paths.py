@@ -1,8 +1,7 @@
-"""Which instruction path a process computes with: the best that its processor has. Torch-free.
+"""Chooses the instruction path of a process: the best that its processor has. Torch-free.
 
-Chosen once, at start, and never by the size of a product: the bits of two paths differ,
-and equal rows must come out equal. Only avx512 and avx512_bf16 have the same bits: which of
-them is faster is measured.
+The choice is made once, at start, and never by the size of a product: two paths give different bits, and equal rows
+must give equal results. Only avx512 and avx512_bf16 have the same bits; the faster one is found by measuring.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from outrider.progress import Progress, no_progress
 AUTO = "auto"
 TORCH = "torch"
 FUSED = "fused"
-"""On a GPU: see outrider.engine.fused_decoder."""
+"""For GPUs: see outrider.engine.fused_decoder."""
 
 _X86_64_V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_64_V4 = (*_X86_64_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -36,10 +35,10 @@ REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
     "avx512_bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"),
 }
-"""Of an x86-64 processor, as /proc/cpuinfo spells them: what the flags of the path let the compiler use."""
+"""The x86-64 CPU flags, spelled as in /proc/cpuinfo, that each path's compiler flags require."""
 
 SAME_BITS = {"avx512": "avx512_bf16"}
-"""By path another one, whose arithmetic it has with other instructions."""
+"""For a path, another one with the same arithmetic but other instructions."""
 
 PREFERENCE = ("amx", "avx512_bf16", "avx512", "portable")
 
@@ -48,17 +47,17 @@ PREFERENCE = ("amx", "avx512_bf16", "avx512", "portable")
 class KernelChoice:
     """The kernels of this process."""
 
-    path: str  # one of PREFERENCE, FUSED or TORCH
+    path: str  # one of PREFERENCE, or FUSED or TORCH
     library: Path | None  # None for FUSED and TORCH
-    reason: str = ""  # why no better path than this; empty where there is none
+    reason: str = ""  # why no better path was chosen; empty if there is none
 
     @property
     def arithmetic(self) -> str:
-        """The path whose bits these are."""
+        """The path whose bits these kernels give."""
         return SAME_BITS.get(self.path, self.path)
 
     def __str__(self) -> str:
-        """For people: "native kernels: amx"."""
+        """Returns a text for users: "native kernels: amx"."""
         if self.path == FUSED:
             return "fused Triton kernels"
         reason = f" ({self.reason})" if self.reason else ""
@@ -70,17 +69,17 @@ class KernelChoice:
 def choose_kernels(
     wanted: str = "auto", *, cpu_flags: frozenset[str] | None = None, progress: Progress = no_progress
 ) -> KernelChoice:
-    """The best path that this processor has and whose library can be had, or the one that is `wanted`.
+    """Returns the best path that this processor has and whose library is available, or the `wanted` one.
 
-    The first process that needs a library compiles it. Switches on for this process what the path needs (AMX tiles).
+    The first process that needs a library compiles it. Enables for this process what the path needs (AMX tiles).
 
     Args:
         wanted: "auto", "torch", or one of PREFERENCE.
         cpu_flags: of the processor; by default this one's.
-        progress: of compiling.
+        progress: receives the progress of compiling.
 
     Raises:
-        ConfigError: for a wanted path that cannot be had.
+        ConfigError: if the wanted path is not available.
     """
     if wanted == TORCH:
         return KernelChoice(path=TORCH, library=None, reason="model.kernels is torch")
@@ -89,7 +88,7 @@ def choose_kernels(
     for path in PREFERENCE if wanted == AUTO else (wanted,):
         lacks = _what_processor_lacks(path, cpu_flags)
         if lacks and wanted == AUTO and path != PREFERENCE[-1]:
-            continue  # no news: most processors have no AMX
+            continue  # not worth a reason: most processors have no AMX
         library, reason = (None, lacks) if lacks else _find_library(path, progress)
         if library is not None and not (reason := _why_not_ready(library)):
             choice = KernelChoice(path=path, library=library, reason="; ".join(reasons))
@@ -101,7 +100,7 @@ def choose_kernels(
 
 
 def _faster_of_same_bits(choice: KernelChoice, progress: Progress) -> KernelChoice:
-    """avx512 in place of avx512_bf16 where this processor multiplies faster so and the library can be had."""
+    """Replaces avx512_bf16 by avx512 if that is faster on this processor and its library is available."""
     assert choice.library is not None
     if choice.path != "avx512_bf16" or not multiply_adds_are_faster(choice.library, processor_name()):
         return choice
@@ -113,18 +112,18 @@ def _faster_of_same_bits(choice: KernelChoice, progress: Progress) -> KernelChoi
 
 
 def processor_flags() -> frozenset[str]:
-    """What Linux says that this processor has; empty on other systems."""
+    """Returns this processor's flags according to Linux; empty on other systems."""
     return frozenset(about_processor().get("flags", "").split())
 
 
 def processor_name() -> str:
-    """Of this kind of processor, as part of a file's name: "AuthenticAMD-25-17-1"."""
+    """Returns a name of this type of processor for use in a file name: "AuthenticAMD-25-17-1"."""
     about = about_processor()
     return "-".join(about.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping"))
 
 
 def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:
-    """Empty, or why a path cannot run here."""
+    """Returns why a path cannot run here, or an empty string."""
     if platform.machine() not in X86_64:
         return "" if path in path_flags() else f"not for {platform.machine()}"
     missing = [flag for flag in REQUIRED_FLAGS[path] if flag not in cpu_flags]
@@ -134,7 +133,7 @@ def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:
 
 
 def _find_library(path: str, progress: Progress) -> tuple[Path | None, str]:
-    """The file of a path's library, or None and the reason."""
+    """Returns the file of a path's library, or None and the reason."""
     try:
         return compiled_library(path, progress), ""
     except CompileError as error:
@@ -144,7 +143,7 @@ def _find_library(path: str, progress: Progress) -> tuple[Path | None, str]:
 
 
 def _why_not_ready(library: Path) -> str:
-    """Loads the library, where it then stays, and lets it ask the system for what it needs."""
+    """Loads the library permanently and lets it request what it needs from the system; returns why that failed."""
     try:
         functions = ctypes.CDLL(str(library))
     except OSError as error:

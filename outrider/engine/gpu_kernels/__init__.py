@@ -1,6 +1,6 @@
 """Our own Triton kernels for GPUs. Importing a module here imports triton, which comes with torch for CUDA.
 
-With TRITON_INTERPRET=1, set before the import, they run on a CPU: slow, and in float32 and float16 only.
+With TRITON_INTERPRET=1, set before the import, they run on a CPU: slowly, and in float32 and float16 only.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MIN_CAPABILITY = (8, 0)
-"""Of a GPU for our kernels: they are compiled and checked for 8.0, 9.0 and 10.0."""
+"""Least compute capability for our kernels, which are compiled and checked for 8.0, 9.0 and 10.0."""
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
-"""Of config.json: what outrider.engine.fused_decoder knows."""
+"""Model types in config.json that outrider.engine.fused_decoder supports."""
 
 
 def why_no_triton(device: torch.device | str) -> str:
-    """Empty where our Triton kernels can compute. Does without torch for a CPU."""
+    """Returns why our Triton kernels cannot compute, or an empty string. Does not import torch for a CPU."""
     if not str(device).startswith("cuda"):
         return f"needs a CUDA device, and the device is {device}"
     if importlib.util.find_spec("triton") is None:
@@ -33,7 +33,7 @@ def why_no_triton(device: torch.device | str) -> str:
 
 
 def why_not_fused(config: PretrainedConfig) -> str:
-    """What keeps a model of this configuration from having a fused decoder; empty: nothing."""
+    """Returns why a model of this configuration cannot have a fused decoder, or an empty string."""
     if config.model_type not in FUSED_MODEL_TYPES:
         return f"{config.model_type} is not one of {', '.join(sorted(FUSED_MODEL_TYPES))}"
     if (activation := activation_of(config)) not in ("silu", "gelu_pytorch_tanh"):
@@ -44,5 +44,5 @@ def why_not_fused(config: PretrainedConfig) -> str:
 
 
 def activation_of(config: PretrainedConfig) -> str:
-    """As transformers names it."""
+    """Returns transformers' name of the activation."""
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))

@@ -1,10 +1,10 @@
-"""Paged attention of ragged rows: each row against the keys of its own path, read where they lie.
+"""Paged attention of ragged rows: each row attends to the keys of its own path, read in place.
 
 A tile is LINES lines of one sequence and one KV head; a line is a row with one of the query heads that share the KV
-head. Where more share it than a tile has lines, they are in several tiles. Keys are taken in blocks of KEYS and in
-splits, both at fixed positions, so a row meets the same blocks in the same order whatever else is in its tile or its
-batch. What a row does not see adds 0 to it. Splits are merged in order, by the program of a whole tile or by
-`merge_splits`, with the same operations. So `Tile` says how a row is rounded, and nothing else does.
+head. If more heads share it than a tile has lines, they are divided among several tiles. Keys are read in blocks of
+KEYS and in splits, both at fixed positions, so a row reads the same blocks in the same order whatever else is in its
+tile or its batch. Keys that a row does not see add 0 to it. Splits are merged in order, by the program of a whole tile
+or by `merge_splits`, with the same operations. So a row's rounding depends on `Tile` and nothing else.
 
 The first SPLITS_PER_SIZE splits have SPLIT_KEYS positions, the next ones twice as many, and so on.
 
@@ -26,23 +26,23 @@ MERGED_AT_ONCE = tl.constexpr(8)
 
 @triton.jit
 def _split_of(position, SPLIT_KEYS: tl.constexpr, SPLITS_PER_SIZE: tl.constexpr):
-    """The number of the split of a position, as `WorkLists.split_of`."""
+    """Returns the index of a position's split, as in `WorkLists.split_of`."""
     FIRST_SIZE: tl.constexpr = SPLIT_KEYS * SPLITS_PER_SIZE
     scaled = (position // FIRST_SIZE + 1).to(tl.float32)
-    size = (scaled.to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
+    size = (scaled.to(tl.int32, bitcast=True) >> 23) - 127  # the float's exponent
     return size * SPLITS_PER_SIZE + (position - FIRST_SIZE * ((1 << size) - 1)) // (SPLIT_KEYS << size)
 
 
 @triton.jit
 def _split_start(split, SPLIT_KEYS: tl.constexpr, SPLITS_PER_SIZE: tl.constexpr):
-    """The first position of a split; the end of the one before."""
+    """Returns a split's first position, which is the previous split's end."""
     size = split // SPLITS_PER_SIZE
     return SPLIT_KEYS * (SPLITS_PER_SIZE * ((1 << size) - 1) + ((split % SPLITS_PER_SIZE) << size))
 
 
 @triton.jit
 def _merge(largest, total, values, split_largest, split_total, split_values):
-    """Adds a split to those before it. A split without keys (-inf, 0, 0) changes nothing."""
+    """Adds a split to the previous ones. A split without keys (-inf, 0, 0) changes nothing."""
     new = tl.maximum(largest, split_largest)
     base = tl.where(new == float("-inf"), 0.0, new)
     before = tl.exp2(largest - base)
@@ -54,10 +54,10 @@ def _merge(largest, total, values, split_largest, split_total, split_values):
 
 @triton.jit
 def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """[lines, keys] float32, in units of log 2."""
+    """Returns scores [lines, keys] float32, in units of log 2."""
     scores = tl.dot(query, keys, input_precision="ieee") * scale
     if HAS_SOFTCAP:
-        # tanh by one exponential, which does not overflow: x is bounded by the exponent's sign.
+        # tanh with one exponential, which does not overflow because its argument is never positive.
         x = tl.abs(scores / softcap)
         e = tl.exp2(x * (-2.0 * LOG2_E))
         tanh = (1.0 - e) / (1.0 + e)
@@ -67,7 +67,7 @@ def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _add_block(largest, total, values, scores, is_seen, value_block):
-    """One block of keys, online. Rows that see none of it keep their bits."""
+    """Adds one block of keys with the online softmax. Rows that see none of it keep their bits."""
     scores = tl.where(is_seen, scores, float("-inf"))
     new = tl.maximum(largest, tl.max(scores, axis=1))
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -81,7 +81,7 @@ def _add_block(largest, total, values, scores, is_seen, value_block):
 
 @triton.jit
 def _seen(key_positions, row_positions, window, HAS_WINDOW: tl.constexpr):
-    """[lines, keys] bool."""
+    """Returns which keys each line sees: [lines, keys] bool."""
     is_seen = key_positions[None, :] <= row_positions[:, None]
     if HAS_WINDOW:
         is_seen &= key_positions[None, :] > row_positions[:, None] - window
@@ -90,14 +90,14 @@ def _seen(key_positions, row_positions, window, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def _slots(block_table, key_positions, is_wanted, BLOCK_SIZE: tl.constexpr):
-    """[keys] int64 of the cache."""
+    """Returns the keys' slots in the cache: [keys] int64."""
     blocks = tl.load(block_table + key_positions // BLOCK_SIZE, mask=is_wanted, other=0).to(tl.int64)
     return blocks * BLOCK_SIZE + key_positions % BLOCK_SIZE
 
 
 @triton.jit
 def _load(key_cache, value_cache, slots, is_key, dims, is_dim, kv_head, NUM_KV_HEADS: tl.constexpr, HEAD: tl.constexpr):
-    """[HEAD_DIM, keys] and [keys, HEAD_DIM] of one KV head; 0 for what is not wanted."""
+    """Loads keys [HEAD_DIM, keys] and values [keys, HEAD_DIM] of one KV head; 0 where masked."""
     where = slots * (NUM_KV_HEADS * HEAD) + kv_head * HEAD
     keys = tl.load(key_cache + where[None, :] + dims[:, None], mask=is_dim[:, None] & is_key[None, :], other=0.0)
     values = tl.load(value_cache + where[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
@@ -114,7 +114,7 @@ def attend(
     split_largest,  # [partials, num_heads] float32
     split_totals,  # same
     positions,  # [num_rows] int64
-    block_tables,  # int32, of all sequences end to end
+    block_tables,  # int32, all sequences' end to end
     path_starts,  # [num_rows + 1] int64, into path_slots; with HAS_PATHS
     path_slots,  # [sum of depths] int64: slots of the last keys of rows in trees
     plan,  # [ints] int32, see work_list.py
@@ -122,10 +122,10 @@ def attend(
     softcap,
     window,  # 0: none
     HEADS_PER_KV: tl.constexpr,
-    HEADS_PER_TILE: tl.constexpr,  # as many of them as a tile has lines, at most
+    HEADS_PER_TILE: tl.constexpr,  # heads of a tile, at most LINES
     NUM_KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,  # head_dim
-    HEAD_DIM: tl.constexpr,  # the power of two from head_dim on, at least 16
+    HEAD_DIM: tl.constexpr,  # the next power of two from head_dim, at least 16
     BLOCK_SIZE: tl.constexpr,
     LINES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -135,7 +135,7 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     HAS_PATHS: tl.constexpr,
 ):
-    """Grid: any number of programs, which share the plan's items, each with every KV head and group of its heads."""
+    """Attends. Grid: any number of programs, which divide the plan's items, each with every KV head and head group."""
     ROWS: tl.constexpr = LINES // HEADS_PER_TILE
     GROUPS: tl.constexpr = (HEADS_PER_KV + HEADS_PER_TILE - 1) // HEADS_PER_TILE
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
@@ -145,7 +145,7 @@ def attend(
 
     for unit in range(tl.program_id(0), tl.load(plan) * (NUM_KV_HEADS * GROUPS), tl.num_programs(0)):
         kv_head = unit % (NUM_KV_HEADS * GROUPS) // GROUPS
-        first_head = unit % GROUPS * HEADS_PER_TILE  # among those that share the KV head
+        first_head = unit % GROUPS * HEADS_PER_TILE  # index among the heads that share the KV head
         item = plan + HEADER_INTS + unit // (NUM_KV_HEADS * GROUPS) * ITEM_INTS
         first_row = tl.load(item)
         end_row = first_row + tl.load(item + 1)
@@ -153,7 +153,7 @@ def attend(
         first_split = tl.load(item + 3)
         end_split = tl.load(item + 4)
         first_partial = tl.load(item + 5)
-        num_partials = tl.load(item + 6)  # of each row
+        num_partials = tl.load(item + 6)  # per row
         is_whole = first_partial < 0
 
         rows = first_row + lines // HEADS_PER_TILE
@@ -161,7 +161,7 @@ def attend(
         heads = kv_head * HEADS_PER_KV + own_heads
         is_line = (lines < ROWS * HEADS_PER_TILE) & (rows < end_row) & (own_heads < HEADS_PER_KV)
         row_positions = tl.load(positions + rows, mask=is_line, other=-1).to(tl.int32)
-        # Small numbers, of int32: they stay in registers over all keys.
+        # Small int32 offsets, which stay in registers over all keys.
         places = (rows * (NUM_HEADS * HEAD) + heads * HEAD)[:, None] + dims[None, :]
         is_place = is_line[:, None] & is_dim[None, :]
         queries = tl.load(query + places, mask=is_place, other=0.0)
@@ -172,7 +172,7 @@ def attend(
             lowest = tl.min(tl.where(is_line, row_positions, 0x7FFFFFFF), axis=0)
             first_key = tl.maximum(lowest - window + 1, 0)
             first_split = tl.maximum(first_split, _split_of(first_key, SPLIT_KEYS, SPLITS_PER_SIZE))
-        num_common = num_keys  # keys that all rows read by the block table
+        num_common = num_keys  # keys that all rows read through the block table
         if HAS_PATHS:
             depths = tl.load(path_starts + rows + 1, mask=is_line, other=0) - tl.load(
                 path_starts + rows, mask=is_line, other=0
@@ -208,7 +208,8 @@ def attend(
                     part_largest, part_total, part_values, scores, is_seen, value_block
                 )
             if HAS_PATHS:
-                # Rows have keys of their own here: one row's lines at a time, in the same shapes, with the same bits.
+                # Rows have their own keys here: process one row's lines at a time, in the same shapes, with the same
+                # bits.
                 for start in range(tl.maximum(first_block, end_common), end_block, KEYS):
                     key_positions = start + tl.arange(0, KEYS)
                     is_seen = _seen(key_positions, row_positions, window, HAS_WINDOW) & is_line[:, None]
@@ -254,7 +255,7 @@ def merge_splits(
     SPLITS_PER_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Grid: any number of programs, which share the rows; heads."""
+    """Merges splits. Grid: any number of programs, which divide the rows; heads."""
     head = tl.program_id(1)
     dims = tl.arange(0, HEAD_DIM)
     first_partials = plan + tl.load(plan + 1)
@@ -270,7 +271,7 @@ def merge_splits(
             total = tl.zeros([1], tl.float32)
             values = tl.zeros([1, HEAD_DIM], tl.float32)
             for start in range(first_split, end_split, MERGED_AT_ONCE):
-                # Unrolled, so that the loads of several splits are under way together.
+                # Unrolled, so that the loads of several splits overlap.
                 for offset in tl.static_range(MERGED_AT_ONCE):
                     split = start + offset + tl.zeros([1], tl.int32)
                     is_split = split < end_split

@@ -1,7 +1,7 @@
-"""What a decoder layer does between its products and attention, in one launch each.
+"""The operations of a decoder layer between its products and attention, in one launch each.
 
-A program computes one row, or a part of one, and nothing else: a row has the same bits in any batch. Values are float32
-inside. They are rounded to the rows' dtype where transformers rounds them.
+A program computes one row or a part of one, so a row has the same bits in any batch. Values are float32 internally.
+They are rounded to the rows' dtype where transformers rounds them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
-"""Numbers of a row that one program computes: 16 bytes for each of its threads, of a 16-bit dtype."""
+"""Values of a row that one program computes: 16 bytes for each of its threads with a 16-bit dtype."""
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 class Norm(NamedTuple):
-    """Root mean square normalisation."""
+    """An RMS norm."""
 
-    weight: Tensor  # [width], of any floating dtype
+    weight: Tensor  # [width], any floating dtype
     epsilon: float  # added to the mean square
-    rounds_first: bool = True  # to the rows' dtype, before the weight too, as in Llama; not in Gemma
+    rounds_first: bool = True  # whether to round before multiplying by the weight, too, as in Llama, not Gemma
 
 
 @triton.jit
 def _scaled(values, mean_square, weight, epsilon, DTYPE: tl.constexpr, ROUNDS: tl.constexpr):
-    """Float32 values over their root mean square, times the weight, rounded to DTYPE."""
+    """Divides float32 values by their root mean square, multiplies by the weight and rounds to DTYPE."""
     values *= 1.0 / tl.sqrt_rn(mean_square + epsilon)
     if ROUNDS:
         values = values.to(DTYPE).to(tl.float32)
@@ -46,12 +46,12 @@ def normalise(
     added_weight,  # [WIDTH]; with HAS_ADDED_NORM
     epsilon,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,  # the power of two from WIDTH on
+    PADDED: tl.constexpr,  # the next power of two from WIDTH
     HAS_ADDED: tl.constexpr,
     HAS_ADDED_NORM: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Grid: rows."""
+    """Adds and normalises. Grid: rows."""
     places = tl.arange(0, PADDED)
     is_place = places < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + places
@@ -71,23 +71,23 @@ def normalise(
 
 
 def rms_norm(rows: Tensor, norm: Norm) -> Tensor:
-    """[num_rows, width], contiguous → the same, normalised."""
+    """Normalises rows [num_rows, width], contiguous."""
     return add_rms_norm(rows, None, norm)[1]
 
 
 def add_rms_norm(
     residual: Tensor, added: Tensor | None, norm: Norm, added_norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream and what is added to it, [num_rows, width] each, contiguous → (their sum, that normalised).
+    """Takes the residual stream and an addend [num_rows, width], contiguous; returns (their sum, the normalised sum).
 
-    `added`: None: nothing. `added_norm`: through which it goes first, with the constants of `norm`; None: through none.
+    `added`: the addend; None: nothing. `added_norm`: applied to it first, with the constants of `norm`; None: no norm.
     """
     num_rows, width = residual.shape
     padded = triton.next_power_of_2(width)
     total = residual if added is None else torch.empty_like(residual)
     output = torch.empty_like(residual)
     if num_rows:
-        with torch.cuda.device_of(residual):  # where triton launches
+        with torch.cuda.device_of(residual):  # triton launches on the current device
             normalise[(num_rows,)](
                 residual, residual if added is None else added, total, output,
                 norm.weight, norm.weight if added_norm is None else added_norm.weight, norm.epsilon,
@@ -98,7 +98,7 @@ def add_rms_norm(
 
 
 def norm_warps(padded_width: int) -> int:
-    """So that a thread has 16 numbers: two loads of 16 bytes, of a 16-bit dtype."""
+    """Returns the warps with which a thread has 16 values: two loads of 16 bytes with a 16-bit dtype."""
     return min(max(padded_width // 512, 1), 16)
 
 
@@ -117,13 +117,13 @@ def rotate(
     epsilon,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,  # of head_dim
-    PADDED: tl.constexpr,  # the power of two from HALF on
-    HEADS: tl.constexpr,  # of one program, of any of the three kinds
+    HALF: tl.constexpr,  # half of head_dim
+    PADDED: tl.constexpr,  # the next power of two from HALF
+    HEADS: tl.constexpr,  # heads of one program, of any of the three kinds
     HAS_NORMS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Grid: rows, groups of heads."""
+    """Normalises, rotates and stores heads. Grid: rows, groups of heads."""
     HEAD: tl.constexpr = 2 * HALF
     NUM_TURNED: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
@@ -177,19 +177,19 @@ def rotate_and_store(
     slots: Tensor,
     norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
-    """Queries and keys normalised by head, where they are, and rotated; keys and values to their slots.
+    """Normalises queries and keys by head, if they have norms, and rotates them; stores keys and values in their slots.
 
     Halves of a head are paired (Su et al. 2021, arXiv 2104.09864, as in GPT-NeoX).
 
     Args:
         projected: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], contiguous: queries, keys and values.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, of the same dtype; of one layer.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, of the same dtype; one layer's.
         value_cache: same.
-        cosines: [num_positions, head_dim / 2], contiguous, of any floating dtype.
+        cosines: [num_positions, head_dim / 2], contiguous, any floating dtype.
         sines: same.
         positions: [num_rows] int64, below num_positions.
-        slots: [num_rows] int64. Of rows with the same slot, any may be what stays.
-        norms: of the heads of queries and of keys, alike but for their weights; None: they are not normalised.
+        slots: [num_rows] int64. If rows share a slot, any of them may remain.
+        norms: for the heads of queries and of keys, equal except for their weights; None: no norms.
 
     Returns rotated queries [num_rows, num_heads, head_dim].
     """
@@ -212,7 +212,7 @@ def rotate_and_store(
 
 
 def rotation_warps(padded_half: int) -> int:
-    """So that a thread has four numbers of each half: 8 bytes, of a 16-bit dtype."""
+    """Returns the warps with which a thread has four values of each half: 8 bytes with a 16-bit dtype."""
     return min(max(HEADS_PER_PROGRAM * padded_half // 128, 1), 8)
 
 
@@ -224,7 +224,7 @@ def multiply_gates(
     BLOCK: tl.constexpr,
     IS_GELU: tl.constexpr,
 ):
-    """Grid: rows, blocks of a row."""
+    """Activates gates and multiplies. Grid: rows, blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_place = places < WIDTH
@@ -240,9 +240,9 @@ def multiply_gates(
 
 
 def activate(gate_up: Tensor, activation: str) -> Tensor:
-    """[num_rows, 2 * width], contiguous, gates first → gates activated, times the others: [num_rows, width].
+    """Activates gates and multiplies: [num_rows, 2 * width], contiguous, gates first → [num_rows, width].
 
-    `activation`: as `activation_of` gives it.
+    `activation`: as returned by `activation_of`.
     """
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     output = gate_up.new_empty((num_rows, width))

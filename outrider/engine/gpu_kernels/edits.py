@@ -1,4 +1,4 @@
-"""Bans, biases and penalties of the rows that have any, in place and in one launch."""
+"""Applies bans, biases and penalties to the rows that have any, in place and in one launch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 ENTRIES = 256
-"""Tokens that a program takes at once."""
+"""Tokens that a program processes at a time."""
 
 
 @triton.jit(do_not_specialize=["num_changed", "num_entries"])
 def edit_rows(
-    logits,  # float32, all of a step as one row
+    logits,  # float32, all logits of a step as one row
     packed,  # int64, see below
     num_changed,
     num_entries,
     ENTRIES: tl.constexpr,
 ):
-    """Grid: changed rows. `packed` is an `Edits` as words: starts, factors, places, numbers.
+    """Edits rows. Grid: changed rows. `packed` is an `Edits` as words: starts, factors, places, numbers.
 
-    A token may be banned, biased and penalised: the program's threads wait for each other in between.
+    A token may be banned, biased and penalised, so the program's threads synchronise in between.
     """
     row = tl.program_id(0)
     factors = packed + 3 * num_changed + 1 + 3 * row
@@ -59,6 +59,6 @@ def edit_rows(
 
 
 def edit_in_place(flat: Tensor, packed: Tensor, *, num_changed: int, num_entries: int) -> None:
-    """`flat`: the logits of a step as one row. `packed`: `Edits.packed()` on their device."""
-    with torch.cuda.device_of(flat):  # where triton launches
+    """Edits the logits. `flat`: all logits of a step as one row. `packed`: `Edits.packed()` on their device."""
+    with torch.cuda.device_of(flat):  # triton launches on the current device
         edit_rows[(num_changed,)](flat, packed, num_changed, num_entries, ENTRIES=ENTRIES, enable_fp_fusion=False)

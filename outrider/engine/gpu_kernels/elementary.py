@@ -1,6 +1,6 @@
-"""Logarithm, mass and order of a token, as `outrider.engine.sampler.elementary` and `order` have them.
+"""Logarithm, mass and order of a token, as in `outrider.engine.sampler.elementary` and `order`.
 
-The same float32 operations in the same order, each rounded by itself, so the same bits.
+They use the same float32 operations in the same order, each rounded separately, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _EXP_POLYNOMIAL = tl.constexpr(elementary.EXP_POLYNOMIAL)
 _MASS_BIAS = tl.constexpr(127 + elementary.MASS_EXPONENT)
 _LOWEST = tl.constexpr(elementary.LOWEST)
 _WHOLE = tl.constexpr(2.0**23)
-"""From here on a float32 is a whole number."""
+"""From here on every float32 is an integer."""
 
 
 @triton.jit
 def logarithm(values, rests):
-    """log(value + rest)."""
+    """Returns log(value + rest)."""
     bits = values.to(tl.int32, bitcast=True)
     exponents = (bits - _SQRT_HALF_BITS) >> 23
     f = (bits - (exponents << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -44,13 +44,13 @@ def logarithm(values, rests):
 
 @triton.jit
 def round_to_even(values):
-    """Of values from 0 on: adding 2^23 leaves no room for a fraction."""
+    """Rounds values >= 0: adding 2^23 leaves no room for a fraction."""
     return tl.where(values < _WHOLE, (values + _WHOLE) - _WHOLE, values)
 
 
 @triton.jit
 def masses_of(values, largest):
-    """e^(value - largest) in steps of 2^-44, int64. `largest` is a number, finite or infinite."""
+    """Returns e^(value - largest) in steps of 2^-44, int64. `largest` is a number, finite or infinite."""
     x = values - largest
     is_infinite = tl.abs(largest) == float("inf")
     x = tl.where(is_infinite, tl.where(values == largest, 0.0, _LOWEST), x)
@@ -70,18 +70,18 @@ def masses_of(values, largest):
 
 @triton.jit
 def order_of(values):
-    """The high half of a token's order key: int32, rising with its value."""
+    """Returns the high half of a token's order key: int32, increasing with its value."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(order):
-    """The value that has this order."""
+    """Returns the value that has this order."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def order_keys(order, ids):
-    """int64; among equal values a lower id is above."""
+    """Returns int64 order keys; among equal values a lower id has the larger key."""
     return (order.to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))

@@ -1,12 +1,12 @@
-"""min_p, top_k and top_p of whole rows in three launches: the order key of the last token that they keep.
+"""min_p, top_k and top_p of whole rows in three launches: finds the order key of the last token that they keep.
 
-What they keep is a beginning of the tokens' order (see `outrider.engine.sampler.filters`), mostly some hundreds of a
-vocabulary. So a value that a few thousand tokens reach is found first: the least of the largest values of LANES
-classes of ids. These tokens are listed, and the end is searched for in the list without sorting, by three bits of the
-key at a time, each time over the whole list; over the whole row where the list ends before. Weights are counts or
-masses, integers both, so neither their order nor the list's changes a sum.
+They keep a prefix of the tokens' order (see `outrider.engine.sampler.filters`), usually some hundreds of a vocabulary.
+So a value that a few thousand tokens reach is found first: the smallest of the maxima of LANES classes of ids. These
+tokens are listed, and the end is searched in the list without sorting, three bits of the key at a time, each time over
+the whole list; over the whole row if the list is too short. Weights are counts or masses, both integers, so neither
+their order nor the list's changes a sum.
 
-Programs write to a scratch row of int64, 0 at first: the largest order of each class, how many tokens are listed, and
+Programs write to a scratch row of int64, initially 0: the largest order of each class, the number of listed tokens, and
 the masses of these and of all tokens.
 """
 
@@ -20,13 +20,13 @@ from torch import Tensor
 from outrider.engine.gpu_kernels.elementary import masses_of, order_keys, order_of, value_of
 
 CHUNK = 1024
-"""Tokens that a program takes at once when it searches."""
+"""Tokens that a program searches at a time."""
 LANES = 512
 """Classes of ids. Of n independent logits, about LANES * log(LANES) are listed."""
 SLICES = 4
-"""A program that looks through a part of a row takes this many ids of each class."""
+"""Ids of each class that a program reads when it processes a part of a row."""
 MOST_LISTED = 8192
-"""Keys of a row that its list has room for."""
+"""Most keys in a row's list."""
 NUM_WARPS = 8
 _LOWEST_KEY = tl.constexpr(-0x8000000000000000)
 _LOWEST_ORDER = tl.constexpr(-0x80000000)
@@ -36,7 +36,7 @@ _NAN = tl.constexpr(0x7FFFFFFF)  # above the order of every number
 
 @triton.jit
 def _settings(table, row, num_rows):
-    """Of one row: temperature, log of min_p, top_k, top_p."""
+    """Returns one row's temperature, log of min_p, top_k and top_p."""
     temperature = tl.load(table + 4 * num_rows + row).to(tl.int32).to(tl.float32, bitcast=True)
     log_min_p = tl.load(table + 5 * num_rows + row).to(tl.int32).to(tl.float32, bitcast=True)
     top_k = tl.load(table + 6 * num_rows + row)
@@ -46,7 +46,7 @@ def _settings(table, row, num_rows):
 
 @triton.jit
 def _lane_bounds(scratch, log_min_p, LANES: tl.constexpr):
-    """Orders of the least and the largest class maximum, and the key of min_p's limit."""
+    """Returns the orders of the smallest and the largest class maximum, and the key of min_p's limit."""
     maxima = tl.load(scratch + tl.arange(0, LANES)) + _LOWEST_ORDER
     least, largest = tl.min(maxima, axis=0).to(tl.int32), tl.max(maxima, axis=0).to(tl.int32)
     limit = tl.full([], _LOWEST_KEY, tl.int64)
@@ -66,7 +66,7 @@ def raise_lanes(
     LANES: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """The largest order of each class, above the lowest that there is. Grid: rows, chunks of SLICES * LANES ids."""
+    """Finds the largest order of each class, relative to the lowest order. Grid: rows, chunks of SLICES * LANES ids."""
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     if (temperature != 0.0) & ((log_min_p > float("-inf")) | (top_k > 0) | (top_p < 1.0)):
@@ -82,7 +82,7 @@ def raise_lanes(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def list_tokens(
-    values,  # as for raise_lanes
+    values,  # see raise_lanes
     table,
     scratch,
     listed,  # [num_rows, ROOM] int64: order keys, in any order
@@ -93,7 +93,7 @@ def list_tokens(
     SLICES: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Lists what reaches the least class maximum, and adds up masses. Grid: rows, chunks of SLICES * LANES ids."""
+    """Lists tokens that reach the smallest class maximum, and sums masses. Grid: rows, chunks of SLICES * LANES ids."""
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     if (temperature == 0.0) | ((top_k == 0) & (top_p >= 1.0)):
@@ -120,7 +120,7 @@ def list_tokens(
 
 @triton.jit
 def _share(top_p, total):
-    """The mass that top_p asks for, at least that of the first token; in float64, as on a CPU."""
+    """Returns the mass that top_p keeps, at least the first token's; in float64, as on a CPU."""
     return tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
 
 
@@ -129,15 +129,16 @@ def _last_kept(
     values, listed, num_ids, num_listed, is_reached, temperature, least, highest, limit, wanted, top_p,
     ROOM: tl.constexpr, CHUNK: tl.constexpr, ID_BITS: tl.constexpr, IS_MASS: tl.constexpr,
 ):  # fmt: skip
-    """The limit set by the token with which the weight of those within `limit` reaches `wanted`; if none does, `limit`.
+    """Returns the key of the token with which the weight of tokens within `limit` reaches `wanted`, or `limit` if none
+    does.
 
-    Where `is_reached`, tokens from the order `least` on are enough to know; else the whole row is looked through. -1 is
-    wanted for top_p of all the mass within `limit`.
+    If `is_reached`, tokens from the order `least` on are enough; otherwise the whole row is read. `wanted` is -1 for
+    top_p of the total mass within `limit`.
     """
     is_listed = is_reached & (num_listed <= ROOM)
     end = tl.where(is_listed, num_listed, num_ids).to(tl.int32)
     lowest = tl.maximum(tl.where(is_reached, least, _LOWEST_ORDER), (limit >> 32).to(tl.int32)).to(tl.int64)
-    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # what differs of ids: a key is shorter while it is looked for
+    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # the varying bits of ids: keys are shortened for the search
     span = ((highest - lowest) << ID_BITS) | low_half
     found = lowest << ID_BITS
     shift = 0
@@ -158,7 +159,7 @@ def _last_kept(
             weights = tl.where(is_there & (order > _NOTHING) & (keys >= limit), weights, 0)
             keys = ((keys >> 32) << ID_BITS) | (keys & low_half)
             sums += tl.where(keys[:, None] >= bounds[None, :], weights[:, None], 0)
-        totals = tl.sum(sums, axis=0)  # falling, from all that is within the limit on at first
+        totals = tl.sum(sums, axis=0)  # descending; the first is everything within the limit
         if IS_MASS:
             wanted = tl.where(wanted < 0, _share(top_p, tl.max(totals, axis=0)), wanted)
         found += tl.maximum(tl.sum((totals >= wanted).to(tl.int64), axis=0) - 1, 0) << shift
@@ -168,7 +169,7 @@ def _last_kept(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def filter_limits(
-    values,  # as for list_tokens
+    values,  # see list_tokens
     table,
     scratch,
     listed,
@@ -179,9 +180,9 @@ def filter_limits(
     LANES: tl.constexpr,
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
-    ID_BITS: tl.constexpr,  # of the largest id
+    ID_BITS: tl.constexpr,  # bits of the largest id
 ):
-    """Grid: rows. Rows without filters, with NaN, which the race decides, and with nothing above -inf keep all."""
+    """Finds limits. Grid: rows. Rows without filters, with NaN (left to the race), or with only -inf keep all."""
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     scratch += row * (LANES + 3)
@@ -193,7 +194,7 @@ def filter_limits(
     values += row * row_stride
     listed += row * ROOM
     num_listed = tl.load(scratch + LANES)
-    is_all = tl.maximum((limit >> 32).to(tl.int32), _NOTHING) >= least  # that can be kept, from `least` on
+    is_all = tl.maximum((limit >> 32).to(tl.int32), _NOTHING) >= least  # all tokens that can be kept are >= `least`
     is_reached = is_all | (num_listed >= top_k)
     if top_k > 0:
         limit = _last_kept(
@@ -214,12 +215,12 @@ def filter_limits(
 
 
 def limits_of(values: Tensor, table: Tensor) -> Tensor:
-    """The order key of the last token that min_p, top_k and top_p keep of each row: [num_rows] int64.
+    """Returns the order key of the last token that min_p, top_k and top_p keep in each row: [num_rows] int64.
 
-    Tokens at -inf, which are never drawn, may be above it or not.
+    Tokens at -inf, which are never drawn, may be on either side of it.
 
     Args:
-        values: [num_rows, num_ids] float32 after step 4, a row's side by side.
+        values: [num_rows, num_ids] float32 after step 4, each row contiguous.
         table: [8, num_rows] int64, see `outrider.engine.sampler.triton_decider.TritonDecider.table`.
     """
     num_rows, num_ids = values.shape
@@ -230,7 +231,7 @@ def limits_of(values: Tensor, table: Tensor) -> Tensor:
     grid = (num_rows, -(-num_ids // (LANES * SLICES)))
     sizes = (values.stride(0), num_ids, num_rows)
     options = {"LANES": LANES, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    with torch.cuda.device_of(values):  # where triton launches
+    with torch.cuda.device_of(values):  # triton launches on the current device
         raise_lanes[grid](values, table, scratch, *sizes, SLICES=SLICES, **options)
         list_tokens[grid](values, table, scratch, listed, *sizes, SLICES=SLICES, ROOM=MOST_LISTED, **options)
         filter_limits[(num_rows,)](

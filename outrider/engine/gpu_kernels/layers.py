@@ -1,7 +1,7 @@
-"""Linear layers whose rows have the same bits in any batch: one configuration, whatever the number of rows.
+"""Linear layers whose rows have the same bits in any batch: one configuration for any number of rows.
 
-A product adds over input features in splits of SPLIT_FEATURES, each from 0, and the splits in order: in one program
-where rows are many, else by `merge_products`, with the same operations.
+A product sums over input features in splits of SPLIT_FEATURES, each starting at 0, and then over the splits in order:
+in one program if there are many rows, otherwise in `merge_products`, with the same operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """Sizes that the bits of a row depend on."""
+    """Sizes that a row's bits depend on."""
 
     rows: int = 32
     outputs: int = 64
@@ -28,7 +28,8 @@ class ProductTile:
 
 PRODUCT_TILE = ProductTile()
 _MAX_SPLIT_ROWS = 64
-"""With more rows there are tiles enough to fill a GPU, and splits would only cost memory."""
+"""Most rows for which products are split. With more rows there are enough tiles to fill a GPU, and splits would only
+cost memory."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -48,7 +49,7 @@ def multiply(
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Rows · weight^T + bias. Grid: tiles of outputs, tiles of rows, splits or 1."""
+    """Computes rows · weight^T + bias. Grid: tiles of outputs, tiles of rows, splits or 1."""
     own_outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own_rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_output = own_outputs < num_outputs
@@ -112,7 +113,7 @@ def merge_products(
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows · weight^T + bias, of one dtype.
+    """Returns rows · weight^T + bias, all of one dtype.
 
     [num_rows, num_features], [num_outputs, num_features], [num_outputs] -> [num_rows, num_outputs]; inputs contiguous.
     """
@@ -128,7 +129,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if is_split:
         parts = torch.empty((num_splits, num_rows, num_outputs), dtype=torch.float32, device=rows.device)
     grid = (-(-num_outputs // tile.outputs), -(-num_rows // tile.rows), num_splits if is_split else 1)
-    with torch.cuda.device_of(rows):  # where triton launches
+    with torch.cuda.device_of(rows):  # triton launches on the current device
         multiply[grid](
             rows, weight, weight if bias is None else bias, output, parts, num_rows, num_outputs, num_features,
             ROWS=tile.rows, OUTPUTS=tile.outputs, FEATURES=tile.features, SPLIT_FEATURES=tile.split_features,

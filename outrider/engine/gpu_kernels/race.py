@@ -1,7 +1,7 @@
-"""The race in two launches: temperature, every arrival of a row and its scores, then the best of them.
+"""The race (Gumbel-max) in two launches: temperature, all arrivals of a row and its scores, then the best score.
 
-The same float32 operations in the same order as `outrider.engine.sampler.arrivals` and `elementary`, each rounded, so
-the same winner to the last id. Greedy rows race without arrivals.
+It uses the same float32 operations in the same order as `outrider.engine.sampler.arrivals` and `elementary`, each
+rounded, so the winners are identical. Greedy rows race without arrivals.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _WORD_SCALE = tl.constexpr(2.0**-32)
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 
 BLOCKS_PER_PROGRAM = 16
-_NOTHING = tl.constexpr(-2139095041)  # high half of the key of -inf
+_NOTHING = tl.constexpr(-2139095041)  # high half of -inf's key
 _NAN = tl.constexpr(0x7FFFFFFF)  # above the high half of every number's key
 
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10 of uint32 words, broadcast together."""
+    """Returns Philox4x32-10 of uint32 words, broadcast together."""
     for _ in tl.static_range(10):
         high0 = tl.umulhi(c0, 0xD2511F53)
         low0 = c0 * 0xD2511F53
@@ -41,7 +41,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _exponential(words):
-    """The Exp(1) variable of each word, as arrivals.exponential."""
+    """Returns the Exp(1) variable of each word, as arrivals.exponential does."""
     uniform = (words.to(tl.float32) + 0.5) * _WORD_SCALE
     uniform = tl.minimum(uniform, _LARGEST_UNIFORM)
     rounded = 1.0 - uniform
@@ -50,7 +50,7 @@ def _exponential(words):
 
 @triton.jit
 def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
-    """The arrivals of the tokens of some blocks: [BLOCKS, 64] float32."""
+    """Returns the arrivals of the tokens of some blocks: [BLOCKS, 64] float32."""
     zero = tl.zeros([BLOCKS], tl.uint32)
     first_word, second_word, _, _ = _philox(
         blocks.to(tl.uint32), zero + position, zero + sample, zero, zero + low, zero + high
@@ -74,7 +74,7 @@ def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
 def best_scores(
     values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
     table,  # [8, num_rows] int64, see `TritonDecider.table`
-    limits,  # [num_rows] int64: the order key of the last token that takes part; with HAS_LIMITS
+    limits,  # [num_rows] int64: the order key of the last token that competes; with HAS_LIMITS
     best,  # [num_rows, num_chunks] int64: order key of the best score
     row_stride,
     num_ids,
@@ -83,7 +83,7 @@ def best_scores(
     BLOCKS: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
 ):
-    """Grid: rows, chunks of BLOCKS blocks."""
+    """Scores tokens. Grid: rows, chunks of BLOCKS blocks."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     position = tl.load(table + row).to(tl.uint32)
@@ -112,9 +112,9 @@ def pick(
     best,  # [num_rows, num_chunks] int64
     token_ids,  # [num_rows] int64
     num_chunks,
-    CHUNKS: tl.constexpr,  # the power of two from num_chunks on
+    CHUNKS: tl.constexpr,  # the next power of two from num_chunks
 ):
-    """The token of each row's best key; 0 where nothing is above -inf. Grid: rows."""
+    """Picks the token of each row's best key; 0 if nothing is above -inf. Grid: rows."""
     row = tl.program_id(0)
     chunks = tl.arange(0, CHUNKS)
     keys = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=-0x8000000000000000)
@@ -124,23 +124,23 @@ def pick(
 
 
 def winners_of(values: Tensor, table: Tensor, limits: Tensor | None, token_ids: Tensor | None = None) -> Tensor:
-    """The token of each row: argmax_v (value_v / temperature - log a_v), or that of the values where a row is greedy.
+    """Returns the token of each row: argmax_v (value_v / temperature - log a_v), or argmax_v value_v for a greedy row.
 
     Args:
-        values: [num_rows, num_ids] float32 after step 4, a row's side by side.
+        values: [num_rows, num_ids] float32 after step 4, each row contiguous.
         table: [8, num_rows] int64, see `outrider.engine.sampler.triton_decider.TritonDecider.table`.
-        limits: [num_rows] int64, the order key of the last token that takes part; None: all do.
-        token_ids: [num_rows] int64, written and returned; None: a new one.
+        limits: [num_rows] int64, the order key of the last token that competes; None: all compete.
+        token_ids: [num_rows] int64, written and returned; None: a new tensor.
 
     Returns:
-        [num_rows] int64: the lowest id among equals, the first NaN where there is one, 0 where nothing is above -inf.
+        [num_rows] int64: the lowest id among equals, the first NaN if there is one, 0 if nothing is above -inf.
     """
     num_rows, num_ids = values.shape
     num_chunks = -(-num_ids // (arrivals.BLOCK_SIZE * BLOCKS_PER_PROGRAM))
     best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=values.device)
     if token_ids is None:
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=values.device)
-    with torch.cuda.device_of(values):  # where triton launches
+    with torch.cuda.device_of(values):  # triton launches on the current device
         best_scores[num_rows, num_chunks](
             values, table, table if limits is None else limits, best,
             values.stride(0), num_ids, num_rows, num_chunks,

@@ -1,9 +1,9 @@
-"""What the programs of our attention kernel do in one forward: a list made on the host. Torch-free.
+"""The work of our attention kernel's programs in one forward: a list made on the host. Torch-free.
 
-A tile is some rows of one sequence. The kernel's programs are as many as a GPU runs at a time, and go through the list
-with equal strides: an item is a tile with all of its keys, or with some of their splits, whose partial sums
-`merge_splits` adds up. So programs are busy with few long sequences as with many short ones, and none is empty. Splits
-begin at fixed positions and are added in order, so how a tile is cut changes no bits.
+A tile is some rows of one sequence. The kernel has as many programs as a GPU runs concurrently, which go through the
+list with equal strides: an item is a tile with all of its keys, or with some of their splits, whose partial sums
+`merge_splits` adds up. So programs are as busy with few long sequences as with many short ones, and none is empty.
+Splits begin at fixed positions and are added in order, so cutting a tile changes no bits.
 
 Source of the fixed grid and of its plan on the host: FlashInfer (Ye et al. 2025, arXiv 2501.01005).
 """
@@ -20,64 +20,64 @@ import numpy.typing as npt
 from outrider.engine.input_batch import InputBatch
 
 HEADER_INTS = 4
-"""A plan begins with the numbers of its items, where the partials of rows begin, and the numbers of rows and of rows to
-be merged."""
+"""Integers at the start of a plan: the number of items, the offset of the rows' partials, the number of rows, and the
+number of rows to merge."""
 ITEM_INTS = 7
-"""First row, number of rows, where the block table starts, first split, end split, first partial or -1, and partials of
-each row."""
+"""Integers of an item: first row, number of rows, start of the block table, first split, end split, first partial or
+-1, and partials per row."""
 MAX_PARTIALS = 1 << 17
-"""Partial sums of a forward, each of a row, a query head and a split: 68 MB with heads of 128 numbers, however long the
-sequences are. Tiles that come after are not cut."""
+"""Most partial sums of a forward, each for a row, a query head and a split: 68 MB with heads of 128 values, for any
+sequence length. Tiles beyond that are not cut."""
 ITEMS_PER_PROGRAM = 4
-"""So many of equal length leave programs idle for at most about a fifth of the time."""
+"""With this many items of equal length, programs are idle for at most about a fifth of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of our attention kernel. The bits of a row depend on them, and on nothing else."""
+    """Sizes of our attention kernel, the only things that a row's bits depend on."""
 
     lines: int = 32  # rows × query heads of a KV head; a multiple of 16
     keys: int = 64  # positions in a block
     split_keys: int = 256  # positions in each of the first splits; a multiple of `keys`
-    splits_per_size: int = 32  # then splits of twice the size follow: a long sequence does not have many more
+    splits_per_size: int = 32  # splits then double in size, so that long sequences do not have many more
     num_warps: int = 4
     num_stages: int = 3
 
 
 _Numbers = npt.NDArray[Any]
 _NUM_SIZES = 20
-"""Of splits: more than positions of 31 bits need."""
+"""Sizes of splits: more than 31-bit positions need."""
 
 
 class WorkLists:
     """Makes plans for one model: [ints] int32. They fit every layer.
 
-    A plan is a header, items, and of each row the place of its first partial sum, or -1 where its tile was not cut.
+    A plan is a header, items, and for each row the index of its first partial sum, or -1 if its tile was not cut.
     """
 
     def __init__(self, tile: Tile, *, num_heads: int, num_kv_heads: int, num_programs: int) -> None:
-        """`num_programs`: of the kernel, which the GPU runs at a time."""
+        """`num_programs`: the kernel's programs, which the GPU runs concurrently."""
         heads_per_kv = num_heads // num_kv_heads
         heads_per_tile = min(heads_per_kv, tile.lines)
         self.rows_per_tile = tile.lines // heads_per_tile
         self.head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)  # each has a program for every item
-        self.max_partials = MAX_PARTIALS // num_heads  # of a row and a split, with all heads
+        self.max_partials = MAX_PARTIALS // num_heads  # one per row and split, with all heads
         sizes = tile.split_keys << np.arange(_NUM_SIZES).repeat(tile.splits_per_size)
         self._split_starts = np.concatenate([[0], np.cumsum(sizes)])
-        self._num_abreast = -(-num_programs // self.head_groups)  # items that are worked on at a time
+        self._num_abreast = -(-num_programs // self.head_groups)  # items processed concurrently
 
     def max_items(self, num_rows: int) -> int:
-        """Of any batch of `num_rows` rows."""
+        """Returns the most items of any batch of `num_rows` rows."""
         return 2 * num_rows + ITEMS_PER_PROGRAM * self._num_abreast
 
     def plan(self, batch: InputBatch) -> array[int]:
-        """A padded batch's plan has room for the items of any batch of as many rows.
+        """Makes a batch's plan. A padded batch's plan has room for the items of any batch with as many rows.
 
-        It also serves a batch of the same rows at earlier positions.
+        It is also valid for a batch of the same rows at earlier positions.
         """
         starts = np.frombuffer(batch.arrays.query_start_loc, dtype=np.int32)
         positions = np.frombuffer(batch.arrays.positions, dtype=np.int64)
-        seqs, places = _runs(-((starts[:-1] - starts[1:]) // self.rows_per_tile))  # of each tile
+        seqs, places = _runs(-((starts[:-1] - starts[1:]) // self.rows_per_tile))  # per tile
         first_rows = starts[seqs] + places * self.rows_per_tile
         num_rows = np.minimum(starts[seqs + 1] - first_rows, self.rows_per_tile)
         num_keys = np.maximum.reduceat(positions, first_rows) + 1
@@ -93,7 +93,7 @@ class WorkLists:
         is_cut = (num_pieces > 1) & (end_partials <= self.max_partials)
         first_partials = np.where(is_cut, end_partials - num_partials, -1)
         num_pieces = np.where(is_cut, num_pieces, 1)
-        tiles, places = _runs(num_pieces)  # of each item
+        tiles, places = _runs(num_pieces)  # per item
         first_splits = self.split_of(num_keys[tiles] * places // num_pieces[tiles])
         end_splits = np.empty_like(first_splits)
         end_splits[:-1] = first_splits[1:]
@@ -107,19 +107,19 @@ class WorkLists:
         items = np.zeros((room, ITEM_INTS), dtype=np.int32)
         items[: len(listed)] = listed[self._in_turns(np.argsort(-lengths, kind="stable"))]
 
-        tiles, places = _runs(num_rows)  # of each row
+        tiles, places = _runs(num_rows)  # per row
         partials = np.where(is_cut[tiles], first_partials[tiles] + places * num_splits[tiles], -1).astype(np.int32)
         header = (len(listed), HEADER_INTS + items.size, batch.num_rows, int((partials >= 0).sum()))
         return array("i", header) + array("i", items.tobytes() + partials.tobytes())
 
     def split_of(self, positions: _Numbers) -> _Numbers:
-        """The number of the split of each position."""
+        """Returns the index of each position's split."""
         return np.searchsorted(self._split_starts, positions, side="right") - 1
 
     def _in_turns(self, order: _Numbers) -> _Numbers:
-        """`order`, from the longest item to the shortest, so that the programs' shares are about equal.
+        """Rearranges `order`, which goes from the longest item to the shortest, to give programs about equal shares.
 
-        Programs go through the list with equal strides, so every second stretch of it is turned round.
+        Programs go through the list with equal strides, so every second stretch of it is reversed.
         """
         turns = np.full((-(-len(order) // self._num_abreast), self._num_abreast), -1)
         turns.flat[: len(order)] = order
@@ -128,6 +128,6 @@ class WorkLists:
 
 
 def _runs(lengths: _Numbers) -> tuple[_Numbers, _Numbers]:
-    """Of the elements of runs, laid end to end: the run of each, and its place there."""
+    """Returns the run of each element of runs laid end to end, and its index within the run."""
     runs = np.repeat(np.arange(len(lengths)), lengths)
     return runs, np.arange(len(runs)) - (np.cumsum(lengths) - lengths)[runs]

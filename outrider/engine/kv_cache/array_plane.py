@@ -1,4 +1,4 @@
-"""A plane of a cache in one array of numpy. Torch-free."""
+"""A cache plane in one numpy array. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from outrider.engine.kv_cache.base import Bytes, Slots
 from outrider.engine.kv_cache.planes import PlaneSpec
 
 WORDS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
-"""By dtype of a plane: that of arrays which have its numbers. numpy has no bfloat16."""
+"""The numpy dtype for each dtype of a plane. numpy has no bfloat16, whose bits are stored as uint16."""
 Words: TypeAlias = npt.NDArray[Any]
 
 
 class ArrayPlane:
-    """A `CachePlane` on a CPU, so that a frame of several layers is one copy.
+    """A `CachePlane` on a CPU, in one array so that a frame of several layers is one copy.
 
-    Zeros at first, whose pages take no memory before they are written (torch.zeros writes them all).
+    Initially zeros, whose pages take no memory before they are written (torch.zeros writes them all).
     """
 
     def __init__(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> None:
@@ -28,7 +28,7 @@ class ArrayPlane:
 
     @property
     def layers(self) -> Any:
-        """Of each layer [num_blocks, block_size, heads, dim]."""
+        """The layers, each [num_blocks, block_size, heads, dim]."""
         return self._array
 
     def move_slots(self, moves: Slots) -> None:
@@ -39,14 +39,14 @@ class ArrayPlane:
     def read(self, layers: range, slots: Slots, heads: range, after: object = None) -> Bytes:
         rows = self._rows(layers, heads)
         if not rows.flags.c_contiguous:
-            return rows[:, slots].reshape(-1)  # `take` would copy these heads of the whole cache first
+            return rows[:, slots].reshape(-1)  # `take` would first copy these heads of the whole cache
         return np.take(rows, slots, axis=1).reshape(-1)
 
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: object = None) -> None:
         self._rows(layers, heads)[:, slots] = rows.reshape(len(layers), slots.size, -1)
 
     def _rows(self, layers: range, heads: range) -> Bytes:
-        """Some layers and heads of all slots: [layers, slots, heads * dim * itemsize], a view."""
+        """Returns some layers and heads of all slots as a view: [layers, slots, heads * dim * itemsize]."""
         num_layers, _, _, num_heads, _ = self._array.shape
         rows = self._array.view(np.uint8).reshape(num_layers, -1, num_heads * self._head_bytes)
         columns = slice(heads.start * self._head_bytes, heads.stop * self._head_bytes)

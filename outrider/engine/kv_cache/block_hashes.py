@@ -1,4 +1,4 @@
-"""Content names of full blocks: SHA-256 chained over (parent, token ids), as in vLLM v1."""
+"""Content hashes of full blocks: SHA-256 chained over (parent, token ids), as in vLLM v1."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _ROOT_TAG = b"outrider.kv-block.1"
 
 
 class BlockHashes:
-    """The chain of one token sequence: entry i names the KV of tokens [0, (i + 1) * block_size).
+    """The hash chain of one token sequence: entry i identifies the KV of tokens [0, (i + 1) * block_size).
 
-    Two equal names mean equal tokens from position 0 on: SHA-256, because a collision
-    would serve another user's KV. The seed (the model fingerprint, of one length) keeps models
-    apart, the salt tenants.
-    Grows block by block: the cost of a step does not grow with its sequence.
+    Equal hashes mean equal tokens from position 0 on. The hash is SHA-256 because a collision would serve another
+    user's KV. The seed (the model fingerprint, of fixed length) separates models, the salt tenants.
+
+    The chain grows block by block, so the cost of a step does not grow with its sequence.
     """
 
     __slots__ = ("_block_size", "_hashes", "_layout", "_root")
@@ -30,7 +30,7 @@ class BlockHashes:
         return len(self._hashes)
 
     def append(self, token_ids: Sequence[int]) -> bytes:
-        """The next block's name. `token_ids` is the whole sequence from position 0; only that block of it is read."""
+        """Appends and returns the next block's hash. `token_ids` is the whole sequence; only that block is read."""
         start = len(self._hashes) * self._block_size
         parent = self._hashes[-1] if self._hashes else self._root
         packed = self._layout.pack(*token_ids[start : start + self._block_size])
@@ -39,12 +39,12 @@ class BlockHashes:
         return block_hash
 
     def truncate(self, num_blocks: int) -> None:
-        """Keeps the first `num_blocks` names."""
+        """Keeps the first `num_blocks` hashes."""
         if num_blocks < len(self._hashes):
             del self._hashes[num_blocks:]
 
     def copy(self) -> BlockHashes:
-        """A chain of its own with the same content."""
+        """Returns an independent chain with the same content."""
         other = object.__new__(BlockHashes)
         other._block_size, other._layout, other._root = self._block_size, self._layout, self._root
         other._hashes = self._hashes.copy()

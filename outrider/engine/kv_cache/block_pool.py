@@ -10,7 +10,7 @@ from outrider.errors import CapacityError
 
 
 class NoFreeBlocksError(CapacityError):
-    """Too few free blocks for an allocation, which has changed nothing."""
+    """Raised if an allocation needs more blocks than are free; nothing has changed."""
 
     reason = "NO_FREE_BLOCKS"
 
@@ -19,13 +19,13 @@ class BlockPool:
     """Blocks 0 … num_blocks - 1, each in exactly one of three states.
 
     - *used*: reference count >= 1; may be published in the prefix cache as well.
-    - *evictable*: count 0, but still published: a prefix match revives it, `allocate`
-      takes it when nothing is free, least recently released first.
+    - *evictable*: count 0, but still published: a prefix match revives it; `allocate` evicts it if no block is free,
+      least recently released first.
     - *free*: count 0, unpublished.
 
-    A block enters the prefix cache only through `register`, that is when its tokens are committed and its KV is
-    complete (`SequenceKV.publish`). Not thread-safe: the engine thread owns it.
-    Vocabulary and policy follow vLLM v1's block pool.
+    A block enters the prefix cache only through `register`, once its tokens are committed and its KV is complete
+    (`SequenceKV.publish`). Not thread-safe: the engine thread owns it. Vocabulary and policy follow vLLM v1's block
+    pool.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, hash_seed: bytes, enable_prefix_cache: bool = True) -> None:
@@ -38,26 +38,27 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        # A stack with the lowest ids on top: memory that was never written stays uncommitted for longest.
+        # A stack with the lowest ids on top, so that memory never written stays uncommitted for as long as possible.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
     @property
     def num_free_blocks(self) -> int:
-        """Free and evictable blocks."""
+        """The number of free and evictable blocks."""
         return len(self._free) + len(self._evictable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     # --- allocation -----------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes `num_blocks` blocks with a reference count of 1 each; their content is undefined.
+        """Allocates `num_blocks` blocks with a reference count of 1 each; their content is undefined.
 
-        Evicts the least recently released cached blocks when too few are free.
-        Raises NoFreeBlocksError, having changed nothing.
+        Evicts the least recently released cached blocks if too few are free.
+
+        Raises: NoFreeBlocksError, with nothing changed, if too few blocks are free or evictable.
         """
         if num_blocks > self.num_free_blocks:
             raise NoFreeBlocksError(
@@ -66,16 +67,16 @@ class BlockPool:
         return [self._take_one() for _ in range(num_blocks)]
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each of these used blocks."""
+        """Adds a reference to each of these used blocks."""
         for block_id in block_ids:
             assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One reference less to each. The last one makes a block evictable if it is published, free if not.
+        """Drops a reference to each block. At zero a block becomes evictable if it is published, otherwise free.
 
-        Blocks released earlier are evicted earlier: release a sequence's last block first,
-        since a chain is worth nothing without its beginning.
+        Blocks released earlier are evicted earlier: release a sequence's last block first, since a chain is useless
+        without its beginning.
         """
         for block_id in block_ids:
             count = self._ref_counts[block_id] - 1
@@ -89,19 +90,19 @@ class BlockPool:
                 self._evictable[block_id] = None
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether more than one reference is held: such a block must be copied before it is written."""
+        """Returns whether a block has more than one reference: it must then be copied before it is written."""
         return self._ref_counts[block_id] > 1
 
     # --- prefix cache ---------------------------------------------------------------------
 
     def new_hashes(self, cache_salt: bytes = b"") -> BlockHashes:
-        """An empty chain under this pool's seed and a tenant's salt."""
+        """Returns an empty chain with this pool's seed and a tenant's salt."""
         return BlockHashes(hash_seed=self._hash_seed, block_size=self.block_size, cache_salt=cache_salt)
 
     def match_prefix(
         self, token_ids: Sequence[int], *, max_tokens: int, hashes: BlockHashes | None = None
     ) -> list[int]:
-        """The cached full blocks that `token_ids` begins with, at most `max_tokens` tokens; each gets a reference.
+        """Returns the cached full blocks of a prefix of `token_ids`, at most `max_tokens` tokens, and references them.
 
         `hashes` (empty at the call) receives the chain of exactly the blocks returned.
         """
@@ -122,7 +123,7 @@ class BlockPool:
         return matched
 
     def register(self, block_id: int, block_hash: bytes) -> None:
-        """Publishes one used block under its content's name. The first block of a name keeps it."""
+        """Publishes a used block under its content hash. If the hash is already published, the first block keeps it."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
         if not self.enable_prefix_cache or self._hash_of[block_id] is not None or block_hash in self._block_of:
             return
@@ -130,7 +131,7 @@ class BlockPool:
         self._block_of[block_hash] = block_id
 
     def withdraw(self, block_id: int) -> None:
-        """Takes a used block out of the prefix cache, before its content changes."""
+        """Removes a used block from the prefix cache, before its content changes."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
         self._forget_hash(block_id)
 

@@ -13,7 +13,7 @@ MAX_PERCENT = 95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheConfig:
-    """Section `kv_cache`: how much KV a node keeps. The system commits memory only as blocks are first written."""
+    """Section `kv_cache`: the amount of KV that a node stores. The system commits memory as blocks are written."""
 
     memory: str = setting(
         "",
@@ -23,14 +23,14 @@ class KVCacheConfig:
     )
     prefix_cache: bool = setting(True, help="Keep full blocks of finished sequences for prompts that begin alike.")
     num_blocks: int | None = fixed(None)  # overrides `memory`
-    block_size: int = fixed(16)  # tokens; little is wasted at a sequence's end, and short prefixes are shared
+    block_size: int = fixed(16)  # tokens; small blocks waste little at a sequence's end and share short prefixes
 
     def __post_init__(self) -> None:
         _ = self.size
 
     @property
     def size(self) -> tuple[int | None, float | None]:
-        """`memory` in bytes, or as a fraction (see KVRoom); both None where it is not set. Raises: ValueError."""
+        """`memory` in bytes, or as a fraction (see KVRoom); both None if unset. Raises: ValueError if it is invalid."""
         memory = self.memory.strip()
         if not memory:
             return None, None

@@ -1,4 +1,4 @@
-"""The memory behind the block pool: keys and values of every layer, in blocks. Torch-free where kernels lay it out."""
+"""The memory behind the block pool: keys and values of every layer, in blocks. Torch-free with native kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class PagedKVCache:
     """Keys and values of all layers, addressed by slot = block_id * block_size + offset.
 
-    Only the memory: the BlockPool says which block belongs to whom. It is allocated at once but committed by the
-    system as blocks are first written.
+    The cache is memory only; the BlockPool assigns blocks. It is allocated at once, but committed by the system as
+    blocks are first written.
 
-    Thread-safe as far as its blocks are: threads may read, write and run forwards at the
-    same time as long as no block that one of them writes is used by another.
+    Thread-safe for disjoint blocks: threads may read, write and run forwards at the same time as long as no block that
+    one of them writes is used by another.
     """
 
     def __init__(
@@ -35,18 +35,19 @@ class PagedKVCache:
         num_scratch_blocks: int = 0,
         kernels: PlaneMaker | None = None,
     ) -> None:
-        """`device`: as torch names it, such as "cuda:0".
+        """`device`: torch's name, such as "cuda:0".
 
-        `num_scratch_blocks`: behind the others, for rows that pad a batch.
+        `num_scratch_blocks`: blocks after the others, for rows that pad a batch.
 
-        `kernels`: that will attend over it, on a CPU: keys and values lie as they want them. None: torch or a GPU will.
+        `kernels`: the CPU kernels that attend over the cache and determine its layout. None: torch or a GPU attends
+        over it.
         """
         self.planes = tuple(planes)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
         self.scratch_blocks = range(num_blocks, num_blocks + num_scratch_blocks)
-        self.copies: CopyStream | None = None  # of a GPU
+        self.copies: CopyStream | None = None  # on a GPU only
         if kernels is None:
             from outrider.engine.kv_cache.tensor_planes import TensorMemory  # imports torch
 
@@ -59,44 +60,47 @@ class PagedKVCache:
         self.keys, self.values = (self._planes[name].layers for name in ("k", "v"))
 
     def layers(self, plane: str) -> Any:
-        """What a plane keeps in each layer, by its number: tensors [num_blocks, block_size, heads, dim], or whatever
-        the kernels that it is packed for attend over; of features an array of this shape (see WORDS).
+        """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim], or the packed layout of
+        the kernels that attend over it; for features an array of this shape (see WORDS).
         """
         return self._planes[plane].layers
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, (source, destination) each, in all layers and planes.
+        """Copies whole blocks, each given as (source, destination), in all layers and planes.
 
         All sources are read before any destination is written, so a block may be both.
         """
         self.move_slots(slots_of_blocks(pairs, self.block_size))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies single slots, (source, destination) each, in all layers and planes; sources are read first."""
+        """Copies single slots, given as (source, destination), in all layers and planes; sources are read first."""
         if pairs:
             moves = np.array(pairs, dtype=np.int64).T
             for plane in self._planes.values():
                 plane.move_slots(moves)
 
     def fence(self) -> Any:
-        """Marks the work that is queued by now, for `read` and `write`; None on a CPU, which has done it."""
+        """Returns a marker of the work queued so far, for `read` and `write`; None on a CPU, which queues none."""
         return None if self.copies is None else self.copies.fence()
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
-        """The ranges of heads in which `read` is cheapest: here all are in one place."""
+        """Returns the ranges of heads that `read` reads most cheaply: here one range of all heads."""
         return (range(find_plane(self.planes, plane).num_heads),)
 
     def read(self, plane: str, layers: range, slots: Slots, after: Any = None, *, heads: range | None = None) -> Bytes:
-        """KV of `slots` ([num_tokens] int64) in `layers`, as bytes; on a GPU as of `after`, or of now.
+        """Reads the KV of `slots` ([num_tokens] int64) in `layers` as bytes; on a GPU once `after` is reached, by
+        default now.
 
-        `heads`: some of them; by default all. Returns [len(layers) * num_tokens * heads * dim * itemsize]
-        uint8, contiguous, layer by layer, token-major. Raises InternalError outside the cache.
+        `heads`: a subset; by default all. Returns [len(layers) * num_tokens * heads * dim * itemsize] uint8,
+        contiguous, layer by layer, token-major.
+
+        Raises: InternalError if a range is outside the cache.
         """
         heads = self._checked(plane, layers, slots, heads)
         return self._planes[plane].read(layers, slots, heads, after)
 
     def take(self, plane: str, layers: range, slots: Slots, after: Any, *, heads: range | None = None) -> DeviceBytes:
-        """What `read` gives, without leaving the GPU that has the cache."""
+        """Returns what `read` does, but on the cache's GPU."""
         heads = self._checked(plane, layers, slots, heads)
         on_gpu: Any = self._planes[plane]
         assert self.copies is not None
@@ -112,10 +116,12 @@ class PagedKVCache:
         *,
         heads: range | None = None,
     ) -> None:
-        """Writes what `read` gave, on a GPU behind the work that `after` marks: of that some may use the slots still.
+        """Writes bytes in the format of `read`; on a GPU after the work that `after` marks, some of which may still use
+        the slots.
 
-        Without `after`: behind all work that is queued by now, which a busy node may take a step to do. Raises
-        InternalError, nothing written, when a range or the size does not fit.
+        Without `after`, it waits for all work queued so far, which may take a step on a busy node.
+
+        Raises: InternalError, with nothing written, if a range or the size does not fit.
         """
         heads = self._checked(plane, layers, slots, heads)
         expected = len(layers) * slots.size * len(heads) * find_plane(self.planes, plane).bytes_per_head
@@ -128,7 +134,7 @@ class PagedKVCache:
             self._planes[plane].write(layers, slots, heads, rows, after)
 
     def _checked(self, plane: str, layers: range, slots: Slots, heads: range | None) -> range:
-        """The heads, after all bounds have been checked."""
+        """Checks all bounds and returns the heads."""
         spec = find_plane(self.planes, plane)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
             raise InternalError(f"layers {layers} of {spec.num_layers}")

@@ -1,4 +1,4 @@
-"""Planes: the named parts of what a cache keeps of a token in each layer, as the wire describes them."""
+"""Planes: the named parts of what a cache stores for a token in each layer, as described on the wire."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEATURE_PLANE_PREFIX = "feature-"
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """One named plane of the cache, such as "k" or "v"; token-major: [layers, tokens, heads, head_dim]."""
+    """A named plane of the cache, such as "k" or "v"; token-major: [layers, tokens, heads, head_dim]."""
 
     name: str
     num_layers: int
@@ -23,14 +23,14 @@ class PlaneSpec:
 
     @property
     def is_feature(self) -> bool:
-        """Whether it keeps a drafter head's features (see `outrider.engine.feature_spec`), which the end of a forward
-        writes; the others' layers are written one after another.
+        """Whether it stores a drafter head's features (see `outrider.engine.feature_spec`), which are written at the
+        end of a forward; the layers of other planes are written one after another.
         """
         return self.name.startswith(FEATURE_PLANE_PREFIX)
 
     @property
     def bytes_per_head(self) -> int:
-        """Of one token in one layer."""
+        """Bytes of one head of one token in one layer."""
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
@@ -39,11 +39,11 @@ class PlaneSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """In all layers."""
+        """Bytes of one token in all layers."""
         return self.num_layers * self.bytes_per_token_per_layer
 
     def checked_heads(self, heads: range | None) -> range:
-        """All where it is None. Raises: InternalError."""
+        """Returns the heads, by default all. Raises: InternalError if they are out of range."""
         if heads is None:
             return range(self.num_heads)
         if heads.step != 1 or not 0 <= heads.start < heads.stop <= self.num_heads:
@@ -52,7 +52,7 @@ class PlaneSpec:
 
 
 def find_plane(planes: Sequence[PlaneSpec], name: str) -> PlaneSpec:
-    """Raises: InternalError."""
+    """Returns the plane of that name. Raises: InternalError if there is none."""
     for plane in planes:
         if plane.name == name:
             return plane

@@ -12,9 +12,9 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 class SequenceKV:
     """Block table and number of valid tokens of one sequence.
 
-    Token t lives in slot block_ids[t // block_size] * block_size + t % block_size.
-    `block_ids` are the reserved blocks; the KV of the first `num_tokens` tokens is valid. A step reserves, writes, then
-    calls `advance` or `truncate`. Only blocks with valid tokens are ever shared.
+    Token t is in slot block_ids[t // block_size] * block_size + t % block_size. `block_ids` are the reserved blocks;
+    the KV of the first `num_tokens` tokens is valid. A step reserves, writes, then calls `advance` or `truncate`. Only
+    blocks with valid tokens are ever shared.
     """
 
     __slots__ = (
@@ -29,32 +29,32 @@ class SequenceKV:
     )
 
     def __init__(self, pool: BlockPool, *, cache_salt: bytes = b"") -> None:
-        """Published blocks are found only under the same `cache_salt`."""
+        """Published blocks match only under the same `cache_salt`."""
         self._pool = pool
         self._block_size = pool.block_size
-        self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # of the published (or found published) blocks
-        # Whether the block that the next token goes to is known to be neither shared nor published. Blocks without
-        # valid tokens are neither, so this holds while tokens are added.
+        self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # of the published blocks and the prefix hits
+        # Whether the block of the next token is known to be neither shared nor published. Blocks without valid tokens
+        # are neither, so this stays true while tokens are added.
         self._owns_tail = False
         self.block_ids: list[int] = []
         self.num_tokens = 0
-        self.num_cached_tokens = 0  # of num_tokens at creation: prefix hits
-        self._table = array("i")  # what of block_ids has not changed since `block_table` wrote it
+        self.num_cached_tokens = 0  # part of num_tokens from the prefix cache, at creation
+        self._table = array("i")  # the prefix of block_ids that `block_table` has converted
 
     @classmethod
     def create(
         cls, pool: BlockPool, token_ids: Sequence[int], *, max_cached_tokens: int, cache_salt: bytes = b""
     ) -> SequenceKV:
-        """A table that holds the cached prefix of `token_ids`, at most `max_cached_tokens` tokens of it."""
+        """Makes a table that holds the cached prefix of `token_ids`, at most `max_cached_tokens` tokens."""
         kv = cls(pool, cache_salt=cache_salt)
         kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
         kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
         return kv
 
     def block_table(self) -> array[int]:
-        """`block_ids` as int32: [len(block_ids)]. Not a copy: do not write to it, or keep it while blocks change.
+        """Returns `block_ids` as int32 [len(block_ids)], not copied: do not modify it, or keep it while blocks change.
 
-        Only what is new since the last call is converted: a step's cost must not grow with its contexts.
+        Only blocks added since the last call are converted: a step's cost must not grow with its contexts.
         """
         table, block_ids = self._table, self.block_ids
         if len(table) < len(block_ids):
@@ -62,30 +62,31 @@ class SequenceKV:
         return table
 
     def slot(self, place: int) -> int:
-        """The slot of the n-th token from position 0; with draft trees, of the n-th row."""
+        """Returns the slot of the n-th token from position 0; with draft trees, of the n-th row."""
         return self.block_ids[place // self._block_size] * self._block_size + place % self._block_size
 
     @property
     def capacity(self) -> int:
-        """Tokens for which there are blocks."""
+        """Tokens that the reserved blocks hold."""
         return len(self.block_ids) * self._block_size
 
     def has_reserved(self, num_tokens: int) -> bool:
-        """Whether `reserve(num_tokens)` is known to have nothing to do; if not, call it."""
+        """Returns whether `reserve(num_tokens)` is known to have nothing to do; if not, call it."""
         return self._owns_tail and num_tokens <= len(self.block_ids) * self._block_size
 
     def num_blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that `reserve(num_tokens)` would take from the pool, a copy of a shared block included."""
+        """Returns the blocks that `reserve(num_tokens)` would allocate, including the copy of a shared block."""
         new = max(0, self._pool.num_blocks_for(num_tokens) - len(self.block_ids))
         index, offset = divmod(self.num_tokens, self._block_size)
         return new + (num_tokens > self.num_tokens and offset > 0 and self._pool.is_shared(self.block_ids[index]))
 
     def reserve(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Makes room to write the KV of tokens [self.num_tokens, num_tokens).
+        """Reserves blocks to write the KV of tokens [self.num_tokens, num_tokens).
 
-        Returns the (source, destination) blocks to copy before that write: a partial
-        block that others share is replaced (copy-on-write). Raises NoFreeBlocksError,
-        having changed nothing.
+        Returns the (source, destination) blocks to copy before that write: a partial block that is shared is replaced
+        (copy-on-write).
+
+        Raises: NoFreeBlocksError, with nothing changed, if the pool has too few blocks.
         """
         pool = self._pool
         num_new = -(-num_tokens // self._block_size) - len(self.block_ids)
@@ -101,21 +102,21 @@ class SequenceKV:
                     pool.release((source,))
                     self._owns_tail = True
                     return [(source, self.block_ids[index])]
-                pool.withdraw(source)  # published when it was full, then truncated: its tail is about to change
+                pool.withdraw(source)  # published when full, then truncated: its tail is about to change
             self._owns_tail = True
         if num_new > 0:
             self.block_ids += pool.allocate(num_new)
         return []
 
     def advance(self, num_tokens: int) -> None:
-        """The KV of tokens [0, num_tokens) has been written; reserved blocks past it stay."""
+        """Records that the KV of tokens [0, num_tokens) is written; reserved blocks past it stay."""
         assert self.num_tokens <= num_tokens <= self.capacity
         self.num_tokens = num_tokens
 
     def truncate(self, num_tokens: int) -> None:
-        """Exactly tokens [0, num_tokens) are valid from here on; frees whole blocks past them.
+        """Makes exactly tokens [0, num_tokens) valid, and frees whole blocks past them.
 
-        The rollback after a verification: what the last forward wrote beyond is rejected.
+        This is the rollback after a verification, for rejected tokens of the last forward.
         """
         capacity = len(self.block_ids) * self._block_size
         assert 0 <= num_tokens <= capacity
@@ -127,7 +128,7 @@ class SequenceKV:
             self.release_beyond(num_tokens)
 
     def release_beyond(self, num_tokens: int) -> None:
-        """Gives back reserved blocks that hold none of the first `num_tokens` tokens, at least the valid ones."""
+        """Releases reserved blocks past the first `num_tokens` tokens, which must include the valid ones."""
         assert num_tokens >= self.num_tokens
         num_kept = self._pool.num_blocks_for(num_tokens)
         if num_kept < len(self.block_ids):
@@ -136,7 +137,7 @@ class SequenceKV:
             del self._table[num_kept:]
 
     def publish(self, token_ids: Sequence[int]) -> None:
-        """Full blocks of valid, committed tokens enter the prefix cache; only new ones are hashed.
+        """Publishes full blocks of valid, committed tokens in the prefix cache; only new ones are hashed.
 
         `token_ids` are the sequence's committed tokens from position 0. Idempotent.
         """
@@ -148,7 +149,7 @@ class SequenceKV:
             self._pool.register(self.block_ids[index], hashes.append(token_ids))
 
     def fork(self) -> SequenceKV:
-        """A second table over the same valid tokens. Whoever writes first into a shared partial block copies it."""
+        """Returns a second table over the same valid tokens. The first writer to a shared partial block copies it."""
         other = SequenceKV(self._pool)
         self._owns_tail = False
         other._hashes = self._hashes.copy()
@@ -159,7 +160,7 @@ class SequenceKV:
         return other
 
     def free(self) -> None:
-        """Gives every block back. Idempotent; the table is empty afterwards."""
+        """Releases every block. Idempotent; the table is empty afterwards."""
         self.num_tokens = 0
         self._owns_tail = False
         self._hashes.truncate(0)

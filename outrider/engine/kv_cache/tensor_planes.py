@@ -1,4 +1,4 @@
-"""The planes of a cache as torch tensors, on a CPU or on a GPU."""
+"""Cache planes as torch tensors, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 def tensor_of(values: Words | Tensor) -> Tensor:
-    """Numbers as an array has them (see WORDS), in its memory; a tensor as it is."""
+    """Returns a tensor over an array's memory (see WORDS for its dtypes), or a tensor unchanged."""
     if isinstance(values, Tensor):
         return values
     tensor = torch.from_numpy(values)
@@ -28,13 +28,13 @@ def tensor_of(values: Words | Tensor) -> Tensor:
 
 
 def words_of(tensor: Tensor) -> Words:
-    """The numbers of a tensor on the CPU, in its memory where that is contiguous."""
+    """Returns a CPU tensor's numbers as an array, in its memory if that is contiguous."""
     tensor = tensor.detach().contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 class TensorMemory:
-    """A `PlaneMaker`: planes on one device, whose frames are copied on one stream."""
+    """A `PlaneMaker` for planes on one device, whose frames are copied on one stream."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -48,11 +48,11 @@ class TensorMemory:
 
 
 class CopyStream:
-    """Copies between a GPU and the host, on a stream beside the forward passes. Of one cache; any thread may use it.
+    """Copies between a GPU and the host on a stream separate from the forward passes. One per cache; thread-safe.
 
-    Forward passes run on the device's default stream. A fence marks the work queued there; a copy comes after it and
-    runs beside what follows. The thread that asks for a copy waits for its fence before the copy is queued: the stream
-    is a queue, in which a copy that waited for a running step would hold up those behind it.
+    Forward passes run on the device's default stream. A fence marks the work queued there; a copy runs after it and
+    concurrently with later work. The thread that requests a copy waits for the fence before it queues the copy: the
+    stream is a queue, in which a copy that waited for a running step would delay those behind it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,13 +60,15 @@ class CopyStream:
         self.stream = torch.cuda.Stream(device)
 
     def fence(self) -> Fence:
-        """After all work that is queued by now. Who waits for it sleeps: that may be as long as a step."""
+        """Returns a fence after all work queued so far. Waiting threads sleep, since it may take a step."""
         fence = torch.cuda.Event(blocking=True)
         fence.record(torch.cuda.default_stream(self.device))
         return fence
 
     def gather(self, rows: Tensor, slots: Slots, after: Fence) -> Tensor:
-        """Some slots of [layers, slots, width], once `after` is reached: [layers, num_slots, width], page-locked."""
+        """Returns some slots of [layers, slots, width] once `after` is reached: [layers, num_slots, width],
+        page-locked.
+        """
         taken = self.take(rows, slots, after).tensor.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2])
         with torch.cuda.stream(self.stream):
             host = empty_page_locked(taken.shape, taken.dtype)
@@ -75,7 +77,7 @@ class CopyStream:
         return host
 
     def take(self, rows: Tensor, slots: Slots, after: Fence) -> DeviceBytes:
-        """What `gather` gives, but on the device. The host waits for `after` only."""
+        """Returns what `gather` does, as bytes on the device. The host waits for `after` only."""
         after.synchronize()
         with torch.cuda.stream(self.stream):
             taken = rows.index_select(1, upload(slots, self.device))
@@ -84,7 +86,7 @@ class CopyStream:
     def scatter(self, rows: Tensor, slots: Slots, payload: Bytes | DeviceBytes, after: Fence) -> None:
         """Writes some slots of [layers, slots, width] once `after` is reached. Later work must not use them.
 
-        `payload` [layers * num_slots * width * itemsize] uint8 may be used again afterwards.
+        `payload` [layers * num_slots * width * itemsize] uint8 may be reused afterwards.
         """
         if isinstance(payload, DeviceBytes):
             source = payload.tensor
@@ -99,12 +101,12 @@ class CopyStream:
             self.wait()
 
     def empty(self, num_bytes: int) -> DeviceBytes:
-        """Memory that will be written on the stream."""
+        """Allocates memory that will be written on the stream."""
         with torch.cuda.stream(self.stream):
             return DeviceBytes(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), self)
 
     def wait(self) -> None:
-        """The host waits for what is queued on the stream by now."""
+        """Waits on the host for the work queued on the stream so far."""
         done = torch.cuda.Event()
         done.record(self.stream)
         done.synchronize()
@@ -112,7 +114,7 @@ class CopyStream:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """Bytes of a frame that never leave a GPU: [num_bytes] uint8, made and used on one stream."""
+    """Bytes of a frame that never leave the GPU: [num_bytes] uint8, made and used on one stream."""
 
     tensor: Tensor
     copies: CopyStream
@@ -121,10 +123,10 @@ class DeviceBytes:
         return len(self.tensor)
 
     def checksum(self) -> int:
-        """The sum of all words of 8 bytes, each times an odd number that depends on its place. The host waits for it.
+        """Returns the sum of all 8-byte words, each times an odd number that depends on its place. The host waits.
 
-        It is modulo 2**64, so in whatever order a device adds. It finds what was read too early, or at a wrong place;
-        like xxh3 it is no defence against forgery.
+        The sum is modulo 2**64, so a device may add in any order. It detects data that was read too early or at a wrong
+        place; like xxh3 it is no defence against forgery.
         """
         with torch.cuda.stream(self.copies.stream):
             words = torch.nn.functional.pad(self.tensor, (0, -len(self) % 8)).view(torch.int64)
@@ -132,31 +134,31 @@ class DeviceBytes:
             return int((words * factors).sum()) % 2**64
 
     def to_host(self) -> bytes:
-        """A copy of them, for which the host waits."""
+        """Returns a copy, for which the host waits."""
         with torch.cuda.stream(self.copies.stream):
             return self.tensor.cpu().numpy().tobytes()
 
 
 class HostTensorPlane(ArrayPlane):
-    """An array, which torch would copy by a pool of threads for the caller's (see `EngineThread`)."""
+    """A plane in an array: torch's own copies would start a thread pool for the calling thread (see `EngineThread`)."""
 
     @property
     def layers(self) -> tuple[Tensor, ...]:
-        """Of each layer [num_blocks, block_size, heads, dim]."""
+        """The layers, each [num_blocks, block_size, heads, dim]."""
         return tensor_of(self._array).unbind(0)
 
 
 class TensorPlane:
-    """A `CachePlane` on a GPU in one tensor, so that a frame of several layers is one copy."""
+    """A `CachePlane` on a GPU, in one tensor so that a frame of several layers is one copy."""
 
     def __init__(self, tensor: Tensor, copies: CopyStream) -> None:
-        """`tensor`: [layers, blocks, block_size, heads, dim]. `copies`: of its device."""
+        """`tensor`: [layers, blocks, block_size, heads, dim]. `copies`: the copy stream of its device."""
         self._tensor = tensor
         self._copies = copies
 
     @property
     def layers(self) -> tuple[Tensor, ...]:
-        """Of each layer [num_blocks, block_size, heads, dim]."""
+        """The layers, each [num_blocks, block_size, heads, dim]."""
         return self._tensor.unbind(0)
 
     def move_slots(self, moves: Slots) -> None:
@@ -173,6 +175,6 @@ class TensorPlane:
         self._copies.scatter(self.rows(layers, heads), slots, rows, after or self._copies.fence())
 
     def rows(self, layers: range, heads: range) -> Tensor:
-        """Some layers and heads of all slots: [layers, slots, heads * dim], a view."""
+        """Returns some layers and heads of all slots as a view: [layers, slots, heads * dim]."""
         rows = self._tensor[layers.start : layers.stop].flatten(1, 2)  # [layers, slots, heads, dim]
         return rows.flatten(2)[:, :, heads.start * rows.shape[3] : heads.stop * rows.shape[3]]

@@ -1,1 +1,1 @@
-"""Tensor parallelism: rank 0 is the node; other ranks are processes that run the same steps on their shards."""
+"""Tensor parallelism: rank 0 is the node; the other ranks are processes that run the same steps on their shards."""

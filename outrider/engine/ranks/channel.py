@@ -1,4 +1,4 @@
-"""A pair of sockets between two ranks of one node: each message is one of our own values. Torch-free."""
+"""A socket pair between two ranks of one node, which carries pickled values. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ _LENGTH = struct.Struct("<Q")
 
 
 class RankLostError(InternalError):
-    """A process of a tensor-parallel node has ended or does not answer, so the node cannot compute steps."""
+    """Raised if a process of a tensor-parallel node has ended or does not answer, so that no step can be computed."""
 
     reason = "RANK_LOST"
 
 
 class Channel:
-    """One end. At any time one thread sends, and one receives.
+    """One end of a channel. At most one thread sends and one receives at a time.
 
-    Values are pickled: both ends are processes of this node, over sockets without an address. Raises RankLostError when
-    the peer is gone or too slow; the channel is closed then.
+    Values are pickled: both ends are processes of this node, over sockets without an address.
+
+    Raises: RankLostError if the peer is gone or too slow; the channel is then closed.
     """
 
     def __init__(self, end: socket.socket, *, peer: str, timeout_seconds: float) -> None:
-        """`peer`: for error messages, such as "rank 1". `timeout_seconds`: for a whole message, once it has begun."""
+        """`peer`: name for error messages, such as "rank 1". `timeout_seconds`: for a message, once it has begun."""
         self._end = end
         self._peer = peer
         self._timeout_seconds = timeout_seconds
@@ -34,7 +35,7 @@ class Channel:
 
     @staticmethod
     def encode(message: object) -> bytes:
-        """For `send_encoded`, to several peers."""
+        """Encodes a message for `send_encoded`, for several peers."""
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
     def send(self, message: object) -> None:
@@ -48,7 +49,7 @@ class Channel:
             raise self._lost("takes no messages", error) from error
 
     def receive(self, *, begins_within_seconds: float | None) -> Any:
-        """The next message. None: waits for its beginning without limit, until the peer's process ends."""
+        """Returns the next message. `begins_within_seconds` None: waits for it until the peer's process ends."""
         try:
             self._end.settimeout(begins_within_seconds)
             if not self._end.recv(1, socket.MSG_PEEK):
@@ -60,7 +61,7 @@ class Channel:
             raise self._lost("sends nothing", error) from error
 
     def close(self) -> None:
-        """The peer sees the end. Idempotent."""
+        """Closes this end, which the peer notices. Idempotent."""
         self._end.close()
 
     def _read(self, num_bytes: int) -> bytearray:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks. Commands are numbered from 1 by their order; requests for KV go beside them."""
+"""Messages from rank 0 to the other ranks. Commands are numbered from 1; KV requests are separate from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.engine.input_batch import InputBatch
 
 
 class Mark(NamedTuple):
-    """Progress in the order of commands: finished commands, then finished layers of the next one."""
+    """Progress through the commands: the number of finished commands, then of finished layers of the next one."""
 
     num_commands: int
     num_layers: int = 0
@@ -40,18 +40,18 @@ Command = Step | MoveSlots | Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRequest:
-    """A read, answered by bytes [num_layers, num_tokens, num_heads, head_dim]; or a write of such bytes."""
+    """A read, answered with bytes [num_layers, num_tokens, num_heads, head_dim], or a write of such bytes."""
 
     plane: str
     layers: range
     slots: npt.NDArray[np.int64]  # [num_tokens]
-    heads: range  # of the rank's own
-    after: Mark  # not before the rank is there: an earlier command may still use the slots
-    payload: bytes | None = None  # of a write, which is answered by None when they are in the cache
+    heads: range  # indices among the rank's own heads
+    after: Mark  # the rank waits for this mark: an earlier command may still use the slots
+    payload: bytes | None = None  # for a write, which is answered with None once it is in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class KvRefused:
-    """The answer to a request that does not fit the cache, that failed, or whose mark was not reached in time."""
+    """The answer to a request that does not fit the cache, failed, or whose mark was not reached in time."""
 
     message: str

@@ -1,4 +1,4 @@
-"""The other ranks, as rank 0 sees them: sends them commands, and reports a loss, which ends the node."""
+"""Rank 0's view of the other ranks: sends them commands, and reports a lost rank, which ends the node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.errors import InternalError
 
 STOP_SECONDS = 5.0
 SEEN_SECONDS = 5.0
-"""Time to notice which process's end made a collective fail."""
+"""Seconds to find out which process's end made a collective fail."""
 _POLL_SECONDS = 0.02
 
 
@@ -31,7 +31,7 @@ class Member:
     kv_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def loss(self) -> RankLostError | None:
-        """None while the process runs."""
+        """Returns an error if the process has ended, None while it runs."""
         status = self.process.poll()
         if status is None:
             return None
@@ -41,7 +41,7 @@ class Member:
 
 
 class RankGroup:
-    """A context manager: inside, threads watch the ranks; outside, a lost rank is noticed when it is needed.
+    """A context manager: within it, threads watch the ranks; outside it, a lost rank is noticed only when it is used.
 
     `running` and `layer_done` belong to the engine thread; any thread may call `ask` and read `reached`.
     """
@@ -54,7 +54,7 @@ class RankGroup:
         on_lost: Callable[[RankLostError], None],
         release: Callable[[], object],
     ) -> None:
-        """`on_lost` is called at most once for each rank that ends before `close`, from a thread of its own.
+        """`on_lost` is called at most once for each rank that ends before `close`, from a separate thread.
 
         `answer_seconds`: timeout of a KV request. `release`: frees what the group holds besides its members; called by
         `close`.
@@ -66,24 +66,24 @@ class RankGroup:
         self._is_closing = False
         self._num_told = 0
         self.reached = Mark(0)
-        """How far this rank is. Requests to others wait until they are as far."""
+        """This rank's progress. Requests to other ranks wait until they have reached it."""
 
     @property
     def size(self) -> int:
-        """Rank 0 included."""
+        """Number of ranks, including rank 0."""
         return len(self.members) + 1
 
     def add(self, member: Member) -> None:
-        """Before the first command or request. From now on the group ends the member."""
+        """Adds a member, before the first command or request. The group ends it from now on."""
         self.members.append(member)
 
     # ---- commands
 
     @contextmanager
     def running(self, command: Command) -> Iterator[None]:
-        """Sends the command to the other ranks; the body is this rank's part of it.
+        """Sends the command to the other ranks; the body does this rank's part.
 
-        Raises RankLostError when the body fails because a rank is gone.
+        Raises: RankLostError if the body fails because a rank is gone.
         """
         self._tell(command)
         try:
@@ -94,7 +94,7 @@ class RankGroup:
         self.reached = Mark(self._num_told)
 
     def layer_done(self, layer: int) -> None:
-        """Within `running`: this rank has finished the layer."""
+        """Records, within `running`, that this rank has finished the layer."""
         self.reached = Mark(self._num_told - 1, layer + 1)
 
     def _tell(self, command: Command) -> None:
@@ -110,14 +110,17 @@ class RankGroup:
     # ---- KV
 
     def ask(self, rank: int, request: KvRequest) -> Any:
-        """The answer of a rank other than 0. Raises InternalError if it refuses; RankLostError, after killing it."""
+        """Returns the answer of a rank other than 0.
+
+        Raises: InternalError if the rank refuses; RankLostError, after killing it, if it does not answer.
+        """
         member = self.members[rank - 1]
         with member.kv_lock:
             try:
                 member.kv.send(request)
                 answer = member.kv.receive(begins_within_seconds=self._answer_seconds)
             except RankLostError:
-                member.process.kill()  # else steps go on without KV transfers
+                member.process.kill()  # otherwise steps would continue without KV transfers
                 raise
         if isinstance(answer, KvRefused):
             raise InternalError(f"tensor-parallel rank {rank}: {answer.message}")
@@ -151,7 +154,7 @@ class RankGroup:
             self._on_lost(loss)
 
     def close(self) -> None:
-        """Ends the other ranks, by a command or else by SIGKILL. Idempotent."""
+        """Ends the other ranks, with a command or else with SIGKILL. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -159,7 +162,7 @@ class RankGroup:
             try:
                 member.commands.send(Stop())
             except RankLostError:
-                continue  # it has ended, or will be killed
+                continue  # it has ended or will be killed
         deadline = time.monotonic() + STOP_SECONDS
         for member in self.members:
             try:

@@ -1,4 +1,4 @@
-"""The paged KV cache of a model whose heads are shared among ranks, as rank 0 sees it."""
+"""Rank 0's view of the paged KV cache of a model whose heads are divided among ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:
-    """Of each rank, in order and of equal length: as transformers splits the rows of a projection.
+    """Returns each rank's heads, in order and of equal length, as transformers splits the rows of a projection.
 
-    Raises ValueError where they do not divide.
+    Raises: ValueError if the heads do not divide evenly.
     """
     if num_heads % num_ranks:
         raise ValueError(f"{num_heads} heads among {num_ranks} ranks")
@@ -32,15 +32,15 @@ def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """What one rank holds of a range of heads."""
+    """One rank's part of a range of heads."""
 
     rank: int
-    local: range  # as indices of the rank's own heads
-    place: range  # within the range that was asked for
+    local: range  # indices among the rank's own heads
+    place: range  # indices within the requested range
 
 
 def shares_of(heads: range, ranges: Sequence[range]) -> Iterator[HeadShare]:
-    """The parts of `heads` that each rank holds, in the order of heads; `ranges` are those of all ranks."""
+    """Yields the part of `heads` that each rank holds, in the order of heads; `ranges` are those of all ranks."""
     for rank, held in enumerate(ranges):
         start, end = max(heads.start, held.start), min(heads.stop, held.stop)
         if start < end:
@@ -53,39 +53,39 @@ def shares_of(heads: range, ranges: Sequence[range]) -> Iterator[HeadShare]:
 
 @dataclass(frozen=True, slots=True)
 class RankFence:
-    """Marks the work that all ranks have been sent by now."""
+    """A marker of the work that all ranks have been sent so far."""
 
     mark: Mark
     local: Fence | None
 
 
 class ShardedKVCache:
-    """Each rank has blocks of the same numbers, with its own heads in them; rank 0 has all features.
+    """A cache in which every rank has the same block numbers, with its own heads; rank 0 alone has the features.
 
-    All ranks copy blocks and move slots, in the order of steps. Reads and writes of another rank's heads wait until it
-    is as far as rank 0 was: a rank may lag by the end of a step and by copies.
+    All ranks copy blocks and move slots in the order of steps. Reads and writes of another rank's heads wait until it
+    has reached rank 0's progress: a rank may lag by the end of a step and by copies.
     """
 
     def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
-        """`local`: of rank 0's heads."""
+        """`local`: the cache of rank 0's heads."""
         self.local = local
         self._ranks = ranks
         self.num_blocks = local.num_blocks
         self.block_size = local.block_size
         self.device = local.device
-        self.copies = None  # other ranks' frames come through main memory
+        self.copies = None  # other ranks' frames pass through main memory
         self.planes = tuple(
             plane if plane.is_feature else replace(plane, num_heads=plane.num_heads * ranks.size)
             for plane in local.planes
         )
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
-        """Those of each rank, in order; of features rank 0 alone has any."""
+        """Returns each rank's heads, in order; for features rank 0's alone."""
         spec = find_plane(self.planes, plane)
         return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
 
     def layers(self, plane: str) -> Any:
-        """Of a plane that rank 0 alone has."""
+        """Returns the layers of a plane that only rank 0 has."""
         assert find_plane(self.planes, plane).is_feature
         return self.local.layers(plane)
 
@@ -103,7 +103,7 @@ class ShardedKVCache:
     def read(
         self, plane: str, layers: range, slots: Slots, after: RankFence | None = None, *, heads: range | None = None
     ) -> Bytes:
-        """As PagedKVCache.read, of the whole model's heads. Raises RankLostError as well."""
+        """Does what PagedKVCache.read does, for the whole model's heads. Raises RankLostError as well."""
         heads = find_plane(self.planes, plane).checked_heads(heads)
         fence = after or self.fence()
         parts = []
@@ -126,7 +126,7 @@ class ShardedKVCache:
         *,
         heads: range | None = None,
     ) -> None:
-        """Writes what `read` gave; each rank its own heads. Raises: InternalError, RankLostError."""
+        """Writes bytes in the format of `read`; each rank its own heads. Raises: InternalError, RankLostError."""
         heads = find_plane(self.planes, plane).checked_heads(heads)
         view = memoryview(payload).cast("B")
         num_cells = len(layers) * slots.size
@@ -149,4 +149,4 @@ class ShardedKVCache:
 
 
 KVCache: TypeAlias = PagedKVCache | ShardedKVCache
-"""Of a model in one process, or of one whose heads are shared among ranks."""
+"""The cache of a model in one process, or of one whose heads are divided among ranks."""

@@ -1,4 +1,4 @@
-"""A rank other than 0 at work: runs the commands of rank 0, and serves reads and writes of its KV."""
+"""A rank other than 0: runs rank 0's commands, and serves reads and writes of its KV."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class RankProgress:
-    """A rank's progress through its commands: one thread advances, others wait."""
+    """A rank's progress through its commands: one thread advances it, others wait for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._at = Mark(0)
 
     def layer_done(self, layer: int) -> None:
-        """Layers rising, from 0."""
+        """Records a finished layer; layers come in order, from 0."""
         with self._changed:
             self._at = Mark(self._at.num_commands, layer + 1)
             self._changed.notify_all()
@@ -44,18 +44,18 @@ class RankProgress:
             self._changed.notify_all()
 
     def wait_for(self, mark: Mark, timeout_seconds: float) -> bool:
-        """Whether the mark is reached in time."""
+        """Waits for the mark. Returns whether it was reached in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._at >= mark, timeout_seconds)
 
 
 class RankWorker:
-    """The caller's thread computes, a second one serves KV."""
+    """Computes in the caller's thread, and serves KV in a second one."""
 
     def __init__(
         self, *, runner: ModelRunner, kv_cache: PagedKVCache, commands: Channel, kv: Channel, timeout_seconds: float
     ) -> None:
-        """`kv_cache`: of this rank's heads. `timeout_seconds`: for a request to wait for commands before it."""
+        """`kv_cache`: the cache of this rank's heads. `timeout_seconds`: for a request to wait for earlier commands."""
         self._runner = runner
         self._kv_cache = kv_cache
         self._commands = commands
@@ -64,7 +64,7 @@ class RankWorker:
         self._progress = RankProgress()
 
     def run(self) -> None:
-        """Until rank 0 says stop. Raises RankLostError when rank 0 is gone, and what a step raises."""
+        """Runs until rank 0 sends Stop. Raises: RankLostError if rank 0 is gone, and what a step raises."""
         threading.Thread(target=self._serve_kv, name="rank-kv", daemon=True).start()
         while True:
             command: Command = self._commands.receive(begins_within_seconds=None)
@@ -72,7 +72,7 @@ class RankWorker:
                 case Stop():
                     return
                 case Step():
-                    # The logits are rank 0's business: here they are left over from the last collective.
+                    # Only rank 0 uses the logits: here they are a by-product of the last collective.
                     self._runner.forward(command.batch, on_layer_done=self._progress.layer_done)
                 case MoveSlots():
                     self._kv_cache.move_slots(command.pairs)
@@ -80,13 +80,13 @@ class RankWorker:
 
     def _serve_kv(self) -> None:
         if device_type(self._kv_cache.device) == "cuda":
-            torch.cuda.set_device(self._kv_cache.device)  # a thread begins on the first GPU
+            torch.cuda.set_device(self._kv_cache.device)  # a new thread uses the first GPU
         try:
             while True:
                 request: KvRequest = self._kv.receive(begins_within_seconds=None)
                 self._kv.send(self._answer(request))
         except RankLostError:
-            return  # rank 0 is gone: the other thread sees it as well
+            return  # rank 0 is gone, as the other thread notices too
 
     def _answer(self, request: KvRequest) -> bytes | KvRefused | None:
         if not self._progress.wait_for(request.after, self._timeout_seconds):
@@ -94,11 +94,11 @@ class RankWorker:
         cache, slots = self._kv_cache, request.slots
         try:
             if request.payload is None:
-                # On a GPU: behind everything that has been queued by now, which the mark's layers are.
+                # On a GPU the read follows all work queued so far, which includes the mark's layers.
                 return cache.read(request.plane, request.layers, slots, heads=request.heads).tobytes()
             cache.write(request.plane, request.layers, slots, request.payload, heads=request.heads)
         except InternalError as error:
             return KvRefused(error.message)
-        except Exception as error:  # noqa: BLE001 the border of the process: rank 0 reports it
+        except Exception as error:  # noqa: BLE001 process boundary: rank 0 reports it
             return KvRefused(f"{type(error).__name__}: {error}")
         return None

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: the contract's SamplingParams and the coupled race of the design."""
+"""Chooses tokens from logits: the contract's SamplingParams, by the coupled race (Gumbel-max) of the design."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Decisions in operations of numpy or torch, where the logits are.
+"""Decides tokens with numpy or torch operations, on the device of the logits.
 
-The same operations as the native kernels', in the same order and each rounded, so the same tokens (see docs/adr/0019).
-Every arrival of a row is drawn: the kernels skip those that cannot win, which would be a question to a device.
+They are the native kernels' operations, in the same order and each rounded, so the tokens are the same (see
+docs/adr/0019). Every arrival of a row is drawn: the kernels skip those that cannot win, but testing that here would
+wait for the device.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from outrider.engine.sampler.order import first_of_largest
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 
 _MAX_VALUES = 1 << 22
-"""Logits that are drawn from together: bounds the memory that a draw needs."""
+"""Logits that are sampled from together, which bounds the memory of a draw."""
 
 
 class ArrayDecider:
-    """All arithmetic is row by row, and no sum is of floats: its order would be the device's choice."""
+    """Decides row by row, without sums of floats, whose order would depend on the device."""
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor
@@ -36,7 +37,7 @@ class ArrayDecider:
 
 
 def _decide(values: Array, decisions: Sequence[Decision]) -> Array:
-    """Steps 5 to 7: [num_rows, num_ids] float32 -> [num_rows] int64."""
+    """Applies steps 5 to 7: [num_rows, num_ids] float32 -> [num_rows] int64."""
     drawn = [row for row, decision in enumerate(decisions) if not decision.params.is_greedy]
     if drawn:
         values = drawn_from(values, decisions)

@@ -1,10 +1,9 @@
-"""Arrival times: the race that decides a position, fixed in advance by (seed, sample, position).
+"""Arrival times: the race that decides a position, determined by (seed, sample, position).
 
-Token v has an arrival a(v), an independent Exp(1) variable, and the token of the position is
-argmax(logits - log a), an exact draw from softmax(logits) (the Gumbel-max trick). The
-vocabulary is cut in blocks of 64 ids. A block's first arrival and its winner are drawn
-first, the others wait behind the winner (memorylessness), so that a block that cannot win
-is never looked into:
+Token v has an arrival a(v), an independent Exp(1) variable, and the position's token is argmax(logits - log a), an
+exact draw from softmax(logits) (the Gumbel-max trick). The vocabulary is divided into blocks of 64 ids. A block's first
+arrival and its winner are drawn first, and the other arrivals follow the winner's (memorylessness), so blocks that
+cannot win are skipped:
 
     purpose 0, c0 = b:        words w0, w1 -> e_b = E(w0) / 64, winner i_b = 64 b + (w1 & 63)
     purpose 1, c0 = v div 4:  word v mod 4 -> E_v;  a(i_b) = e_b, else a(v) = e_b + E_v
@@ -33,34 +32,34 @@ _PER_BLOCK = 1.0 / BLOCK_SIZE
 
 
 class RaceKey(NamedTuple):
-    """What alone decides the arrivals of one decision."""
+    """The key that fully determines the arrivals of one decision."""
 
     seed: int  # uint64
     sample: int
     position: int  # absolute
 
     def words(self, purpose: int) -> tuple[int, int, int, int]:
-        """Four random words of the decision. Purposes 0 and 1 are the race's own."""
+        """Returns four random words of the decision. Purposes 0 and 1 are reserved for the race."""
         return philox4x32((0, self.position & WORD, self.sample, purpose), split_seed(self.seed))
 
 
 def words_of(keys: Iterable[RaceKey], logits: Array) -> Array:
-    """Position, sample, low and high word of the seed of one key or more, where the logits are: [4, num_rows] int64."""
+    """Returns position, sample, low and high word of the keys' seeds, on the logits' device: [4, num_rows] int64."""
     rows = [(key.position & WORD, key.sample, *split_seed(key.seed)) for key in keys]
     return beside(np.asarray(rows, dtype=np.int64).T, logits)
 
 
 def draw(keys: Array, counters: Array, purpose: int) -> tuple[Array, Array, Array, Array]:
-    """Four words for each counter [num_rows or 1, n] int64, broadcast to all rows; `keys` as of `words_of`."""
+    """Returns four words per counter [num_rows or 1, n] int64, broadcast to all rows; `keys` as from `words_of`."""
     position, sample, low, high = keys[:, :, None]  # each [num_rows, 1]
     return philox4x32((counters, position, sample, purpose), (low, high))
 
 
 def exponential(words: Array) -> Array:
-    """E(w): the Exp(1) variable of each word (int64), float32, same shape.
+    """Returns E(w), the Exp(1) variable of each word (int64): float32, same shape.
 
-    Small values, which win races, keep full relative precision. The largest argument
-    is capped below 1: without the cap 128 of the 2^32 words would give infinity.
+    Small values, which win races, keep full relative precision. The largest argument is capped below 1: without the cap
+    128 of the 2^32 words would give infinity.
     """
     xp = namespace(words)
     uniform = xp.astype(words, xp.float32)
@@ -72,7 +71,7 @@ def exponential(words: Array) -> Array:
 
 
 def arrivals_of(keys: Array, num_ids: int) -> Array:
-    """a(v) of every token, for some decisions: [num_rows, num_ids] float32. `keys`: as of `words_of`."""
+    """Returns a(v) of every token for some decisions: [num_rows, num_ids] float32. `keys`: as from `words_of`."""
     xp, device = namespace(keys), keys.device
     num_blocks = -(-num_ids // BLOCK_SIZE)
     first_words, winner_words, _, _ = draw(keys, xp.arange(num_blocks, device=device)[None], _BLOCK_PURPOSE)

@@ -1,7 +1,7 @@
 """Steps 5 and 6 of the contract's SamplingParams for whole rows: the distribution that a token is drawn from.
 
-The kernels' race does without it: it looks only into blocks that can win. The race of `ArrayDecider`, logprobs and
-verification methods that compare probabilities need all of it.
+The kernels' race does not need it, since it looks only into blocks that can win. `ArrayDecider`'s race, logprobs and
+verification methods that compare probabilities need the whole distribution.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from outrider.request import SamplingParams
 
 
 def drawn_from(values: Array, decisions: Sequence[Decision]) -> Array:
-    """Values after steps 5 and 6, -inf where they are filtered out: [num_rows, num_ids]. Greedy rows stay.
+    """Returns the values after steps 5 and 6, -inf if filtered out: [num_rows, num_ids]. Greedy rows are unchanged.
 
-    A copy where there are greedy rows and others.
+    The result is a copy if some rows, but not all, are greedy.
     """
     return in_pieces(_drawn_from, values, decisions)
 
@@ -46,8 +46,8 @@ def _drawn_from(values: Array, decisions: Sequence[Decision]) -> Array:
 
 
 def divide_by_temperatures(values: Array, params: Sequence[SamplingParams]) -> Array:
-    """Step 5 for rows that are not greedy: [num_rows, num_ids] float32."""
+    """Applies step 5 to rows that are not greedy: [num_rows, num_ids] float32."""
     if all(each.temperature == 1.0 for each in params):
         return values
-    # Not by a number: a GPU would multiply by its reciprocal.
+    # Divides by an array, since a GPU would multiply by a number's reciprocal.
     return values / beside(np.asarray([[each.temperature] for each in params], dtype=np.float32), values)

@@ -1,4 +1,4 @@
-"""Steps 1 to 4 of the contract's SamplingParams: what is taken out of, or added to, rows of logits."""
+"""Steps 1 to 4 of the contract's SamplingParams: bans, biases and penalties on rows of logits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Which ids can be drawn: those below `num_ids` but for the holes. What lies behind is padding."""
+    """The ids that can be drawn: those below `num_ids`, except holes. Ids from `num_ids` on are padding."""
 
     size: int  # width of the logits
     num_ids: int  # 1 to size
-    holes: Ints  # [n] int64, rising, below num_ids
+    holes: Ints  # [n] int64, ascending, below num_ids
 
     @classmethod
     def of(cls, known: npt.NDArray[np.bool_]) -> Vocabulary:
-        """Of a mask [size] bool with at least one known id."""
+        """Makes a vocabulary from a mask [size] bool with at least one known id."""
         assert known.any(), "no known token"
         num_ids = int(np.flatnonzero(known)[-1]) + 1
         return cls(len(known), num_ids, np.flatnonzero(~known[:num_ids]))
@@ -36,18 +36,18 @@ class Vocabulary:
 class Edits:
     """Bans, biases and penalties of the rows that have any.
 
-    Entries i of `places` and `numbers` belong together; those of changed row r are its bans from starts[3 r] on, its
+    Entries i of `places` and `numbers` belong together. Those of changed row r are its bans from starts[3 r] on, its
     biases from starts[3 r + 1], its penalties from starts[3 r + 2], each token once.
     """
 
     starts: Ints  # [3 * num_changed + 1]
     factors: Floats  # [num_changed, 3]: repetition, frequency and presence penalty
-    places: Ints  # [num_entries] in all logits of the step, taken as one row
-    numbers: Floats  # [num_entries]: nothing of a ban, a bias, or how often a token was generated
+    places: Ints  # [num_entries], indices into all logits of the step as one row
+    numbers: Floats  # [num_entries]: unused (ban), the bias, or how often a token was generated
 
     @classmethod
     def of(cls, changed: Sequence[tuple[int, Decision]]) -> Edits:
-        """Of rows, each with the place where its logits begin: at least one."""
+        """Collects the edits of rows, each given with the index of its first logit: at least one row."""
         starts, places, numbers = [0], [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.float32)]
 
         def add(ids: Ints, values: Floats, start: int) -> None:
@@ -74,18 +74,18 @@ class Edits:
         )
 
     def packed(self) -> Ints:
-        """All of it in one array, as the Triton kernel reads it; float32 as its bits."""
+        """Returns all fields in one array, as the Triton kernel reads it; float32 as its bits."""
         factors, numbers = (each.view(np.int32).astype(np.int64).ravel() for each in (self.factors, self.numbers))
         return np.concatenate([self.starts, factors, self.places, numbers])
 
 
 ApplyEdits = Callable[[Array, Edits], None]
-"""Changes all logits of a step, given as one row, in place."""
+"""Edits all logits of a step, given as one row, in place."""
 
 
 @without_warnings
 def apply_to_array(flat: Array, edits: Edits) -> None:
-    """As `ApplyEdits`."""
+    """Implements `ApplyEdits` for arrays."""
     sizes = np.diff(edits.starts)
     kinds = np.repeat(np.arange(len(sizes)) % 3, sizes)
     bans, biases, penalties = (np.flatnonzero(kinds == kind) for kind in range(3))
@@ -106,7 +106,7 @@ def apply_to_array(flat: Array, edits: Edits) -> None:
 
 
 def apply_by_kernel(flat: Array, edits: Edits) -> None:
-    """As `ApplyEdits`, in one transfer and one launch."""
+    """Implements `ApplyEdits` in one transfer and one launch."""
     from outrider.engine.gpu_kernels.edits import edit_in_place
 
     packed = beside(edits.packed(), flat)
@@ -114,26 +114,26 @@ def apply_by_kernel(flat: Array, edits: Edits) -> None:
 
 
 class LogitEditor:
-    """Edits rows where they are, all of a step together; always by one library and on one device."""
+    """Edits all rows of a step together on their device; always with the same library and device."""
 
     def __init__(self, vocabulary: Vocabulary, apply: ApplyEdits = apply_to_array) -> None:
         self.vocabulary = vocabulary
         self._apply = apply
         self._num_ids = vocabulary.num_ids
-        self._holes: Array | None = None  # [num_ids] bool, from the first step on where logits are; None: there is none
+        self._holes: Array | None = None  # [num_ids] bool, on the logits' device after the first step; None: no holes
         if vocabulary.holes.size:
             self._holes = np.zeros(vocabulary.num_ids, dtype=np.bool_)
             self._holes[vocabulary.holes] = True
 
     def edit(self, logits: Array, decisions: Sequence[Decision]) -> Array:
-        """Holes and what constraints forbid go, then bans, biases and penalties apply.
+        """Bans holes and what constraints forbid, then applies bans, biases and penalties.
 
         Args:
             logits: [num_rows, vocab_size] float32, not changed.
             decisions: one for each row.
 
         Returns:
-            [num_rows, num_ids] float32, a view of the logits where nothing changes.
+            [num_rows, num_ids] float32, a view of the logits if nothing changes.
         """
         changed = [
             (row * logits.shape[1], decision)
@@ -145,7 +145,7 @@ class LogitEditor:
             return logits[:, : self._num_ids]
         xp = namespace(logits)
         flat = xp.astype(xp.reshape(logits, (-1,)), xp.float32)  # a copy
-        values = xp.reshape(flat, logits.shape)[:, : self._num_ids]  # of the same memory
+        values = xp.reshape(flat, logits.shape)[:, : self._num_ids]  # shares its memory
         if self._holes is not None:
             if isinstance(self._holes, np.ndarray):
                 self._holes = beside(self._holes, logits)
@@ -160,7 +160,7 @@ class LogitEditor:
 
 
 def _unpacked(words: Array, num_ids: int) -> Array:
-    """Masks [num_rows, num_words] int32, a bit for each token, as [num_rows, num_ids] bool."""
+    """Unpacks masks [num_rows, num_words] int32, one bit per token, to [num_rows, num_ids] bool."""
     xp = namespace(words)
     bits = (words[:, :, None] >> xp.arange(32, dtype=xp.int32, device=words.device)) & 1  # [num_rows, num_words, 32]
     return xp.reshape(bits, (words.shape[0], -1))[:, :num_ids] > 0

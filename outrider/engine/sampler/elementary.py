@@ -1,12 +1,12 @@
-"""Logarithm and exponential whose every step is one operation that IEEE 754 rounds.
+"""Logarithm and exponential in which every step is one operation that IEEE 754 rounds.
 
-Libraries differ in the last bits of both, from one processor to the next. Plus, minus and
-times of float32 do not: these polynomials (of Cephes' logf and expf) give the same bits in
-numpy, in torch on any device and in the native kernels (`cpu_kernels/source/elementary.h`), so races
-and filters are decided alike everywhere, near ties included. Good to one unit in the last place.
+Libraries differ in the last bits of both, from one processor to the next. Addition, subtraction and multiplication of
+float32 do not: these polynomials (of Cephes' logf and expf) give the same bits in numpy, in torch on any device and in
+the native kernels (`cpu_kernels/source/elementary.h`), so races and filters are decided alike everywhere, including
+near ties. They are accurate to one unit in the last place.
 
-Each line below is an operation of numpy or torch by itself. `torch.addcmul`, an `alpha` or a compiler
-that merges lines would fuse a product with a sum, and change bits.
+Each line below must stay a separate numpy or torch operation. `torch.addcmul`, an `alpha` or a compiler that merges
+lines would fuse a product with a sum, and change bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.engine.arrays import Array, namespace, without_warnings
 
 
 def _float32(*values: float) -> tuple[float, ...]:
-    """The nearest float32 of each, so that a device has nothing left to round."""
+    """Rounds each value to the nearest float32, so that a device has nothing left to round."""
     return tuple(np.asarray(values, dtype=np.float32).tolist())
 
 
@@ -50,19 +50,19 @@ MASS_EXPONENT = 44
 LOWEST = -32.0
 
 MASS_OF_LARGEST = 1 << MASS_EXPONENT
-"""What the largest value of a row weighs."""
+"""The mass of the largest value of a row."""
 
 
 def logarithm(values: Array, rests: Array | None = None) -> Array:
-    """log(value + rest): same shape, float32.
+    """Returns log(value + rest): same shape, float32.
 
     Args:
         values: float32, positive and normal.
-        rests: what rounding took from the values, at most half a unit in their last place; None: nothing.
+        rests: rounding errors of the values, at most half a unit in their last place; None: zero.
     """
     xp = namespace(values)
     bits = values.view(xp.int32)
-    exponents = (bits - SQRT_HALF_BITS) >> _MANTISSA_BITS  # such that mantissas lie in [sqrt(1/2), sqrt(2))
+    exponents = (bits - SQRT_HALF_BITS) >> _MANTISSA_BITS  # so that mantissas are in [sqrt(1/2), sqrt(2))
     f = (bits - (exponents << _MANTISSA_BITS)).view(xp.float32)
     f -= 1.0
     if rests is not None:
@@ -83,18 +83,18 @@ def logarithm(values: Array, rests: Array | None = None) -> Array:
 
 @without_warnings
 def masses_of(values: Array, largest: Array) -> Array:
-    """e^(value - largest) in steps of 2^-44, rounded to the nearest: same shape, int64, 2^44 for the largest.
+    """Returns e^(value - largest) in steps of 2^-44, rounded to the nearest: same shape, int64, 2^44 for the largest.
 
-    Integers, so that a sum does not depend on its order.
+    Masses are integers, so that a sum does not depend on its order.
 
     Args:
         values: float32, none above its row's largest.
-        largest: float32, broadcasts to them. Where it is infinite its equals weigh 2^44, all others nothing.
+        largest: float32, broadcasts to the values. If it is infinite, equal values have mass 2^44, all others 0.
     """
     xp = namespace(values)
-    # The largest become 0 by their bits: with a bias beyond float32, or nothing left, a difference would be no number.
+    # The largest become 0 by their bits: if a bias exceeds float32 or no token is left, the difference would be NaN.
     x = ((values - largest).view(xp.int32) * (values != largest)).view(xp.float32)
-    x = xp.clip(x, min=LOWEST)  # what is less rounds to 0
+    x = xp.clip(x, min=LOWEST)  # smaller values round to 0
     exponents = xp.round(x * LOG2_E)
     x -= exponents * LOG2_HIGH
     x -= exponents * LOG2_LOW
@@ -110,12 +110,12 @@ def masses_of(values: Array, largest: Array) -> Array:
 
 
 def log_of_mass(mass: float, largest: float) -> float:
-    """Log of a sum of masses, as a value beside those of its row; infinite or NaN as `largest` is."""
+    """Returns the log of a sum of masses, comparable to the row's values; infinite or NaN if `largest` is."""
     return largest + math.log(mass / MASS_OF_LARGEST) if math.isfinite(largest) else largest
 
 
 def _evaluate(coefficients: tuple[float, ...], x: Array) -> Array:
-    """The polynomial with these coefficients, that of the highest power first."""
+    """Evaluates the polynomial with these coefficients, highest power first."""
     value = x * coefficients[0]
     value += coefficients[1]
     for coefficient in coefficients[2:]:

@@ -1,4 +1,4 @@
-"""min_p, top_k and top_p. They keep a beginning of the tokens' order (see `order`): all keys from a limit on."""
+"""min_p, top_k and top_p. They keep a prefix of the tokens' order (see `order`): all keys from a limit on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _NEVER_REACHED = (1 << 63) - 1
 
 
 def has_filters(params: SamplingParams) -> bool:
-    """Whether step 6 does anything."""
+    """Returns whether step 6 does anything."""
     return params.min_p > 0.0 or params.top_k > 0 or params.top_p < 1.0
 
 
 def limits_of(params: Sequence[SamplingParams], values: Array, keys: Array) -> Array:
-    """The key of the last token that all filters of a row keep: [num_rows, 1] int64. Waits for no device.
+    """Returns the key of the last token that all filters of a row keep: [num_rows, 1] int64. Does not wait for a
+    device.
 
     Args:
         params: of each row.
@@ -37,7 +38,7 @@ def limits_of(params: Sequence[SamplingParams], values: Array, keys: Array) -> A
 
 
 def _min_p_limits(params: Sequence[SamplingParams], largest: Array) -> Array:
-    """[num_rows, 1] int64. p >= min_p * p_max, as values: v >= v_max + log(min_p)."""
+    """Returns [num_rows, 1] int64. p >= min_p * p_max, in terms of values: v >= v_max + log(min_p)."""
     xp = namespace(largest)
     if all(row.min_p == 0.0 for row in params):
         return xp.full_like(largest, LOWEST_KEY, dtype=xp.int64)
@@ -47,7 +48,7 @@ def _min_p_limits(params: Sequence[SamplingParams], largest: Array) -> Array:
 
 
 def _top_k_limits(params: Sequence[SamplingParams], keys: Array) -> Array:
-    """[num_rows, 1] int64: the key of the last token that each top_k keeps; 0 keeps all."""
+    """Returns [num_rows, 1] int64: the key of the last token that each top_k keeps; 0 keeps all."""
     top_ks = [row.top_k if row.top_k < keys.shape[1] else 0 for row in params]
     xp = namespace(keys)
     if not any(top_ks):
@@ -58,9 +59,9 @@ def _top_k_limits(params: Sequence[SamplingParams], keys: Array) -> Array:
 
 
 def _top_p_limits(params: Sequence[SamplingParams], largest: Array, keys: Array, limits: Array) -> Array:
-    """[num_rows, 1] int64: the key of the last token before which there is less than top_p of the mass.
+    """Returns [num_rows, 1] int64: the key of the last token that has less than top_p of the mass before it.
 
-    `limits`: what min_p and top_k leave out has no mass. A row with NaN is not bounded.
+    `limits`: tokens that min_p and top_k remove have no mass. A row with NaN has no limit.
     """
     xp = namespace(keys)
     keys = xp.sort(keys, axis=1)
@@ -76,5 +77,5 @@ def _top_p_limits(params: Sequence[SamplingParams], largest: Array, keys: Array,
 
 
 def _column(values: Sequence[float], dtype: type[np.generic], array: Array) -> Array:
-    """[len(values), 1], beside the array."""
+    """Returns the values as [len(values), 1] on the array's device."""
     return beside(np.asarray(values, dtype=dtype)[:, None], array)

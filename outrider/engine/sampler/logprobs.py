@@ -1,6 +1,6 @@
-"""Logprobs of chosen tokens: the model's own, or of the distribution that they were drawn from.
+"""Logprobs of chosen tokens: from the model, or from the distribution that they were drawn from.
 
-Sums are of masses (integers), so a row's logprobs are the same bits in any batch and on any device.
+Sums are of masses (integers), so a row's logprobs have the same bits in any batch and on any device.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from outrider.engine.scheduler import EngineSequence, Scheduled, StepPlan
 from outrider.request import LogprobsMode, TokenLogprobs
 
 PIECE_ROWS = 8
-"""Of a prompt's rows, that a device looks at together: what is made of them takes memory."""
+"""Rows of a prompt that a device processes together, which bounds the memory of intermediate results."""
 
 
 def pending_prompt_logprobs(logits: Array, token_ids: Sequence[int], num_top: int) -> Pending[list[TokenLogprobs]]:
-    """Of tokens that a prompt has, with `num_top` alternatives each, by the model. Does not wait for the device.
+    """Returns the model's logprobs of a prompt's tokens, with `num_top` alternatives each. Does not wait for the
+    device.
 
     Args:
         logits: [num_rows, vocab_size] float32, not changed.
-        token_ids: what follows each row.
+        token_ids: the token after each row.
         num_top: 0 to 20.
     """
     num_top = min(num_top, logits.shape[1])
@@ -46,9 +47,10 @@ ScoredSequence = tuple[EngineSequence, Sequence[TokenLogprobs]]
 
 
 def take_scored_rows(plan: StepPlan, logits: Array) -> tuple[Array, list[Pending[ScoredSequence]]]:
-    """Takes the last rows of logits, of sequences whose prompts are scored. Call it before these advance.
+    """Splits off the last rows of logits, which belong to sequences whose prompts are scored. Call it before these
+    advance.
 
-    Returns the other rows, and of each such sequence the logprobs that are new; reading them counts them as done.
+    Returns the other rows, and for each such sequence the new logprobs; reading them counts them as done.
     """
     scored: list[Pending[ScoredSequence]] = []
     for item in reversed(plan.scheduled):
@@ -69,15 +71,15 @@ def _pending_scores(item: Scheduled, logits: Array) -> Pending[ScoredSequence]:
 def pending_logprobs(
     logits: Array, decisions: Sequence[Decision], token_ids: Array, editor: LogitEditor
 ) -> Pending[list[TokenLogprobs | None]]:
-    """Of the rows whose samples asked for them, each by its mode; None for the others. Does not wait for the device.
+    """Returns the logprobs of rows whose samples requested them, by their mode; None for others. Does not wait.
 
     Args:
         logits: [num_rows, vocab_size] float32, not changed.
         decisions: one for each row.
-        token_ids: [num_rows] int64, the chosen tokens, where the logits are.
-        editor: steps 1 to 4, for LOGPROBS_MODE_SAMPLED.
+        token_ids: [num_rows] int64, the chosen tokens, on the logits' device.
+        editor: applies steps 1 to 4, for LOGPROBS_MODE_SAMPLED.
     """
-    asked: list[tuple[list[int], list[int]]] = []  # rows of each mode and how many alternatives each wants
+    asked: list[tuple[list[int], list[int]]] = []  # for each mode: rows and their numbers of alternatives
     tables: list[Array] = []
     for mode in LogprobsMode:
         rows = [
@@ -108,10 +110,11 @@ def pending_logprobs(
 
 
 def _table(num_top: int, values: Array, token_ids: Array) -> Array:
-    """Of values [num_rows, n] float32 that a softmax makes a distribution: [num_rows, 5 + 2 * num_top] float64.
+    """Returns the table of values [num_rows, n] float32, whose softmax is the distribution: [num_rows, 5 + 2 * num_top]
+    float64.
 
-    Columns: the token of `token_ids` [num_rows], its value, the largest value, the mass of all, the token's rank, then
-    the ids of the first tokens and their values.
+    Columns: the token of `token_ids` [num_rows], its value, the largest value, the total mass, the token's rank, then
+    the ids of the top tokens and their values.
     """
     xp = namespace(values)
     chosen = xp.take_along_axis(values, token_ids[:, None], axis=1)
@@ -121,7 +124,7 @@ def _table(num_top: int, values: Array, token_ids: Array) -> Array:
     top_ids = ids_of_keys(largest_of(order_keys(values), num_top))
     top_values = xp.take_along_axis(values, top_ids, axis=1)
     columns = (token_ids[:, None], chosen, largest, masses, ranks, top_ids, top_values)
-    # float64 holds ids, ranks and values as they are, and rounds a sum of masses like any other integer.
+    # float64 holds ids, ranks and values exactly, and rounds a sum of masses like any other integer.
     return xp.concat([xp.astype(column, xp.float64) for column in columns], axis=1)
 
 
@@ -143,5 +146,5 @@ def _logprobs_of_table(table: Sequence[Sequence[float]], nums_top: Sequence[int]
 
 
 def _logprob(value: float, log_total: float) -> float:
-    """At most 0: rounding may leave a certain token an ulp above."""
+    """Returns the logprob, at most 0: rounding may leave a certain token an ulp above."""
     return min(0.0, value - log_total)

@@ -1,4 +1,4 @@
-"""Decisions by the native kernels: one call for all rows of a step."""
+"""Decides tokens with the native kernels, in one call for all rows of a step."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.sequence_sampling import SampleRows, SequenceSampling
 
-# Logits up to which a call keeps Python's lock; those of rows with filters count more, as they are
-# passed over more often. Such a call takes about half a millisecond; at worst, a top_k of tens of
-# thousands, it should stay within the five that another thread may keep the lock for (an estimate).
+# Logits up to which a call keeps Python's lock; those of rows with filters count more, since they are read more often.
+# Such a call takes about half a millisecond; in the worst case, a top_k of tens of thousands, it should stay within the
+# five for which another thread may keep the lock (an estimate).
 _SHORT_CALL = 1 << 20
 _FILTERED_WEIGHT = 4
 
 
 class _Prepared:
-    """One sample's parameters as the kernels read them; prepared once, its counts followed."""
+    """One sample's parameters in the kernels' format; built once, with counts that are kept current."""
 
     def __init__(self, state: SequenceSampling) -> None:
         params, penalties = state.params, state.penalties
         self._penalties = penalties
         self._counted_ids: npt.NDArray[np.int64] | None = None
         self.has_penalties = penalties.counts is not None
-        self.weight = _FILTERED_WEIGHT if has_filters(params) and not params.is_greedy else 1  # of a logit
+        self.weight = _FILTERED_WEIGHT if has_filters(params) and not params.is_greedy else 1  # per logit
         self._sampling = structures.OutriderSampling(
             seed=params.seed,
             sample=state.sample,
@@ -57,7 +57,7 @@ class _Prepared:
         self._address = ctypes.addressof(self._sampling)
 
     def current(self) -> int:
-        """Address of an OutriderSampling with what is committed by now."""
+        """Returns the address of an OutriderSampling that includes everything committed so far."""
         sampling = self._sampling
         sampling.num_generated = self._penalties.num_generated
         counts = self._penalties.counts
@@ -71,10 +71,10 @@ class _Prepared:
 
 
 class NativeDecider:
-    """Rows are shared among the threads of a team; each is decided by one of them, alone."""
+    """Decides with a team of threads; each row is decided by one thread."""
 
     def __init__(self, kernels: CpuKernels, vocabulary: Vocabulary) -> None:
-        """Raises MemoryError where there is none for a row of each thread."""
+        """Raises: MemoryError if there is no memory for a row of each thread."""
         self._kernels = kernels  # their team must outlive the sampler
         functions = kernels.library.functions
         holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
@@ -93,7 +93,7 @@ class NativeDecider:
             self._rows = (structures.OutriderSampleRows * len(rows))()
         token_ids = np.empty(num_rows, dtype=np.int64)
         assumed = array("q")
-        all_masks: list[Masks] = []  # kept until the call is over
+        all_masks: list[Masks] = []  # kept alive during the call
         weight = 0
         for native, part in zip(self._rows, rows, strict=False):
             prepared: Any = part.state.prepared

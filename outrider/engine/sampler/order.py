@@ -1,4 +1,4 @@
-"""The order of a row's tokens, by falling value and among equals by rising id, as integers: no two are equal."""
+"""The order of a row's tokens, by descending value and ascending id among equals, as distinct integer keys."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from outrider.engine.arrays import Array, namespace
 _LOW_HALF = 0xFFFFFFFF
 
 LOWEST_KEY = -(1 << 63)
-"""Below the key of every token."""
+"""A key below that of every token."""
 
 
 def order_keys(values: Array) -> Array:
-    """A key of each token, the first token's the largest: [num_rows, num_ids] float32 -> int64."""
+    """Returns a key for each token, the first token's the largest: [num_rows, num_ids] float32 -> int64."""
     keys = lowest_keys(values)
     keys |= _LOW_HALF - namespace(values).arange(values.shape[1], device=values.device)
     return keys
 
 
 def lowest_keys(values: Array) -> Array:
-    """The lowest key that a token of each value could have: float32 -> int64, same shape."""
+    """Returns the lowest key that a token of each value could have: float32 -> int64, same shape."""
     xp = namespace(values)
     bits = (values + 0.0).view(xp.int32)  # -0.0 becomes 0.0, its equal
     bits ^= (bits >> 31) & 0x7FFFFFFF
@@ -28,7 +28,7 @@ def lowest_keys(values: Array) -> Array:
 
 
 def values_of_keys(keys: Array) -> Array:
-    """The value of each token: int64 -> float32, same shape."""
+    """Returns the value of each token: int64 -> float32, same shape."""
     xp = namespace(keys)
     bits = xp.astype(keys >> 32, xp.int32)
     bits ^= (bits >> 31) & 0x7FFFFFFF
@@ -36,14 +36,14 @@ def values_of_keys(keys: Array) -> Array:
 
 
 def ids_of_keys(keys: Array) -> Array:
-    """The token of each key: int64, same shape."""
+    """Returns the token id of each key: int64, same shape."""
     return _LOW_HALF - (keys & _LOW_HALF)
 
 
 def first_of_largest(values: Array) -> Array:
-    """Argmax of each row with ties to the lowest id, which the array API's argmax does not promise.
+    """Returns the argmax of each row, ties to the lowest id, which the array API's argmax does not guarantee.
 
-    [num_rows, num_ids] -> [num_rows] int64; the first NaN where there is one.
+    [num_rows, num_ids] -> [num_rows] int64; the first NaN if there is one.
     """
     xp = namespace(values)
     is_largest = (values == xp.max(values, axis=1, keepdims=True)) | xp.isnan(values)

@@ -1,4 +1,4 @@
-"""What steps 2 to 4 of the contract's SamplingParams need to know of one sample: bans, biases, penalties, counts."""
+"""One sample's state for steps 2 to 4 of the contract's SamplingParams: bans, biases, penalties, counts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class TokenCounts:
-    """How often each token of one sample was generated; prompt tokens are members with count 0.
+    """How often each token of one sample was generated; prompt tokens are included with count 0.
 
-    Sparse: memory and time follow the number of distinct tokens, not the vocabulary.
+    Sparse: memory and time depend on the number of distinct tokens, not on the vocabulary.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], *, vocab_size: int) -> None:
-        """Ids from `vocab_size` on are ignored, here and later: a draft model may know fewer than its target."""
+        """Ids from `vocab_size` on are ignored, here and later: a draft model may have fewer than its target."""
         self._vocab_size = vocab_size
         ids = _ids_below(vocab_size, prompt_token_ids)
         self._slots: dict[int, int] = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
-        self.ids = ids  # [capacity] int64; both are replaced by larger ones when they grow
+        self.ids = ids  # [capacity] int64; both arrays are replaced by larger ones as needed
         self.counts = np.zeros(len(ids), dtype=np.float32)  # [capacity] float32
 
     def __len__(self) -> int:
-        """Distinct tokens: the part of the arrays that is in use."""
+        """Returns the number of distinct tokens, the part of the arrays in use."""
         return len(self._slots)
 
     def add(self, token_ids: Iterable[int]) -> None:
@@ -45,7 +45,7 @@ class TokenCounts:
             self.counts[slot] += 1.0
 
     def with_assumed(self, token_ids: Sequence[int]) -> tuple[TokenIds, FloatRow]:
-        """Distinct tokens [n] int64 and their generated counts [n] float32, as if `token_ids` were generated too."""
+        """Returns the distinct tokens [n] int64 and their counts [n] float32, as if `token_ids` were generated too."""
         size = len(self._slots)
         if not token_ids:
             return self.ids[:size], self.counts[:size]
@@ -66,8 +66,8 @@ class TokenCounts:
 class PenaltyState:
     """One sample's bans, biases and penalties, and the counts that they depend on.
 
-    What deciders read is public: `stop_ids` and `bias_ids` [n] int64, each id once and below
-    vocab_size, `biases` [n] float32, `counts` (None: no penalties) and `num_generated`.
+    Deciders read the public attributes: `stop_ids` and `bias_ids` [n] int64, each id once and below vocab_size,
+    `biases` [n] float32, `counts` (None: no penalties) and `num_generated`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PenaltyState:
     ) -> None:
         self._min_tokens = params.min_tokens
         self.num_generated = 0
-        # An id beyond the logits can be neither drawn nor biased: nothing to do for it.
+        # An id beyond the logits can be neither drawn nor biased, so it is dropped.
         self.stop_ids = _ids_below(vocab_size, stop_token_ids)
         biases = [(token_id, bias) for token_id, bias in params.logit_bias if 0 <= token_id < vocab_size]
         self.bias_ids = np.asarray([token_id for token_id, _ in biases], dtype=np.int64)
@@ -96,11 +96,11 @@ class PenaltyState:
             self.counts.add(token_ids)
 
     def changes(self, num_assumed: int) -> bool:
-        """Whether a row changes at all with this many assumed tokens."""
+        """Returns whether a row changes at all with this many assumed tokens."""
         return self.counts is not None or len(self.bias_ids) > 0 or self.bans_stops(num_assumed)
 
     def bans_stops(self, num_assumed: int) -> bool:
-        """Whether `stop_ids` are out as min_tokens is not reached with this many assumed tokens."""
+        """Returns whether `stop_ids` are banned because min_tokens is not reached with this many assumed tokens."""
         return len(self.stop_ids) > 0 and self.num_generated + num_assumed < self._min_tokens
 
 

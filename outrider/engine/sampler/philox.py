@@ -1,7 +1,7 @@
 """Philox4x32-10, the counter-based generator behind every random decision.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC'11);
-checked against the known-answer vectors of Random123.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC'11); checked against the
+known-answer vectors of Random123.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """The key of a uint64 seed: its low and its high 32 bits."""
+    """Returns the key for a uint64 seed: its low and its high 32 bits."""
     return seed & WORD, (seed >> 32) & WORD
 
 
 def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
-    """Four random words for each counter.
+    """Returns four random words for each counter.
 
     Args:
         counter: four words c0..c3, each below 2^32: Python's integers, or int64 arrays that broadcast together.
         key: two words of the same kind.
 
     Returns:
-        Words w0..w3 of that kind, arrays in the broadcast shape of `counter` and `key`. Integers only, so the same
-        everywhere.
+        Words w0..w3 of that kind; arrays have the broadcast shape of `counter` and `key`. They are computed with
+        integers only, so they are the same everywhere.
     """
-    # A word lives in the low half of an int64, so that one product gives both of its halves. Its high
-    # half is not kept clear: xor moves nothing down, and what is multiplied or shifted is masked first.
-    # A product above 2^63 wraps, which its bits do not notice.
+    # A word is in the low half of an int64, so that one product gives both of its halves. Its high half is not cleared:
+    # xor moves nothing down, and operands of products and shifts are masked first. A product above 2^63 wraps, which
+    # does not affect its bits.
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):

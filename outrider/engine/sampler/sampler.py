@@ -1,8 +1,7 @@
-"""The sampler: logits rows in, chosen tokens and their logprobs out.
+"""The sampler: takes rows of logits, returns chosen tokens and their logprobs.
 
-A decision depends on its own row of logits, its sample's parameters, the seed, the sample
-and the position, and on the tokens before it: never on what else is in the batch, nor on
-where a draft came from. All arithmetic is row by row, in float32.
+A decision depends on its own row of logits, its sample's parameters, the seed, the sample and the position, and on the
+tokens before it, never on the rest of the batch or on the origin of a draft. All arithmetic is row by row, in float32.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ _WARM_UP_STEPS: tuple[dict[str, Any], ...] = (
     {"min_p": 0.1, "top_k": 2, "top_p": 0.9},
     {"logit_bias": ((0, 1.0),), "min_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1},
 )
-"""Parameters of one step each: kernels are compiled for what any row of a step asks for."""
+"""Sampling parameters of one step each: kernels are compiled for the features that the rows of a step use."""
 
 
 class Sampler:
-    """Steps 1 to 7 of the contract's SamplingParams, for all rows of a step at once.
+    """Applies steps 1 to 7 of the contract's SamplingParams to all rows of a step at once.
 
-    Target and drafter use it alike: the drafter runs the same race on its own logits, and
-    the same luck on both sides is what makes their tokens agree.
+    Target and drafter use it alike: the drafter runs the same race on its own logits, and the same random draws on both
+    sides are what makes their tokens agree.
 
-    Logits are arrays of numpy with native kernels, and tensors of torch without. They stay on their device; tokens and
-    logprobs come back. Not thread-safe: one owner.
+    Logits are numpy arrays with native kernels and torch tensors without. They stay on their device; only tokens and
+    logprobs are returned to the host. Not thread-safe: one owner.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class Sampler:
         """Args:
         vocab_size: width of the logits.
         known_token_ids: [vocab_size] bool, ids that the tokenizer has; at least one.
-        device: where the logits will be.
-        kernels: of logits on the CPU. None: numpy or torch decides, to the same ids.
-        constraints: compiles those of requests for the same vocabulary. None: no request has any.
+        device: of the logits.
+        kernels: for logits on the CPU. None: numpy or torch decides, with the same result.
+        constraints: compiles constraints of requests for the same vocabulary. None: no request has any.
         """
         self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # starts with the first constraint
         self._masks_in_making: Future[Any] | None = None
@@ -87,9 +86,9 @@ class Sampler:
             self.decider = ArrayDecider(self._editor)
 
     def warm_up(self) -> None:
-        """Decides rows in each of the ways that are compiled: seconds that no request should wait for.
+        """Decides rows in each way that is compiled, which takes seconds that no request should wait for.
 
-        On a CPU nothing is. Constraints read their tokenizer.
+        On a CPU nothing is compiled. Constraints read their tokenizer.
         """
         if self.constraints is not None:
             self.constraints.warm_up()
@@ -107,7 +106,7 @@ class Sampler:
                     stop_token_ids=(0,),
                     logprobs=None if mode is None else LogprobsRequest(num_top=1, mode=mode),
                 )
-                self.sample(logits, [SampleRows(state, 1, (0,))])  # of which the second follows a draft token
+                self.sample(logits, [SampleRows(state, 1, (0,))])  # the second row follows a draft token
 
     def start(
         self,
@@ -119,15 +118,15 @@ class Sampler:
         stop_token_ids: Sequence[int] = (),
         logprobs: LogprobsRequest | None = None,
     ) -> SequenceSampling:
-        """The state of one sample.
+        """Creates the state of one sample.
 
         Args:
             params: of the request.
             sample: 0 to n - 1.
-            prompt_token_ids: what repetition_penalty counts besides generated tokens.
+            prompt_token_ids: repetition_penalty counts them like generated tokens.
             generated_token_ids: already committed.
-            stop_token_ids: cannot be drawn while fewer than min_tokens are generated;
-                end-of-text ids included unless the request ignores them.
+            stop_token_ids: cannot be drawn while fewer than min_tokens are generated; include end-of-text ids unless
+                the request ignores them.
             logprobs: None for none.
 
         Raises: what `GrammarCompiler.start` raises.
@@ -148,21 +147,21 @@ class Sampler:
         )
 
     def commit(self, state: SequenceSampling, token_ids: Sequence[int]) -> None:
-        """Counts accepted tokens as generated; `state.failure` says where a constraint does not allow them."""
+        """Counts accepted tokens as generated; sets `state.failure` if a constraint does not allow them."""
         constraint, penalties = state.constraint, state.penalties
         if constraint is not None:
             constraint.commit(token_ids)
             state.failure = constraint.failure or state.failure
-            has_forbidden = constraint.failure.startswith(NOT_ALLOWED)  # as where every allowed one was excluded
+            has_forbidden = constraint.failure.startswith(NOT_ALLOWED)  # for example if all were excluded
             early = [each for place, each in enumerate(token_ids) if penalties.bans_stops(place)]
             if (early and has_forbidden) or any(each in penalties.stop_ids for each in early):
                 state.failure = "the constraint is complete before min_tokens"
         penalties.commit(token_ids)
 
     def prepare_masks(self, rows: Sequence[SampleRows]) -> None:
-        """Makes the masks of constrained rows in a thread, while the forward computes their logits.
+        """Computes the masks of constrained rows in a thread, while the forward computes their logits.
 
-        What decides these rows waits for them. Until then no other call may be about their samples.
+        Deciding these rows waits for the masks. Until then no other call may concern their samples.
         """
         self._masks_in_making = self._masks_thread.submit(lambda: [part.masks() for part in rows])
 
@@ -171,29 +170,30 @@ class Sampler:
 
         Args:
             logits: [num_rows, vocab] float32, not changed.
-            rows: whose they are, in order; their `num_rows` add up to num_rows.
+            rows: the rows' samples, in order; their `num_rows` add up to num_rows.
 
         Returns:
-            A token for each row, and logprobs for those of samples that asked for them.
+            A token for each row, and logprobs for samples that requested them.
         """
         return read(self.queue(logits, rows))[0]
 
     def queue(self, logits: Array, rows: Sequence[SampleRows]) -> Pending[SampledRows]:
-        """As `sample`, without waiting for the device."""
+        """Does what `sample` does, without waiting for the device."""
         if not rows:
             return Pending((), lambda _: SampledRows())
         return self.with_logprobs(logits, rows, self.decide(logits, rows))
 
     def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
-        """A token for each row: [num_rows] int64, where the logits are. At least one row. Does not wait for a GPU.
+        """Returns a token for each row: [num_rows] int64, on the logits' device. At least one row. Does not wait for a
+        GPU.
 
-        Deciders decide alike, to the last id: they are made of the same float32 operations in the same order. A row
-        with NaN is decided for the first of them, one where nothing is left for id 0.
+        All deciders give the same ids: they use the same float32 operations in the same order. A row with NaN yields
+        the first NaN's id, and a row with no token left yields id 0.
         """
         return self.decider.decide(self._checked(logits, rows), rows)
 
     def with_logprobs(self, logits: Array, rows: Sequence[SampleRows], token_ids: Array) -> Pending[SampledRows]:
-        """These tokens [num_rows] int64, with the logprobs that were asked for. Arguments as for `sample`."""
+        """Returns these tokens [num_rows] int64 with the requested logprobs. Arguments as for `sample`."""
         if all(part.state.logprobs is None for part in rows):
             return Pending((token_ids,), lambda arrays: SampledRows(arrays[0].tolist(), [None] * len(arrays[0])))
         decisions = [decision for part in rows for decision in part.decisions()]
@@ -205,20 +205,21 @@ class Sampler:
         return Pending((token_ids, *logprobs.arrays), finish)
 
     def distribution(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
-        """What each row's token is drawn from.
+        """Returns the distribution that each row's token is drawn from.
 
         Args:
             logits: [num_rows, vocab] float32, not changed.
-            rows: whose they are, as for `sample`; at least one.
+            rows: as for `sample`; at least one.
 
         Returns:
-            [num_rows, num_ids] float32, values whose softmax it is: -inf for what is out. Greedy rows: after step 4.
+            [num_rows, num_ids] float32, values whose softmax is the distribution, -inf for excluded tokens. Greedy
+            rows have the values after step 4.
         """
         decisions = [decision for part in rows for decision in part.decisions()]
         return drawn_from(self._editor.edit(self._checked(logits, rows), decisions), decisions)
 
     def _checked(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
-        """The logits. Raises: InternalError where they do not fit the rows."""
+        """Returns the logits, once pending masks are done. Raises: InternalError if they do not fit the rows."""
         if self._masks_in_making is not None:
             self._masks_in_making.result()
             self._masks_in_making = None

@@ -1,4 +1,4 @@
-"""What the sampler knows about one sample: its parameters and what it has generated."""
+"""The sampler's state of one sample: its parameters and what it has generated."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from outrider.request import LogprobsRequest, SamplingParams, TokenLogprobs
 
 @dataclass(slots=True, eq=False)
 class SequenceSampling:
-    """Mutable state of one sample of a request; made by `Sampler.start`, moved on by `Sampler.commit`.
+    """Mutable state of one sample of a request, created by `Sampler.start` and advanced by `Sampler.commit`.
 
-    Belongs to the thread that calls the sampler. `Sampler.sample` reads it and never
-    changes it, but for `prepared`: what a draft assumes is passed beside it in `SampleRows`.
+    Belongs to the thread that calls the sampler. `Sampler.sample` reads it and changes nothing except `prepared`: draft
+    assumptions are passed separately in `SampleRows`.
     """
 
     params: SamplingParams
-    sample: int  # which of the n samples: its own word of the arrivals' counter
+    sample: int  # index among the n samples; a word of the arrivals' counter
     logprobs: LogprobsRequest | None
     penalties: PenaltyState
-    prepared: object = None  # what a NativeDecider keeps for it, from its first decision on
-    constraint: GrammarState | None = None  # None: the output is free
+    prepared: object = None  # a NativeDecider's cached parameters, from its first decision on
+    constraint: GrammarState | None = None  # None: the output is unconstrained
     failure: str = ""  # why the constraint ends the request
 
 
 class SampleRows(NamedTuple):
-    """One sequence's share of a step: `len(draft_token_ids) + 1` consecutive logits rows.
+    """One sequence's share of a step: `len(draft_token_ids) + 1` consecutive rows of logits.
 
-    Row j decides position `position + j` and takes as generated what is committed in
-    `state`, then `assumed_token_ids`, then `draft_token_ids[:j]`. A verify pass passes
-    drafts; a draft model, which computes one row at a time, passes what it has drafted so
-    far as `assumed_token_ids` and no drafts.
+    Row j decides position `position + j` and treats as generated what is committed in `state`, then
+    `assumed_token_ids`, then `draft_token_ids[:j]`. Verification passes drafts; a draft model, which computes one row
+    at a time, passes its tokens so far as `assumed_token_ids` and no drafts.
     """
 
     state: SequenceSampling
@@ -48,12 +47,12 @@ class SampleRows(NamedTuple):
         return len(self.draft_token_ids) + 1
 
     def masks(self) -> Masks | None:
-        """What the sample's constraint allows: [num_rows, num_words]. None: everything."""
+        """Returns the tokens that the sample's constraint allows: [num_rows, num_words]. None: all."""
         constraint = self.state.constraint
         return None if constraint is None else constraint.masks(self.assumed_token_ids, self.draft_token_ids)
 
     def decisions(self) -> Iterator[Decision]:
-        """One for each of the rows, in order."""
+        """Yields a decision for each row, in order."""
         masks = self.masks()
         for j in range(self.num_rows):
             assumed_token_ids = self.assumed_token_ids + self.draft_token_ids[:j]
@@ -62,12 +61,12 @@ class SampleRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whom one row of logits is for."""
+    """The sample and position that one row of logits decides."""
 
     state: SequenceSampling
     position: int  # absolute
-    assumed_token_ids: tuple[int, ...]  # count as generated, besides the committed
-    mask: Masks | None = None  # [num_words], what the constraint allows; None: everything
+    assumed_token_ids: tuple[int, ...]  # count as generated, after the committed ones
+    mask: Masks | None = None  # [num_words], the tokens that the constraint allows; None: all
 
     @property
     def params(self) -> SamplingParams:
@@ -80,7 +79,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The decisions of one `Sampler.sample`, in the order of the logits rows."""
+    """The result of one `Sampler.sample`, in the order of the rows of logits."""
 
     token_ids: list[int] = field(default_factory=list)  # [num_rows]
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [num_rows]; None: not asked for
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [num_rows]; None: not requested

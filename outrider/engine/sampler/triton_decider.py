@@ -1,4 +1,4 @@
-"""Decisions by our Triton kernels: a few launches for all rows of a step, of which none asks the host anything."""
+"""Decides tokens with our Triton kernels: a few launches for all rows of a step, without waiting for the host."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import upload
 
 TABLE_WORDS = 8
-"""Words of a row in a decision table, see `TritonDecider.table`."""
+"""Words of a row in a decision table; see `TritonDecider.table`."""
 
 
 def _bits(numbers: Sequence[float]) -> np.ndarray:
-    """Of each number as float32: [n] int32."""
+    """Returns the bits of each number as float32: [n] int32."""
     return np.asarray(numbers, dtype=np.float32).view(np.int32)
 
 
 class TritonDecider:
-    """Reads each logit once, and twice more where a row has filters; more often where very many tokens are likely."""
+    """Reads each logit once, twice more in rows with filters, and more often if very many tokens are likely."""
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor
@@ -42,7 +42,7 @@ class TritonDecider:
         return winners_of(values, table, limits_of(values, table) if is_filtered else None)
 
     def table(self, decisions: Sequence[Decision]) -> npt.NDArray[np.int64]:
-        """All that kernels know of these rows: [TABLE_WORDS, num_rows].
+        """Returns the kernels' parameters for these rows: [TABLE_WORDS, num_rows].
 
         Position, sample, low and high word of the seed; temperature (0: greedy) and log of min_p as the bits of a
         float32; top_k (0: none); top_p as the bits of a float64.
@@ -60,13 +60,13 @@ class TritonDecider:
 
     @torch.inference_mode()
     def race(self, logits: Tensor, table: Tensor, winners: Tensor) -> None:
-        """Decides rows that need no edits, and decides them again without those that have won, as often as there is
-        room. May be captured in a CUDA graph: it takes nothing from the host. Changes the logits.
+        """Decides rows that need no edits, then again without the previous winners, once per race. May be captured in a
+        CUDA graph, since it takes nothing from the host. Modifies the logits.
 
         Args:
             logits: [num_rows, vocab_size] float32.
             table: [TABLE_WORDS, num_rows] int64.
-            winners: [num_races, num_rows] int64, which it writes.
+            winners: [num_races, num_rows] int64, the output.
         """
         values = self._editor.edit(logits, ())
         for number, token_ids in enumerate(winners.unbind(0)):
